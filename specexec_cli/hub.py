@@ -1,0 +1,136 @@
+"""Bring a checkpoint folder within reach: a local one as it is, a hub id through the hub's cache.
+
+Only configuration, tokenizer and safetensors files are fetched: never pickled weights, never code.
+huggingface_hub is imported where it is used, so that no command pays for it without need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.errors import CheckpointError, SpecexecError, UnknownModelError
+from specexec_cli.models_file import ModelEntry
+
+_ALLOW = [
+    "config.json",
+    "generation_config.json",
+    "quantize_config.json",
+    "quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+]
+# '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
+_IGNORE = ["*/*", "consolidated*", "adapter_*"]
+
+
+def fetch(
+    entry: ModelEntry, *, revision: str | None = None, offline: bool = False, progress: bool = True
+) -> Path:
+    """The folder that holds the entry's checkpoint, downloaded into the hub's cache if need be.
+
+    Args:
+        entry: a local folder is returned as it is.
+        revision: branch, tag or commit; the entry's own if None.
+        offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
+        progress: show huggingface_hub's progress bars on stderr.
+    Raises:
+        UnknownModelError: the folder or repository is missing, gated, or not reachable.
+        CheckpointError: the repository has no safetensors weights.
+    """
+    folder = entry.folder
+    if folder is not None:
+        if not (folder / "config.json").is_file():
+            raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
+        return folder
+    revision = revision or entry.revision
+    folder = _download(entry, revision, offline, progress)
+    if not any(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{entry.repo} holds no safetensors weights at revision '{revision or 'main'}', and "
+            "only safetensors are read, never pickled .bin files: pick a repository or revision "
+            "that has them (many have a converted one as org/name@refs/pr/N)"
+        )
+    return folder
+
+
+def _download(entry: ModelEntry, revision: str | None, offline: bool, progress: bool) -> Path:
+    from huggingface_hub import constants, snapshot_download
+
+    offline = offline or constants.is_offline_mode()
+    try:
+        return Path(
+            snapshot_download(
+                entry.repo,
+                revision=revision,
+                allow_patterns=_ALLOW,
+                ignore_patterns=_IGNORE,
+                local_files_only=offline,
+                tqdm_class=None if progress else _silent_bar(),
+            )
+        )
+    except Exception as error:  # whatever the hub, the network or the disk did: one line
+        raise _explain(error, entry, revision, offline) from error
+
+
+def _silent_bar() -> type[Any]:
+    """A progress bar class that never shows."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class Silent(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs["disable"] = True
+            super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return Silent
+
+
+def _explain(
+    error: Exception, entry: ModelEntry, revision: str | None, offline: bool
+) -> SpecexecError:
+    """One line for what huggingface_hub raised: what happened, and the mend."""
+    from huggingface_hub import constants, errors
+
+    repo = entry.repo
+    # the cache lookup that follows a failed request hides the failure behind its own
+    cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
+    status = getattr(getattr(cause or error, "response", None), "status_code", None)
+    if isinstance(error, errors.GatedRepoError) or status == 403:
+        return UnknownModelError(
+            f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
+            "then log in with `hf auth login`"
+        )
+    if isinstance(error, errors.RevisionNotFoundError):
+        return UnknownModelError(f"{repo} has no revision '{revision or 'main'}': check --revision")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return UnknownModelError(
+            f"no repository '{repo}' on {constants.ENDPOINT}, or it is private: "
+            "check the name, or log in with `hf auth login`"
+        )
+    if isinstance(error, errors.HFValidationError):
+        return UnknownModelError(f"'{repo}' is not a hub id: it should look like org/name")
+    if isinstance(error, errors.LocalEntryNotFoundError) and offline:
+        return UnknownModelError(
+            f"{repo} is not (completely) in the cache at {constants.HF_HUB_CACHE}, and this run is "
+            "offline: fetch it once without --offline and HF_HUB_OFFLINE, or give a local folder"
+        )
+    if status is not None:
+        return UnknownModelError(
+            f"{constants.ENDPOINT} answered {status} for {repo}: try again later"
+        )
+    if isinstance(cause or error, OSError) and getattr(error, "errno", None):
+        return UnknownModelError(f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error}")
+    reason = str(cause or error).strip().splitlines() or [""]
+    return UnknownModelError(
+        f"cannot fetch {repo} from {constants.ENDPOINT} ({type(cause or error).__name__}: "
+        f"{reason[0]}): check the network, or give a local folder"
+    )

@@ -1,0 +1,226 @@
+"""One models.toml file: its entries, and the checks that name file, entry and key of a mistake.
+
+It knows nothing of other files (registry.py merges them) and opens no checkpoint.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.errors import ConfigError, nearest
+
+PACKAGE_PREFIX = "package:"
+
+_TREE = TreeConfig()
+
+_CHOICES: dict[str, tuple[object, ...]] = {
+    "dtype": ("float32", "bfloat16", "float16"),
+    "quantization": ("none", "gptq", "awq"),
+    "bits": (2, 3, 4, 8),
+}
+_SHAPE_KEYS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "tie_word_embeddings",
+    "attention_bias",
+    "use_bias",
+    "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "n_embd",
+    "n_layer",
+    "n_head",
+    "n_inner",
+    "n_positions",
+    "multi_query",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEntry:
+    """One [models.NAME], or what little is known of a bare folder or hub id (None: unknown)."""
+
+    name: str
+    repo: str  # hub id, folder, or package:FOLDER for weights shipped with the program
+    revision: str | None = None  # branch, tag or commit of the hub repository
+    model_type: str | None = None  # config.json's model_type
+    dtype: str | None = None  # of the stored weights that are not quantized
+    quantization: str | None = None  # none, gptq or awq
+    bits: int | None = None  # of a quantized weight
+    group_size: int | None = None  # inputs that share a scale; -1 is all of them
+    context: int | None = None  # tokens
+    params: int | None = None
+    chat: bool | None = None  # the tokenizer has a chat template
+    tokenizer: str | None = None  # family: models of one family can be paired
+    license: str | None = None
+    gated: bool = False  # the hub asks for a login and an accepted licence
+    note: str = ""
+    shape: Mapping[str, Any] = field(default_factory=dict)  # config.json's own keys
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that holds the checkpoint, or None when it lives on the hub."""
+        if self.repo.startswith(PACKAGE_PREFIX):
+            return Path(__file__).parent / self.repo.removeprefix(PACKAGE_PREFIX)
+        return Path(self.repo).expanduser() if is_path(self.repo) else None
+
+    def config_json(self) -> dict[str, Any]:
+        """The part of the checkpoint's config.json that decides its size; empty if unknown."""
+        if not self.shape:
+            return {}
+        config: dict[str, Any] = {"model_type": self.model_type, "dtype": self.dtype, **self.shape}
+        if self.quantization not in (None, "none"):
+            config["quantization_config"] = {
+                "quant_method": self.quantization,
+                "bits": self.bits,
+                "group_size": self.group_size,
+            }
+        return config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairEntry:
+    """One [pairs.NAME]: a target, a draft model of the same tokenizer, and a tree for them."""
+
+    name: str
+    target: str  # a model name, folder or hub id
+    draft: str
+    budget: int = _TREE.budget
+    depth: int = _TREE.max_depth
+    batch: int = _TREE.batch
+    source: str = "not stated"  # where the recommendation comes from
+    note: str = ""
+
+    def __post_init__(self) -> None:
+        self.tree  # noqa: B018  TreeConfig checks the three numbers
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The recommended draft tree."""
+        return TreeConfig(budget=self.budget, max_depth=self.depth, batch=self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelsFile:
+    """The entries of one file, in the file's order."""
+
+    models: Mapping[str, ModelEntry]
+    pairs: Mapping[str, PairEntry]
+
+
+def read_models_file(path: Path) -> ModelsFile:
+    """Read and check one models.toml.
+
+    Raises:
+        ConfigError: not readable, not TOML (with the line), or an entry that is not right.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the models file {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    _reject_unknown(table, ("models", "pairs"), f"{path}:")
+    models = {
+        name: _model(name, entry, path, f"{path}: [models.{name}]")
+        for name, entry in _tables(table, "models", path).items()
+    }
+    pairs = {
+        name: _entry(PairEntry, name, entry, ("target", "draft"), f"{path}: [pairs.{name}]")
+        for name, entry in _tables(table, "pairs", path).items()
+    }
+    return ModelsFile(models, pairs)
+
+
+def is_path(reference: str) -> bool:
+    """Whether a reference is spelled as a path: absolute, or beginning with . or ~."""
+    return reference.startswith((".", "~")) or Path(reference).is_absolute()
+
+
+def _tables(table: dict[str, Any], section: str, path: Path) -> dict[str, Any]:
+    entries = table.get(section, {})
+    if not isinstance(entries, dict):
+        raise ConfigError(f"{path}: '{section}' must hold entries such as [{section}.NAME]")
+    return entries
+
+
+def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
+    """A model entry; a folder given as a relative path is relative to the file that names it."""
+    entry = _entry(ModelEntry, name, table, ("repo",), where)
+    _reject_unknown(entry.shape, _SHAPE_KEYS, f"{where} shape:")
+    for key, value in entry.shape.items():
+        if not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
+            raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
+    if entry.quantization in ("gptq", "awq") and not (entry.bits and entry.group_size):
+        raise ConfigError(f"{where} is {entry.quantization}, so it needs bits and group_size too")
+    if is_path(entry.repo):
+        folder = path.resolve().parent / Path(entry.repo).expanduser()
+        return replace(entry, repo=str(folder.resolve()))
+    return entry
+
+
+Entry = TypeVar("Entry", ModelEntry, PairEntry)
+
+
+def _entry(
+    kind: type[Entry], name: str, table: object, required: tuple[str, ...], where: str
+) -> Entry:
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} must be a table of settings, not {table!r}")
+    hints = get_type_hints(kind)
+    known = [item.name for item in fields(kind) if item.name != "name"]
+    _reject_unknown(table, known, where)
+    for key in required:
+        if key not in table:
+            raise ConfigError(f"{where} lacks the key '{key}'")
+    for key, value in table.items():
+        expected = _complaint(key, value, hints[key])
+        if expected:
+            raise ConfigError(f"{where} {key} must be {expected}, not {value!r}")
+    try:
+        return kind(name=name, **table)
+    except ConfigError as error:  # the numbers of a draft tree
+        raise ConfigError(f"{where} {error}") from error
+
+
+def _complaint(key: str, value: object, hint: Any) -> str:
+    """What was expected of this key's value, or an empty string when it is right."""
+    if key in _CHOICES:
+        right = value in _CHOICES[key] and not isinstance(value, bool)
+        return "" if right else "one of " + ", ".join(str(choice) for choice in _CHOICES[key])
+    wanted = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
+    if get_origin(hint) is Mapping:
+        return "" if isinstance(value, dict) else "a table"
+    if wanted is bool:
+        return "" if isinstance(value, bool) else "true or false"
+    if wanted is int:
+        least = -1 if key == "group_size" else 1
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least and value != 0:
+            return ""
+        return f"a whole number from {least} up" + (", not 0" if least < 0 else "")
+    if not isinstance(value, str):
+        return "text in quotes"
+    return "" if value or key == "note" else "text that is not empty"
+
+
+def _reject_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            hint = nearest(key, list(known)) or f" Known keys: {', '.join(known)}."
+            raise ConfigError(f"{where} has an unknown key '{key}'.{hint}")

@@ -1,0 +1,163 @@
+"""What models.toml says: models, pairs, and what a name, a folder or a hub id stands for.
+
+It downloads nothing and opens no checkpoint. Three files are merged entry by entry, the later
+winning: the one shipped with the program, the one in the user's config folder, and --models-file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from platformdirs import user_config_path
+
+from specexec_cli.errors import ConfigError, UnknownModelError, nearest
+from specexec_cli.models_file import ModelEntry, ModelsFile, PairEntry, is_path, read_models_file
+
+__all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
+
+_LIST_HINT = " `specexec models list` shows what is known."
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """All entries after the merge; pairs of the files that win come first."""
+
+    models: Mapping[str, ModelEntry]
+    pairs: Mapping[str, PairEntry]
+
+    def model(self, name: str) -> ModelEntry:
+        """The entry called `name`.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        if name not in self.models:
+            hint = f" '{name}' is a pair: use --pair {name}." if name in self.pairs else ""
+            hint = hint or nearest(name, list(self.models)) or _LIST_HINT
+            raise UnknownModelError(f"no model '{name}' in models.toml.{hint}")
+        return self.models[name]
+
+    def pair(self, name: str) -> PairEntry:
+        """The pair called `name`.
+
+        Raises:
+            UnknownModelError: there is none.
+        """
+        if name not in self.pairs:
+            hint = ""
+            if name in self.models:
+                hint = f" '{name}' is a model: use --target {name}."
+            hint = hint or nearest(name, list(self.pairs)) or _LIST_HINT
+            raise UnknownModelError(f"no pair '{name}' in models.toml.{hint}")
+        return self.pairs[name]
+
+    def resolve(self, reference: str) -> ModelEntry:
+        """What a reference means: a name here, else a model folder, else org/name[@revision].
+
+        Raises:
+            UnknownModelError: none of these, or a folder without config.json.
+        """
+        if reference in self.models:
+            return self.models[reference]
+        path = Path(reference).expanduser()
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise UnknownModelError(
+                    f"folder '{reference}' has no config.json: give the folder of a checkpoint"
+                )
+            return ModelEntry(name=reference, repo=str(path.resolve()))
+        if is_path(reference):
+            raise UnknownModelError(f"no folder '{reference}': check the path")
+        repo, _, revision = reference.partition("@")
+        if not _HUB_ID.fullmatch(repo):
+            return self.model(reference)  # raises, with the nearest name
+        known = self._of_repo(repo)
+        if known is None:
+            return ModelEntry(name=reference, repo=repo, revision=revision or None)
+        if revision in ("", known.revision):
+            return known
+        # another branch may be quantized another way: only the repository's identity carries over
+        return ModelEntry(
+            name=reference,
+            repo=repo,
+            revision=revision,
+            tokenizer=known.tokenizer,
+            gated=known.gated,
+        )
+
+    def pair_for_target(self, reference: str) -> PairEntry | None:
+        """The first pair whose target is the model that `reference` stands for."""
+        wanted = self.resolve(reference)
+        for pair in self.pairs.values():
+            target = self.resolve(pair.target)
+            if (target.repo, target.revision) == (wanted.repo, wanted.revision):
+                return pair
+        return None
+
+    def drafts_for(self, target: str) -> list[str]:
+        """Names of draft models known to share the target's tokenizer, the smallest first."""
+        entry = self.resolve(target)
+        paired = {pair.draft for pair in self.pairs.values() if self.resolve(pair.target) == entry}
+        family = {
+            model.name
+            for model in self.models.values()
+            if entry.tokenizer is not None
+            and model.tokenizer == entry.tokenizer
+            and model.repo != entry.repo
+            and (model.params or 0) < (entry.params or float("inf"))
+        }
+        return sorted(paired | family, key=lambda name: (self.resolve(name).params or 0, name))
+
+    def _of_repo(self, repo: str) -> ModelEntry | None:
+        return next((model for model in self.models.values() if model.repo == repo), None)
+
+
+def load_registry(models_file: Path | None = None) -> Registry:
+    """The shipped models.toml, overridden by the user's and then by `models_file`.
+
+    Raises:
+        ConfigError: a file that cannot be read, or an entry that is not right.
+    """
+    files = [_shipped_file()]
+    if user_models_file().is_file():
+        files.append(user_models_file())
+    if models_file is not None:
+        files.append(models_file)
+    models: dict[str, ModelEntry] = {}
+    pairs: dict[str, PairEntry] = {}
+    for path in files:
+        content = read_models_file(path)
+        models = {**models, **content.models}
+        older = {name: pair for name, pair in pairs.items() if name not in content.pairs}
+        pairs = {**content.pairs, **older}
+        _check_pairs(path, content, models)
+    return Registry(models, pairs)
+
+
+def user_models_file() -> Path:
+    """Where a user's own entries live: models.toml in the platform's config folder."""
+    return user_config_path("specexec", appauthor=False) / "models.toml"
+
+
+def _shipped_file() -> Path:
+    """models.toml of the installed package, or of the repository when run from a checkout."""
+    package = Path(__file__).parent
+    for folder in (package, package.parent):
+        if (folder / "models.toml").is_file():
+            return folder / "models.toml"
+    raise ConfigError(f"models.toml is missing from {package}: install specexec again")
+
+
+def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
+    """Every target and draft is a model of this or an earlier file, a hub id, or a path."""
+    for pair in content.pairs.values():
+        for key, name in (("target", pair.target), ("draft", pair.draft)):
+            if name not in models and "/" not in name and not is_path(name):
+                raise ConfigError(
+                    f"{path}: [pairs.{pair.name}] {key} '{name}' is not a model in models.toml."
+                    + nearest(name, list(models))
+                )
