@@ -1,0 +1,183 @@
+"""Facts about the machine, read from the operating system. Knows neither torch nor any model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import resource
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+# What decides which dtype computes fast; names as in /proc/cpuinfo (x86 "flags", Arm "Features").
+FAST_FLAGS = (
+    "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "asimd", "bf16", "i8mm", "sve",
+)  # fmt: skip
+_NO_LIMIT = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class CpuInfo:
+    name: str
+    cores: int  # usable by this process: affinity and cgroup quota considered
+    flags: tuple[str, ...]  # the members of FAST_FLAGS it has
+
+
+@dataclass(frozen=True, slots=True)
+class GpuInfo:
+    index: int
+    name: str
+    total_bytes: int
+    free_bytes: int
+    pcie_gen: int | None  # the most the link can do; idle GPUs report less
+    pcie_width: int | None
+    driver: str
+
+
+def format_bytes(n_bytes: float) -> str:
+    """Decimal units, as disks and links are sold: '35.3 GB', '812 MB'."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(n_bytes) >= size:
+            value = n_bytes / size
+            return f"{value:.1f} {unit}" if value < 100 else f"{value:.0f} {unit}"
+    return f"{n_bytes:.0f} B"
+
+
+def cpu_info() -> CpuInfo:
+    """Name, usable cores and the instruction sets that matter for matmuls."""
+    text = _read(Path("/proc/cpuinfo"))
+    found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    have = set(found.group(1).split()) if found else set()
+    model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
+    name = model.group(1).strip() if model else (platform.processor() or platform.machine())
+    return CpuInfo(name, usable_cores(), tuple(flag for flag in FAST_FLAGS if flag in have))
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: CPU affinity, capped by the cgroup's quota."""
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
+    for folder in _cgroup_folders("cpu"):
+        quota, period = "max", "100000"
+        if (folder / "cpu.max").is_file():
+            quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
+        elif (folder / "cpu.cfs_quota_us").is_file():
+            quota = _read(folder / "cpu.cfs_quota_us").strip()
+            period = _read(folder / "cpu.cfs_period_us").strip()
+        if quota.isdigit() and period.isdigit() and int(period):
+            cores = min(cores, max(1, -(-int(quota) // int(period))))
+    return cores
+
+
+def total_ram_bytes() -> int:
+    """Physical memory, or the smallest limit set on this process."""
+    return min([_meminfo("MemTotal"), *(limit for limit, _ in _memory_limits())])
+
+
+def free_ram_bytes() -> int:
+    """Bytes this process can still allocate: available memory, cgroup limits, RLIMIT_AS."""
+    free = [_meminfo("MemAvailable")]
+    free += [limit - used for limit, used in _memory_limits()]
+    return max(0, min(free))
+
+
+def peak_ram_bytes() -> int:
+    """Most resident memory this process has had (ru_maxrss)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if platform.system() == "Darwin" else peak * 1024
+
+
+def gpus() -> list[GpuInfo]:
+    """NVIDIA GPUs as nvidia-smi reports them; empty where there is none or it does not answer."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    fields = (
+        "index,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,driver_version"
+    )
+    try:
+        answer = subprocess.run(
+            [tool, f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=20, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = (
+        [cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()
+    )
+    return [_gpu(row) for row in rows if len(row) == 7 and row[0].isdigit()]
+
+
+def _gpu(row: list[str]) -> GpuInfo:
+    index, name, total, free, gen, width, driver = row
+
+    def number(text: str) -> int | None:
+        return int(text) if text.isdigit() else None  # "[N/A]" on some boards
+
+    mib = 1 << 20
+    return GpuInfo(
+        int(index), name, (number(total) or 0) * mib, (number(free) or 0) * mib,
+        number(gen), number(width), driver,
+    )  # fmt: skip
+
+
+def _memory_limits() -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every cgroup above this process, and of its address space."""
+    limits = []
+    for folder in _cgroup_folders("memory"):
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+            if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
+                # Cached file pages count as used but are given back under pressure.
+                cached = re.search(r"^(?:total_)?inactive_file (\d+)$",
+                                   _read(folder / "memory.stat"), re.MULTILINE)  # fmt: skip
+                reclaimable = int(cached.group(1)) if cached else 0
+                limits.append((int(limit), max(0, int(used) - reclaimable)))
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        pages = _read(Path("/proc/self/statm")).split()[:1]
+        limits.append((soft, int(pages[0]) * resource.getpagesize() if pages else 0))
+    return limits
+
+
+def _meminfo(field: str) -> int:
+    """Bytes of a /proc/meminfo field; physical memory where there is no such file (macOS)."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    if found:
+        return int(found.group(1)) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _cgroup_folders(controller: str) -> list[Path]:
+    """This process's cgroup for a controller and all its parents, v2 and v1."""
+    folders = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = Path("/sys/fs/cgroup")
+        elif controller in controllers.split(","):
+            root = Path("/sys/fs/cgroup") / controller
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while folder != root and root in folder.parents:
+            folders.append(folder)
+            folder = folder.parent
+        folders.append(root)
+    return folders
+
+
+def _read(path: Path) -> str:
+    """The file's text, empty where the kernel does not offer it."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

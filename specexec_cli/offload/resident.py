@@ -1,0 +1,102 @@
+"""Tensors that stay in memory, and the one place that turns bytes of a file into tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import DirectFile, Layout, Notice, Progress, lay_out, once
+from specexec_cli.offload.store import ITEM_BYTES, TensorRange
+
+TORCH_DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "I16": torch.int16, "U16": torch.uint16, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I32": torch.int32, "U32": torch.uint32, "F32": torch.float32,
+    "I64": torch.int64, "U64": torch.uint64, "F64": torch.float64,
+}  # fmt: skip
+
+
+def read_tensors(
+    ranges: Sequence[TensorRange],
+    notice: Notice = lambda text: None,
+    progress: Progress = lambda done, total: None,
+) -> dict[str, Tensor]:
+    """Read tensors that stay: embeddings, final norm, head, a draft model.
+
+    They share one buffer, which is unmapped when the last of them is dropped.
+
+    Raises:
+        StreamError: reading failed.
+        OutOfMemoryError: they do not fit into free memory.
+    """
+    layout = lay_out(ranges)
+    files: dict[Path, DirectFile] = {}
+    try:
+        open_files(files, [layout], once(notice))
+        return load([layout], files, "the resident weights", "Use a smaller model", progress)[0]
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def open_files(files: dict[Path, DirectFile], layouts: Sequence[Layout], notice: Notice) -> None:
+    for layout in layouts:
+        for extent in layout.extents:
+            if extent.path not in files:
+                files[extent.path] = DirectFile(extent.path, notice)
+
+
+def check_free(needed_bytes: int, purpose: str, mend: str) -> None:
+    free = free_ram_bytes()
+    if needed_bytes > free:
+        raise OutOfMemoryError(
+            f"{purpose}: {format_bytes(needed_bytes)} of RAM are needed but "
+            f"{format_bytes(free)} are free. {mend}"
+        )
+
+
+def load(
+    layouts: Sequence[Layout],
+    files: dict[Path, DirectFile],
+    purpose: str,
+    mend: str,
+    progress: Progress,
+) -> list[dict[str, Tensor]]:
+    """Read each layout into a buffer of its own, which lives as long as its tensors."""
+    total = sum(layout.tensor_bytes for layout in layouts)
+    check_free(sum(layout.buffer_bytes for layout in layouts), purpose, mend)
+    done = 0
+    loaded = []
+    for layout in layouts:
+        buffer = HugeBuffer(layout.buffer_bytes, purpose, mend)
+        for piece in layout.pieces():
+            target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
+            done += files[piece.path].read_into(target, piece.start, piece.stop)
+            progress(min(done, total), total)
+        loaded.append(views(layout, buffer.view))
+        buffer.close()  # the views hold the memory from now on
+    return loaded
+
+
+def views(layout: Layout, view: memoryview) -> dict[str, Tensor]:
+    """The layout's tensors as views of the buffer it was read into."""
+    tensors = {}
+    for tensor, offset in layout.places:
+        dtype = TORCH_DTYPES[tensor.dtype]
+        if not tensor.n_bytes:
+            tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype)
+            continue
+        data = view[offset : offset + tensor.n_bytes]
+        if offset % ITEM_BYTES[tensor.dtype]:  # torch cannot view what is not aligned to its items
+            flat = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype)
+        else:
+            flat = torch.frombuffer(data, dtype=dtype)
+        tensors[tensor.name] = flat.view(tensor.shape)
+    return tensors

@@ -1,0 +1,233 @@
+"""Where a checkpoint's bytes are: tensor name -> file, offsets, dtype, shape.
+
+Reads headers only, no weights. Source of the format: https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.errors import CheckpointError
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """One tensor's place on disk."""
+
+    name: str
+    path: Path
+    dtype: str  # safetensors' name, a key of ITEM_BYTES
+    shape: tuple[int, ...]
+    start: int  # absolute file offset of the first byte
+    stop: int  # absolute file offset behind the last byte
+
+    @property
+    def n_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint(Mapping[str, TensorRange]):
+    """All tensors of a checkpoint folder by name."""
+
+    folder: Path
+    tensors: dict[str, TensorRange]
+
+    def __getitem__(self, name: str) -> TensorRange:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors.values())
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Find the weights of `folder` and read their headers.
+
+    Prefers model.safetensors, then a *.safetensors.index.json with its shards, then the only
+    *.safetensors file there is (GPTQ checkpoints name it freely).
+
+    Raises:
+        CheckpointError: weights missing, damaged, ambiguous, or not in safetensors format.
+    """
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return Checkpoint(folder, read_header(single))
+    indexes = sorted(folder.glob("*.safetensors.index.json"))
+    if indexes:
+        return Checkpoint(folder, _read_index(_only(indexes, "index", folder)))
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return Checkpoint(folder, read_header(_only(files, "weights", folder)))
+    raise CheckpointError(_nothing_found(folder))
+
+
+def read_header(path: Path) -> dict[str, TensorRange]:
+    """The tensors of one safetensors file, fully validated, in file order.
+
+    Raises:
+        CheckpointError: the file is missing, truncated, or its header lies.
+    """
+    try:
+        with path.open("rb") as file:
+            file_bytes = file.seek(0, 2)
+            file.seek(0)
+            prefix = file.read(8)
+            header_bytes = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise CheckpointError(_bad_length(path, file_bytes, header_bytes))
+            raw = file.read(header_bytes)
+    except FileNotFoundError:
+        raise CheckpointError(f"no file {path}: download the checkpoint again") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    header = _parse_json(raw, path)
+    header.pop("__metadata__", None)
+    data_start = 8 + header_bytes
+    tensors = [
+        _parse_entry(name, entry, path, data_start, file_bytes) for name, entry in header.items()
+    ]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.stop))
+    for before, after in pairwise(tensors):
+        if after.start < before.stop:
+            raise CheckpointError(
+                f"{path}: tensors '{before.name}' and '{after.name}' overlap; "
+                "the file is damaged, download it again"
+            )
+    return {tensor.name: tensor for tensor in tensors}
+
+
+def _only(paths: list[Path], kind: str, folder: Path) -> Path:
+    if len(paths) == 1:
+        return paths[0]
+    names = ", ".join(path.name for path in paths[:3]) + (", ..." if len(paths) > 3 else "")
+    raise CheckpointError(
+        f"{folder} holds {len(paths)} {kind} files ({names}) but neither model.safetensors nor one "
+        "model.safetensors.index.json that says which to load: download the index as well"
+    )
+
+
+def _nothing_found(folder: Path) -> str:
+    if not folder.is_dir():
+        return f"no folder {folder}: give a checkpoint folder or a hub id"
+    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
+        found = sorted(folder.glob(pattern))
+        if found:
+            return (
+                f"{folder} holds {found[0].name} but no *.safetensors. Only safetensors are read: "
+                "load it once with transformers and save_pretrained() it to a new folder"
+            )
+    return f"no *.safetensors in {folder}: download the weights first"
+
+
+def _read_index(path: Path) -> dict[str, TensorRange]:
+    """Resolve a sharded checkpoint's index against its shards' own headers."""
+    try:
+        weight_map = _parse_json(path.read_bytes(), path).get("weight_map")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no 'weight_map': download the index again")
+    shards: dict[str, dict[str, TensorRange]] = {}
+    tensors = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise CheckpointError(
+                f"{path}: tensor '{name}' is said to be in {shard!r}, "
+                "which is not the name of a file beside the index"
+            )
+        if shard not in shards:
+            shard_path = path.parent / shard
+            if not shard_path.is_file():
+                raise CheckpointError(
+                    f"no shard {shard_path}, named by {path.name}: download it again"
+                )
+            shards[shard] = read_header(shard_path)
+        if name not in shards[shard]:
+            raise CheckpointError(
+                f"{path.parent / shard} has no tensor '{name}', which {path.name} says is there: "
+                "index and shards are from different checkpoints, download both again"
+            )
+        tensors[name] = shards[shard][name]
+    return tensors
+
+
+def _bad_length(path: Path, file_bytes: int, header_bytes: int) -> str:
+    if file_bytes < 8:
+        return f"{path} has only {file_bytes} bytes: the download is truncated, repeat it"
+    return (
+        f"{path}: a header of {header_bytes} bytes is impossible in a file of {file_bytes} bytes "
+        f"(limit {MAX_HEADER_BYTES}); it is truncated or not safetensors, download it again"
+    )
+
+
+def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a name appears twice")
+        return result
+
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path}: its JSON cannot be read ({error}); the file is damaged, download it again"
+        ) from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: its JSON is not an object; download it again")
+    return value
+
+
+def _parse_entry(
+    name: str, entry: object, path: Path, data_start: int, file_bytes: int
+) -> TensorRange:
+    where = f"{path}: tensor '{name}'"
+    if not isinstance(entry, dict):
+        raise CheckpointError(f"{where} has no dtype, shape and offsets; download it again")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise CheckpointError(f"{where} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
+    if not isinstance(shape, list) or not _are_counts(shape):
+        raise CheckpointError(f"{where} has shape {shape!r}, which is not a list of sizes")
+    if not (isinstance(offsets, list) and _are_counts(offsets) and len(offsets) == 2) or (
+        offsets[0] > offsets[1]
+    ):
+        raise CheckpointError(f"{where} has data_offsets {offsets!r}, which are not [begin, end]")
+    start, stop = data_start + offsets[0], data_start + offsets[1]
+    if stop > file_bytes:
+        raise CheckpointError(
+            f"{where} ends at byte {stop} but the file has only {file_bytes}: "
+            "the download is truncated, repeat it"
+        )
+    needed = prod(shape) * ITEM_BYTES[dtype]
+    if stop - start != needed:
+        raise CheckpointError(
+            f"{where} holds {stop - start} bytes but its shape {shape} in {dtype} takes {needed}: "
+            "the header is damaged, download it again"
+        )
+    return TensorRange(name, path, dtype, tuple(shape), start, stop)
+
+
+def _are_counts(values: list[Any]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)  # True is no size

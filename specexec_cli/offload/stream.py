@@ -1,0 +1,263 @@
+"""How the bytes move: layers from SSD through a ring of buffers, or from RAM, pass after pass.
+
+    reader:    layer 0 -> slot 0, layer 1 -> slot 1, ... layer 0 of the next pass -> slot k, ...
+    consumer:  with stream.layer(0) as tensors: ...   with stream.layer(1) as tensors: ...
+
+The reader runs ahead as far as the ring allows and does not stop at the end of a pass, so the first
+layers of the next pass are read while the drafter works. Knows neither models nor trees.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+from torch import Tensor
+
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import (
+    PIECE_BYTES,
+    DirectFile,
+    Extent,
+    Notice,
+    Progress,
+    lay_out,
+    once,
+)
+from specexec_cli.offload.resident import check_free, load, open_files, read_tensors, views
+from specexec_cli.offload.store import TensorRange
+
+__all__ = ["LayerStream", "Tier", "read_tensors"]
+
+READER_THREADS = 1
+Tier = Literal["ssd", "ram"]
+
+
+class LayerStream:
+    """The layers of a target in cyclic order, 0..L-1, 0..L-1, ..., each as CPU tensors.
+
+    One consumer thread. After an aborted pass call restart(); at the end close(), or use `with`.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[TensorRange]],
+        tiers: Sequence[Tier],
+        *,
+        slots: int = 3,
+        notice: Notice = lambda text: None,
+        progress: Progress = lambda done, total: None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Load the 'ram' layers and start to read the first 'ssd' layers.
+
+        Args:
+            layers: per layer, its tensors.
+            tiers: per layer, where it is streamed from.
+            slots: 'ssd' layers in memory at once, the one in use included; 2 or more.
+            notice: told in one line when something will be slower than it could be.
+            progress: told how far the loading of the 'ram' layers is.
+        Raises:
+            StreamError: a file cannot be read.
+            OutOfMemoryError: ring and 'ram' layers do not fit into free memory.
+        """
+        if len(layers) != len(tiers) or slots < 2:
+            raise ValueError("one tier per layer and at least 2 slots are needed")
+        self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
+        self.bytes_read = 0  # by the reader, which runs ahead
+        self.wait_s = 0.0  # the consumer waited for the reader
+        self.read_s = 0.0  # at least one read was under way
+        self._layouts = [lay_out(layer) for layer in layers]
+        self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
+        self._pieces = [self._layouts[index].pieces(piece_bytes) for index in self._streamed]
+        self._resident: dict[int, dict[str, Tensor]] = {}
+        self._files: dict[Path, DirectFile] = {}
+        self._buffers: list[HugeBuffer] = []
+        self._threads: list[threading.Thread] = []
+        self._next_layer = 0
+        self._in_use = False
+        # The ring. A turn is one streamed layer of one pass; turn t lives in slot t % slots.
+        self._lock = threading.Lock()
+        self._layer_ready = threading.Condition(self._lock)
+        self._work_ready = threading.Condition(self._lock)
+        self._turn = 0  # handed out next
+        self._read_turn = 0  # being read
+        self._read_piece = 0  # its next piece
+        self._missing: dict[int, int] = {}  # turn -> pieces not there yet
+        self._in_flight = 0
+        self._paused = self._closing = False
+        self._error: BaseException | None = None
+        try:
+            self._open(
+                [i for i, tier in enumerate(tiers) if tier == "ram"], slots, notice, progress
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, ram: list[int], slots: int, notice: Notice, progress: Progress) -> None:
+        notice = once(notice)
+        slots = min(slots, max(2, len(self._streamed) + 1)) if self._streamed else 0
+        slot_bytes = max((self._layouts[i].buffer_bytes for i in self._streamed), default=0)
+        ram_bytes = sum(self._layouts[i].buffer_bytes for i in ram)
+        check_free(
+            slots * slot_bytes + ram_bytes,
+            f"the target's {len(ram)} layers in RAM and {slots} ring slots",
+            "Stream it from SSD instead: --offload ssd" if ram else "Use a smaller target",
+        )
+        open_files(self._files, self._layouts, notice)
+        loaded = load(
+            [self._layouts[i] for i in ram], self._files, "the target's layers",
+            "Stream it from SSD instead: --offload ssd", progress,
+        )  # fmt: skip
+        self._resident = dict(zip(ram, loaded, strict=True))
+        for _ in range(slots):
+            self._buffers.append(HugeBuffer(slot_bytes, "a ring slot", "Use a smaller target"))
+        if self._buffers and not self._buffers[0].has_huge_pages():
+            notice(
+                "the kernel gives no huge pages, so the disk is read in small requests: "
+                "set /sys/kernel/mm/transparent_hugepage/enabled to madvise"
+            )
+        if self._streamed:
+            self._threads = [
+                threading.Thread(target=self._read_loop, name=f"specexec-read-{n}", daemon=True)
+                for n in range(READER_THREADS)
+            ]
+            for thread in self._threads:
+                thread.start()
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[dict[str, Tensor]]:
+        """The layer's tensors by name, in file dtype and shape. Valid inside the `with` only.
+
+        Raises:
+            StreamError: the file could not be read, by name and offset.
+        """
+        if index != self._next_layer or self._in_use or self._closing:
+            raise RuntimeError(
+                f"layer {index} asked for, next is {self._next_layer}"
+                + (", the one before is still in use" if self._in_use else "")
+                + (", the stream is closed" if self._closing else "")
+            )
+        self._next_layer = (index + 1) % len(self._layouts)
+        resident = self._resident.get(index)
+        if resident is not None:
+            yield dict(resident)
+            return
+        self._wait_for_turn()
+        self._in_use = True
+        buffer = self._buffers[self._turn % len(self._buffers)]
+        try:
+            yield views(self._layouts[index], buffer.view)
+        finally:
+            self.bytes_streamed += self._layouts[index].tensor_bytes
+            with self._lock:
+                self._in_use = False
+                self._missing.pop(self._turn, None)
+                self._turn += 1
+                self._work_ready.notify_all()
+
+    def _wait_for_turn(self) -> None:
+        started = time.perf_counter()
+        with self._lock:
+            while self._error is None and self._missing.get(self._turn) != 0:
+                self._layer_ready.wait()
+            self.wait_s += time.perf_counter() - started
+            if isinstance(self._error, StreamError):
+                raise StreamError(str(self._error))
+            if self._error is not None:
+                raise RuntimeError("the reader thread died") from self._error
+
+    def restart(self) -> None:
+        """Begin again at layer 0 after an aborted pass; whatever was read ahead is dropped."""
+        if not (self._next_layer or self._in_use or self._error):
+            return  # a pass has just ended: what was read ahead is right
+        with self._lock:
+            self._paused = True
+            try:
+                while self._in_flight:
+                    self._layer_ready.wait()
+                self._turn = self._read_turn = self._read_piece = self._next_layer = 0
+                self._missing.clear()
+                self._in_use = False
+                self._error = None
+            finally:
+                self._paused = False
+                self._work_ready.notify_all()
+
+    def close(self) -> None:
+        """Stop the reader, close the files, give the memory back. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._work_ready.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for file in self._files.values():
+            file.close()
+        self._resident.clear()
+        for buffer in self._buffers:
+            buffer.close()
+        self._buffers.clear()
+
+    def __enter__(self) -> LayerStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _read_loop(self) -> None:
+        while (work := self._next_piece()) is not None:
+            turn, piece = work
+            error: BaseException | None = None
+            count = 0
+            try:
+                view = self._buffers[turn % len(self._buffers)].view
+                target = view[piece.offset : piece.offset + piece.stop - piece.start]
+                count = self._files[piece.path].read_into(target, piece.start, piece.stop)
+                del view, target
+            except BaseException as caught:  # handed to the consumer, which raises it
+                error = caught.with_traceback(None)  # its frames hold views of the slot
+            self._piece_done(turn, count, error)
+
+    def _next_piece(self) -> tuple[int, Extent] | None:
+        """Take the next piece to read; waits for a free slot; None when the stream is closed."""
+        with self._lock:
+            while not self._closing:
+                free = self._read_turn < self._turn + len(self._buffers)
+                if free and not self._paused and self._error is None:
+                    turn = self._read_turn
+                    pieces = self._pieces[turn % len(self._pieces)]
+                    if self._read_piece == 0:
+                        self._missing[turn] = len(pieces)
+                    if not pieces:  # a layer without tensors
+                        self._read_turn += 1
+                        self._layer_ready.notify_all()
+                        continue
+                    piece = pieces[self._read_piece]
+                    self._read_piece += 1
+                    if self._read_piece == len(pieces):
+                        self._read_turn, self._read_piece = turn + 1, 0
+                    if self._in_flight == 0:
+                        self._reading_since = time.perf_counter()
+                    self._in_flight += 1
+                    return turn, piece
+                self._work_ready.wait()
+            return None
+
+    def _piece_done(self, turn: int, count: int, error: BaseException | None) -> None:
+        with self._lock:
+            self._in_flight -= 1
+            if self._in_flight == 0:
+                self.read_s += time.perf_counter() - self._reading_since
+            self.bytes_read += count
+            if error is None:
+                self._missing[turn] -= 1
+            elif self._error is None:
+                self._error = error
+            if self._error is not None or not self._missing[turn] or self._paused:
+                self._layer_ready.notify_all()
