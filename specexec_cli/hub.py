@@ -6,6 +6,7 @@ huggingface_hub is imported where it is used, so that no command pays for it wit
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,28 @@ def fetch(
             "that has them (many have a converted one as org/name@refs/pr/N)"
         )
     return folder
+
+
+def cached_snapshot(entry: ModelEntry) -> Path | None:
+    """The entry's folder in the hub's cache if all its weights are there; opens no connection."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))
+    if not cache.is_dir():
+        return None
+    revision = entry.revision or "main"
+    ref = cache / "refs" / revision
+    snapshot = cache / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+    names = {path.name for path in snapshot.glob("*.safetensors")}
+    try:
+        index = json.loads((snapshot / "model.safetensors.index.json").read_bytes())
+        names = set(index["weight_map"].values())
+    except FileNotFoundError:
+        pass  # one file, no index
+    except (ValueError, KeyError):
+        return None  # damaged: fetching it again mends it
+    complete = bool(names) and all((snapshot / name).is_file() for name in names)
+    return snapshot if complete else None
 
 
 def _download(entry: ModelEntry, revision: str | None, offline: bool, progress: bool) -> Path:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -19,33 +19,18 @@ PACKAGE_PREFIX = "package:"
 
 _TREE = TreeConfig()
 
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": ("float32", "bfloat16", "float16"),
+    "dtype": tuple(_DTYPE_BYTES),
     "quantization": ("none", "gptq", "awq"),
     "bits": (2, 3, 4, 8),
 }
 _SHAPE_KEYS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
-    "attention_bias",
-    "use_bias",
-    "num_local_experts",
-    "num_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_inner",
-    "n_positions",
-    "multi_query",
-)
+    "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads "
+    "head_dim vocab_size tie_word_embeddings attention_bias use_bias num_local_experts "
+    "num_experts num_experts_per_tok moe_intermediate_size n_embd n_layer n_head n_inner "
+    "n_positions multi_query"
+).split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +60,28 @@ class ModelEntry:
         if self.repo.startswith(PACKAGE_PREFIX):
             return Path(__file__).parent / self.repo.removeprefix(PACKAGE_PREFIX)
         return Path(self.repo).expanduser() if is_path(self.repo) else None
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes of the weights: of the files in a folder, else computed; None if not known.
+
+        Computed to within 1 % of the files on the hub: biases, norms and g_idx are left out.
+        """
+        if self.folder is not None:
+            return sum(file.stat().st_size for file in self.folder.glob("*.safetensors")) or None
+        if self.params is None or self.dtype is None:
+            return None
+        width = _DTYPE_BYTES[self.dtype]
+        if self.bits is None or self.group_size is None:
+            return self.params * width
+        hidden: int = self.shape.get("hidden_size", 0)
+        if not hidden:
+            return None
+        tables = 1 if self.shape.get("tie_word_embeddings", False) else 2
+        plain: int = self.shape.get("vocab_size", 0) * hidden * tables  # embeddings and head
+        group = hidden if self.group_size == -1 else self.group_size
+        bits = self.bits + (16 + self.bits) / group  # codes, and a scale and a zero per group
+        return plain * width + int((self.params - plain) * bits / 8)
 
     def config_json(self) -> dict[str, Any]:
         """The part of the checkpoint's config.json that decides its size; empty if unknown."""
@@ -142,7 +149,7 @@ def read_models_file(path: Path) -> ModelsFile:
         for name, entry in _tables(table, "models", path).items()
     }
     pairs = {
-        name: _entry(PairEntry, name, entry, ("target", "draft"), f"{path}: [pairs.{name}]")
+        name: _pair(name, entry, path, f"{path}: [pairs.{name}]")
         for name, entry in _tables(table, "pairs", path).items()
     }
     return ModelsFile(models, pairs)
@@ -161,7 +168,6 @@ def _tables(table: dict[str, Any], section: str, path: Path) -> dict[str, Any]:
 
 
 def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
-    """A model entry; a folder given as a relative path is relative to the file that names it."""
     entry = _entry(ModelEntry, name, table, ("repo",), where)
     _reject_unknown(entry.shape, _SHAPE_KEYS, f"{where} shape:")
     for key, value in entry.shape.items():
@@ -169,13 +175,25 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
             raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
     if entry.quantization in ("gptq", "awq") and not (entry.bits and entry.group_size):
         raise ConfigError(f"{where} is {entry.quantization}, so it needs bits and group_size too")
-    if is_path(entry.repo):
-        folder = path.resolve().parent / Path(entry.repo).expanduser()
-        return replace(entry, repo=str(folder.resolve()))
-    return entry
+    return replace(entry, repo=_anchored(entry.repo, path))
+
+
+def _pair(name: str, table: object, path: Path, where: str) -> PairEntry:
+    entry = _entry(PairEntry, name, table, ("target", "draft"), where)
+    return replace(entry, target=_anchored(entry.target, path), draft=_anchored(entry.draft, path))
+
+
+def _anchored(reference: str, path: Path) -> str:
+    """A folder given as a relative path is relative to the models file that names it."""
+    if not is_path(reference):
+        return reference
+    return str((path.resolve().parent / Path(reference).expanduser()).resolve())
 
 
 Entry = TypeVar("Entry", ModelEntry, PairEntry)
+_HINTS: dict[type, dict[str, Any]] = {
+    kind: get_type_hints(kind) for kind in (ModelEntry, PairEntry)
+}
 
 
 def _entry(
@@ -183,9 +201,8 @@ def _entry(
 ) -> Entry:
     if not isinstance(table, dict):
         raise ConfigError(f"{where} must be a table of settings, not {table!r}")
-    hints = get_type_hints(kind)
-    known = [item.name for item in fields(kind) if item.name != "name"]
-    _reject_unknown(table, known, where)
+    hints = _HINTS[kind]
+    _reject_unknown(table, [key for key in hints if key != "name"], where)
     for key in required:
         if key not in table:
             raise ConfigError(f"{where} lacks the key '{key}'")

@@ -91,17 +91,18 @@ class Registry:
 
     def pair_for_target(self, reference: str) -> PairEntry | None:
         """The first pair whose target is the model that `reference` stands for."""
-        wanted = self.resolve(reference)
-        for pair in self.pairs.values():
-            target = self.resolve(pair.target)
-            if (target.repo, target.revision) == (wanted.repo, wanted.revision):
-                return pair
-        return None
+        wanted = self._identity(reference)
+        pairs = self.pairs.values()
+        return next((pair for pair in pairs if self._identity(pair.target) == wanted), None)
 
     def drafts_for(self, target: str) -> list[str]:
-        """Names of draft models known to share the target's tokenizer, the smallest first."""
+        """Draft models known to share the target's tokenizer, the smallest first.
+
+        Known are the drafts of the pairs that name this target, and smaller models of its family.
+        """
         entry = self.resolve(target)
-        paired = {pair.draft for pair in self.pairs.values() if self.resolve(pair.target) == entry}
+        wanted = self._identity(target)
+        paired = {p.draft for p in self.pairs.values() if self._identity(p.target) == wanted}
         family = {
             model.name
             for model in self.models.values()
@@ -110,7 +111,23 @@ class Registry:
             and model.repo != entry.repo
             and (model.params or 0) < (entry.params or float("inf"))
         }
-        return sorted(paired | family, key=lambda name: (self.resolve(name).params or 0, name))
+        size = {model.name: model.params or 0 for model in self.models.values()}
+        return sorted(paired | family, key=lambda name: (size.get(name, 0), name))
+
+    def _identity(self, reference: str) -> tuple[str, str | None]:
+        """Where the checkpoint is, so that a name and a hub id of one model compare equal.
+
+        It looks at no disk: a pair whose folder has gone must not break the search for others.
+        """
+        if reference in self.models:
+            entry = self.models[reference]
+            return entry.repo, entry.revision
+        path = Path(reference).expanduser()
+        if is_path(reference) or path.is_dir():
+            return str(path.resolve()), None
+        repo, _, revision = reference.partition("@")
+        known = self._of_repo(repo)
+        return repo, revision or (known.revision if known else None)
 
     def _of_repo(self, repo: str) -> ModelEntry | None:
         return next((model for model in self.models.values() if model.repo == repo), None)
