@@ -34,7 +34,7 @@ from specexec_cli.offload.store import TensorRange
 
 __all__ = ["LayerStream", "Tier", "read_tensors"]
 
-READER_THREADS = 1
+READER_THREADS = 2  # one reads while the other books its piece; see docs/experiments.md
 Tier = Literal["ssd", "ram"]
 
 
@@ -71,7 +71,6 @@ class LayerStream:
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
         self.wait_s = 0.0  # the consumer waited for the reader
-        self.read_s = 0.0  # at least one read was under way
         self._layouts = [lay_out(layer) for layer in layers]
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self._layouts[index].pieces(piece_bytes) for index in self._streamed]
@@ -90,6 +89,8 @@ class LayerStream:
         self._read_piece = 0  # its next piece
         self._missing: dict[int, int] = {}  # turn -> pieces not there yet
         self._in_flight = 0
+        self._reading_s = 0.0  # of finished spells with at least one read under way
+        self._reading_since = 0.0
         self._paused = self._closing = False
         self._error: BaseException | None = None
         try:
@@ -173,6 +174,13 @@ class LayerStream:
             if self._error is not None:
                 raise RuntimeError("the reader thread died") from self._error
 
+    @property
+    def read_s(self) -> float:
+        """Seconds during which at least one read was under way; bytes_read / read_s is the rate."""
+        with self._lock:
+            current = time.perf_counter() - self._reading_since if self._in_flight else 0.0
+            return self._reading_s + current
+
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass; whatever was read ahead is dropped."""
         if not (self._next_layer or self._in_use or self._error):
@@ -221,7 +229,7 @@ class LayerStream:
                 count = self._files[piece.path].read_into(target, piece.start, piece.stop)
                 del view, target
             except BaseException as caught:  # handed to the consumer, which raises it
-                error = caught.with_traceback(None)  # its frames hold views of the slot
+                error = caught
             self._piece_done(turn, count, error)
 
     def _next_piece(self) -> tuple[int, Extent] | None:
@@ -253,11 +261,12 @@ class LayerStream:
         with self._lock:
             self._in_flight -= 1
             if self._in_flight == 0:
-                self.read_s += time.perf_counter() - self._reading_since
+                self._reading_s += time.perf_counter() - self._reading_since
             self.bytes_read += count
             if error is None:
                 self._missing[turn] -= 1
             elif self._error is None:
-                self._error = error
+                # A traceback's frames would keep views of the slot alive.
+                self._error = error.with_traceback(None)
             if self._error is not None or not self._missing[turn] or self._paused:
                 self._layer_ready.notify_all()
