@@ -1,0 +1,1 @@
+"""Triton kernels beside their PyTorch references, and the CPU dequantizer."""

@@ -1,0 +1,1 @@
+"""Command line: options, one file per command, rendering."""

@@ -1,0 +1,223 @@
+"""`specexec generate`: one prompt in, text out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.config import (
+    DtypeName,
+    GenerationConfig,
+    Method,
+    OffloadMode,
+    SamplingConfig,
+    TreeConfig,
+)
+from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.session import Session
+
+JSON_SCHEMA = 1
+
+
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; or use -f.")] = None,
+    file: Annotated[
+        str | None,
+        typer.Option("--file", "-f", help="Read the prompt from a file; - is standard input."),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
+    ] = False,
+    max_tokens: options.MaxTokens = 128,
+    stop: options.Stop = None,
+    pair: options.Pair = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.MethodName = "specexec",
+    models_file: options.ModelsFile = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    offline: options.Offline = False,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
+    budget: options.Budget = None,
+    depth: options.Depth = None,
+    batch: options.Batch = None,
+    offload: options.Offload = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    stats: options.Stats = False,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Continue a prompt. Text goes to stdout, everything else to stderr.
+
+    With --json: {"schema": 1, "text", "tokens", "finish_reason": "length"|"eos"|"stop", "seed",
+    "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
+    "interrupted".
+    """
+    sampling = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
+    generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
+    words = {
+        "method": options.one_of(method, "--method", get_args(Method)),
+        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
+        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
+    }
+    text = read_prompt(prompt, file)
+
+    from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
+    from specexec_cli.session import Session
+
+    bar = LoadingBar(shown=not quiet and not as_json)
+    with Session.open(
+        pair=pair, target=target, draft=draft, method=cast(Method, words["method"]),
+        models_file=models_file, revision=revision, offline=offline,
+        offload=cast(OffloadMode, words["offload"]), device=device,
+        dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
+        notice=(lambda line: None) if quiet else notice, progress=bar,
+        download_progress=not quiet and sys.stderr.isatty(),
+    ) as session:  # fmt: skip
+        bar.close()
+        tree = tree_config(session.choice.tree, budget, depth, batch)
+        tokens = (
+            session.encode_chat([{"role": "user", "content": text}])
+            if chat
+            else session.encode(text)
+        )
+        if len(tokens) + max_tokens > session.context_length and not quiet:
+            notice(f"the context window ({session.context_length} tokens) may end the text early")
+        live = LiveStatus(session.layers, shown=not quiet and not as_json)
+        steps, interrupted = _run(session, tokens, sampling, tree, generation, live, as_json)
+        if as_json:
+            print(json.dumps(_result(session, steps, interrupted, sampling, tree, generation,
+                                     words["method"])))  # fmt: skip
+        elif stats and not quiet:
+            print(stats_line(session.stats), file=sys.stderr)
+    if interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The prompt from the argument, a file, or standard input.
+
+    Raises:
+        ConfigError: none or two were given, it is empty, or it cannot be read as UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise ConfigError("give the prompt either as an argument or with -f, not both")
+    if prompt is None and file is None and sys.stdin.isatty():
+        raise ConfigError("no prompt: give it as an argument, with -f FILE, or on standard input")
+    if prompt is None:
+        prompt = _read_file(file or "-")
+    if not prompt:
+        raise ConfigError("the prompt is empty: give at least one character to continue from")
+    return prompt
+
+
+def _read_file(name: str) -> str:
+    where = "standard input" if name == "-" else name
+    try:
+        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the prompt from {where}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{where} is not UTF-8 text (byte {error.start} is {error.object[error.start]:#04x}): "
+            "convert it, for example with iconv"
+        ) from error
+
+
+def tree_config(
+    recommended: TreeConfig, budget: int | None, depth: int | None, batch: int | None
+) -> TreeConfig:
+    """The pair's tree with the flags that were given; a depth not given yields to the budget."""
+    nodes = recommended.budget if budget is None else budget
+    return TreeConfig(
+        budget=nodes,
+        max_depth=min(recommended.max_depth, max(nodes, 1)) if depth is None else depth,
+        batch=recommended.batch if batch is None else batch,
+    )
+
+
+def _run(
+    session: Session,
+    tokens: Sequence[int],
+    sampling: SamplingConfig,
+    tree: TreeConfig,
+    generation: GenerationConfig,
+    live: Any,
+    as_json: bool,
+) -> tuple[list[StepResult], bool]:
+    """Prints text as it comes; Ctrl-C ends it and keeps what there is."""
+    steps: list[StepResult] = []
+    session.on_layer(live.layer)
+    try:
+        with live:
+            for step in session.generate(
+                tokens, sampling=sampling, tree=tree, generation=generation
+            ):
+                live.step(step)
+                steps.append(step)
+                if not as_json:
+                    print(step.text, end="", flush=True)
+    except KeyboardInterrupt:
+        return steps, True
+    finally:
+        if not as_json:
+            print(flush=True)
+    return steps, False
+
+
+def _result(
+    session: Session,
+    steps: Sequence[StepResult],
+    interrupted: bool,
+    sampling: SamplingConfig,
+    tree: TreeConfig,
+    generation: GenerationConfig,
+    method: str,
+) -> dict[str, Any]:
+    """The object that --json prints; its schema is documented and tested."""
+    return {
+        "schema": JSON_SCHEMA,
+        "text": "".join(step.text for step in steps),
+        "tokens": [token for step in steps for token in step.tokens],
+        "finish_reason": "interrupted" if interrupted else steps[-1].finish_reason,
+        "seed": sampling.seed,
+        "method": method,
+        "pair": session.choice.name,
+        "config": {
+            **asdict(sampling), **asdict(tree), **asdict(generation), **session.settings,
+            "target": session.choice.target.repo,
+            "draft": session.choice.draft.repo if session.choice.draft else None,
+        },
+        "stats": stats_json(session.stats),
+    }  # fmt: skip
+
+
+def stats_json(stats: GenerationStats) -> dict[str, float]:
+    """The statistics by their documented names."""
+    names = (
+        "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
+        "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
+        "peak_ram_bytes", "peak_vram_bytes",
+    )  # fmt: skip
+    return {name: getattr(stats, name) for name in names}

@@ -1,0 +1,139 @@
+"""Options that several commands share, each defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_MODELS, _TREE, _SAMPLING, _MACHINE, _OUTPUT = (
+    "Models", "Draft tree", "Sampling", "Machine", "Output",
+)  # fmt: skip
+
+Pair = Annotated[
+    str | None,
+    typer.Option(
+        help="Target and draft model by the pair's name in models.toml. Default: demo.",
+        rich_help_panel=_MODELS,
+    ),
+]
+Target = Annotated[
+    str | None,
+    typer.Option(
+        help="Target: a models.toml name, a folder, or a hub id (org/name[@revision]).",
+        rich_help_panel=_MODELS,
+    ),
+]
+Draft = Annotated[
+    str | None,
+    typer.Option(
+        help="Draft model, likewise. Default: the pair's that names the target.",
+        rich_help_panel=_MODELS,
+    ),
+]
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="specexec (draft trees) or autoregressive (one token per pass; the same text).",
+        rich_help_panel=_MODELS,
+    ),
+]
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(help="Entries that override models.toml.", rich_help_panel=_MODELS),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of the target on the hub.", rich_help_panel=_MODELS),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder of a tokenizer, for a target that ships none.", rich_help_panel=_MODELS
+    ),
+]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_MODELS)
+]
+Budget = Annotated[
+    int | None,
+    typer.Option(help="Most nodes of a draft tree. Default: the pair's.", rich_help_panel=_TREE),
+]
+Depth = Annotated[
+    int | None,
+    typer.Option(help="Longest path, in tokens. Default: the pair's.", rich_help_panel=_TREE),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Nodes the draft model expands at once. Default: the pair's.", rich_help_panel=_TREE
+    ),
+]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[
+    float,
+    typer.Option(help="Keep the likeliest tokens of this total.", rich_help_panel=_SAMPLING),
+]
+TopK = Annotated[
+    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=_SAMPLING)
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        help="Drop tokens below this share of the likeliest one.", rich_help_panel=_SAMPLING
+    ),
+]
+RepetitionPenalty = Annotated[
+    float,
+    typer.Option(help="Above 1 discourages repeated tokens.", rich_help_panel=_SAMPLING),
+]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Same seed, same text, whatever the method or tree.", rich_help_panel=_SAMPLING
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")]
+Offload = Annotated[
+    str,
+    typer.Option(
+        help="Where the target's layers stream from: ssd, ram, none (stay loaded), or auto.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MACHINE)]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="What to compute in: float32, bfloat16, float16, or auto.", rich_help_panel=_MACHINE
+    ),
+]
+Stats = Annotated[
+    bool, typer.Option("--stats", help="A line of statistics at the end.", rich_help_panel=_OUTPUT)
+]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="One JSON object on stdout, nothing else.", rich_help_panel=_OUTPUT
+    ),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),
+]
+
+
+def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
+    """`value`, checked against the words a flag takes.
+
+    Raises:
+        ConfigError: with the nearest word.
+    """
+    from specexec_cli.errors import ConfigError, nearest
+
+    if value not in allowed:
+        hint = nearest(value, list(allowed))
+        raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
+    return value

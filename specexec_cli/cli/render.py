@@ -1,0 +1,128 @@
+"""What a person sees on stderr: loading progress, live status, the line of statistics."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.status import Status
+
+from specexec_cli.core import GenerationStats, StepResult
+
+
+def notice(text: str) -> None:
+    """One line a user should know, on stderr."""
+    print(f"notice: {text}", file=sys.stderr)
+
+
+def stats_line(stats: GenerationStats) -> str:
+    """The field's numbers of one generation on one line."""
+    parts = [
+        f"prompt {stats.prompt_tokens} tok, first text {stats.ttft_s:.2f} s",
+        f"{stats.generated_tokens} tok at {stats.tokens_per_s:.2f} tok/s",
+        f"{stats.generation_rate:.2f} tok/pass ({stats.target_passes} passes)",
+        f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s",
+    ]
+    if stats.bytes_streamed:
+        streamed = (
+            f"{stats.bytes_streamed / 1e9:.2f} GB at {stats.stream_bytes_per_s / 1e9:.2f} GB/s"
+        )
+        if stats.link_bytes_per_s:
+            streamed += f" ({stats.stream_bytes_per_s / stats.link_bytes_per_s:.0%} of the link)"
+        parts.append(streamed)
+    parts.append(f"peak RAM {stats.peak_ram_bytes / 1e9:.2f} GB")
+    if stats.peak_vram_bytes:
+        parts.append(f"VRAM {stats.peak_vram_bytes / 1e9:.2f} GB")
+    return " · ".join(parts)
+
+
+class LoadingBar:
+    """Bytes, GB/s and ETA while weights load; silent unless stderr is a terminal."""
+
+    def __init__(self, *, shown: bool) -> None:
+        self._progress: Progress | None = None
+        self._shown = shown and sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Reports bytes loaded so far."""
+        if not self._shown:
+            return
+        if self._progress is None:
+            self._progress = Progress(
+                TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+                TimeRemainingColumn(), console=Console(stderr=True), transient=True,
+            )  # fmt: skip
+            self._progress.start()
+            self._progress.add_task("loading", total=total)
+        self._progress.update(self._progress.task_ids[0], completed=done)
+        if done >= total:
+            self.close()
+
+    def close(self) -> None:
+        """Clears the bar; idempotent."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+class LiveStatus:
+    """A line under the text while a pass runs: pass, layer, bandwidth, draft nodes.
+
+    Text shares the terminal with it, so it shows only when stdout is not a terminal, or while no
+    text has come yet; a pass of less than `_PATIENCE_S` shows nothing.
+    """
+
+    _PATIENCE_S = 0.5
+
+    def __init__(self, layers: int, *, shown: bool) -> None:
+        self._layers = layers
+        self._shown = shown and sys.stderr.isatty()
+        self._status: Status | None = None
+        self._passes = 1
+        self._tail = ""
+        self._since = time.perf_counter()
+
+    def layer(self, index: int) -> None:
+        """A layer of the target is done."""
+        if not self._shown or time.perf_counter() - self._since < self._PATIENCE_S:
+            return
+        line = f"pass {self._passes} · layer {index + 1}/{self._layers}{self._tail}"
+        if self._status is None:
+            self._status = Console(stderr=True).status(line)
+            self._status.start()
+        self._status.update(line)
+
+    def step(self, step: StepResult) -> None:
+        """A pass is done; hides the line so that text can be printed."""
+        self.hide()
+        self._passes += 1
+        self._since = time.perf_counter()
+        rate = step.bytes_streamed / step.verify_s / 1e9 if step.verify_s else 0.0
+        self._tail = (f" · {rate:.1f} GB/s" if rate else "") + f" · draft {step.tree_nodes} nodes"
+
+    def hide(self) -> None:
+        """Clears the line."""
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def __enter__(self) -> LiveStatus:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.hide()

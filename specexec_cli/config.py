@@ -1,0 +1,74 @@
+"""Settings as frozen dataclasses that check themselves. They know no model and no device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specexec_cli.errors import ConfigError
+
+Method = Literal["specexec", "autoregressive"]
+OffloadMode = Literal["auto", "ssd", "ram", "none"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingConfig:
+    """How a token is drawn from the target's logits; transformers' definitions and order."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_k: int = 0  # 0 keeps every token
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.temperature <= 100.0:
+            raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
+        if self.top_k < 0:
+            raise ConfigError(f"top-k must be 0 (keep all) or more, not {self.top_k}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"top-p must be above 0 and at most 1, not {self.top_p}")
+        if not 0.0 <= self.min_p <= 1.0:
+            raise ConfigError(f"min-p must be between 0 and 1, not {self.min_p}")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise ConfigError(
+                f"repetition-penalty must be above 0 and at most 100, not {self.repetition_penalty}"
+            )
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeConfig:
+    """Size of the draft tree (SpecExec, arXiv:2406.02532, algorithm 2: K, D, B)."""
+
+    budget: int = 128  # most nodes, root excluded
+    max_depth: int = 32  # longest root-to-leaf path, tokens
+    batch: int = 16  # nodes expanded per draft step
+
+    def __post_init__(self) -> None:
+        for name, flag in (("budget", "--budget"), ("max_depth", "--depth"), ("batch", "--batch")):
+            value = getattr(self, name)
+            if not 1 <= value <= 65536:
+                raise ConfigError(f"{flag} must be between 1 and 65536, not {value}")
+        if self.max_depth > self.budget:
+            raise ConfigError(
+                f"--depth ({self.max_depth}) cannot exceed --budget ({self.budget}): "
+                "a path of that depth would not fit in the tree"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """When a generation ends."""
+
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max-tokens must be 1 or more, not {self.max_tokens}")
+        if any(not text for text in self.stop):
+            raise ConfigError("a --stop string must not be empty")

@@ -1,0 +1,97 @@
+"""The words every other room uses: the draft tree and the result of one iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["length", "eos", "stop"]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTree:
+    """Candidate continuations of the committed text, nodes in insertion order.
+
+    All arrays have shape (nodes,). Parents precede their children; -1 is a child of the root,
+    the last committed token, which is not itself a node.
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]  # 1 for a child of the root
+    log_probs: NDArray[np.float64]  # cumulative log-probability from the root, nats
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def empty(cls) -> DraftTree:
+        """The tree of plain autoregressive decoding: no node at all."""
+        ints = np.zeros(0, dtype=np.int64)
+        return cls(ints, ints, ints, np.zeros(0, dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One iteration: what was committed and what it cost."""
+
+    tokens: tuple[int, ...]  # committed tokens, the bonus token last
+    drafted: tuple[bool, ...]  # per token: True if it came from the tree, False for the bonus token
+    tree_nodes: int
+    tree_depth: int
+    draft_s: float
+    verify_s: float
+    bytes_streamed: int
+    pending_rows: int  # committed rows the pass carried besides the tree
+    text: str = ""  # what may be shown now: complete characters, no possible stop string
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """Sums over the steps of one generation."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    target_passes: int = 0
+    ttft_s: float = 0.0  # to the end of the first pass, prefill included
+    first_tokens: int = 0  # committed by the first pass
+    total_s: float = 0.0
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    bytes_streamed: int = 0
+    peak_ram_bytes: int = 0
+    peak_vram_bytes: int = 0
+    link_bytes_per_s: float | None = field(default=None)  # probed, if a probe ran
+
+    def add(self, step: StepResult) -> None:
+        """Account for one iteration."""
+        self.generated_tokens += len(step.tokens)
+        self.target_passes += 1
+        self.draft_s += step.draft_s
+        self.verify_s += step.verify_s
+        self.bytes_streamed += step.bytes_streamed
+
+    @property
+    def generation_rate(self) -> float:
+        """Committed tokens per target pass, bonus token included."""
+        return self.generated_tokens / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens over the whole wall time, prefill included."""
+        return self.generated_tokens / self.total_s if self.total_s else 0.0
+
+    @property
+    def tpot_s(self) -> float:
+        """Time per output token behind those of the first pass (TPOT); 0 with one pass only."""
+        rest = self.generated_tokens - self.first_tokens
+        return (self.total_s - self.ttft_s) / rest if rest > 0 else 0.0
+
+    @property
+    def stream_bytes_per_s(self) -> float:
+        """Bytes streamed over the time spent in target passes."""
+        return self.bytes_streamed / self.verify_s if self.verify_s else 0.0

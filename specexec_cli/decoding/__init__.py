@@ -1,0 +1,1 @@
+"""Decoding methods: SpecExec and the autoregressive oracle."""

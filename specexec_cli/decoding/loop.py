@@ -1,0 +1,62 @@
+"""SpecExec decoding, the whole of it.
+
+Each iteration grows a draft tree, verifies it in one streaming pass, follows the target's own
+draws through it, and commits what they settle (SpecExec, arXiv:2406.02532, algorithm 1). The
+prompt needs no pass of its own: tokens missing from the target's cache, be it a whole prompt or
+the last bonus token, ride in front of the tree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+
+from specexec_cli.core import FinishReason, StepResult
+from specexec_cli.drafting.drafter import Drafter
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.accept import accept
+from specexec_cli.verify.verifier import TargetServer
+
+
+def specexec(
+    target: TargetServer,
+    drafter: Drafter,
+    sampler: Sampler,
+    prompt: Sequence[int],
+    max_tokens: int,
+    eos_ids: Collection[int],
+) -> Iterator[StepResult]:
+    """Yields one StepResult per target pass until an EOS token or `max_tokens`.
+
+    Args:
+        target: its cache must hold a proper prefix of `prompt`, or nothing.
+        prompt: at least one token.
+    """
+    context = list(prompt)
+    stop = len(prompt) + max_tokens
+    while True:
+        started, bytes_before = time.perf_counter(), target.bytes_streamed
+        # the bonus token takes one position, so a deeper path could never be committed whole
+        tree = drafter.grow(context, max_depth=stop - len(context) - 1)
+        drafted = time.perf_counter()
+        pending = context[len(target.tokens) :]
+        logits = target.verify(pending, tree)
+        accepted = accept(tree, logits, sampler, context, stop - len(context), eos_ids)
+        target.commit(accepted.nodes)
+        drafter.commit(accepted.nodes)
+        context += accepted.tokens
+        ended = accepted.tokens[-1] in eos_ids
+        finish: FinishReason | None = "eos" if ended else "length" if len(context) == stop else None
+        yield StepResult(
+            tokens=accepted.tokens,
+            drafted=accepted.drafted,
+            tree_nodes=len(tree),
+            tree_depth=int(tree.depths.max(initial=0)),
+            draft_s=drafted - started,
+            verify_s=time.perf_counter() - drafted,
+            bytes_streamed=target.bytes_streamed - bytes_before,
+            pending_rows=len(pending),
+            finish_reason=finish,
+        )
+        if finish:
+            return

@@ -1,0 +1,1 @@
+"""Growing draft trees: best-first search and the resident draft model."""

@@ -1,0 +1,134 @@
+"""The drafter: a resident draft model that grows trees by batched best-first search."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints, SearchResult, grow_tree
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+
+
+class Drafter(Protocol):
+    """What decoding needs of a drafter."""
+
+    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        """A tree of likely continuations of `context`, paths of at most `max_depth` tokens."""
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Tells which nodes of the last tree were accepted, root to leaf."""
+
+
+class ModelDrafter:
+    """Grows trees with a draft model.
+
+    Between trees the cache holds the committed tokens `tokens`. While a tree grows, the row of
+    each expanded node joins behind them, in order of expansion.
+    """
+
+    def __init__(
+        self,
+        model: StreamedModel,
+        sampling: SamplingConfig,
+        tree: TreeConfig,
+        target_vocab_size: int,
+    ) -> None:
+        self.model = model
+        self._vocab_size = target_vocab_size  # ids beyond it could never be accepted
+        self.tokens: list[int] = []
+        self._cache = model.new_cache()
+        self._tree = tree
+        self._temperature = 1.0
+        self.configure(sampling, tree)
+        self._context: Sequence[int] = ()
+        self._reset_tree()
+
+    def configure(self, sampling: SamplingConfig, tree: TreeConfig) -> None:
+        """Settings of the next generation; what the cache holds stays."""
+        self._tree = tree
+        # sampled text follows the tempered distribution; greedy text the draft's plain ranking
+        self._temperature = sampling.temperature if sampling.temperature > 0.0 else 1.0
+
+    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        """The most probable continuations of `context` under the draft model.
+
+        Args:
+            context: every committed token, at least one; the last is the root.
+            max_depth: longest path; 0 gives an empty tree.
+        """
+        self._context = context
+        self._reset_tree()
+        self._crop_to_common_prefix(context)
+        if max_depth >= 1:
+            depth = min(max_depth, self._tree.max_depth)
+            self._result = grow_tree(self._expand, self._tree, depth)
+        return self._result.tree
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
+        ids = [int(self._result.ids[node]) for node in nodes]
+        slots = [self._slots[node_id] for node_id in ids if node_id in self._slots]
+        prefix_len = len(self.tokens)
+        self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
+        self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
+
+    def _reset_tree(self) -> None:
+        self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
+        self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
+        self._ancestors = np.zeros((0, 0), dtype=bool)  # among slots, self included
+        self._positions = np.zeros(0, dtype=np.int64)
+
+    def _crop_to_common_prefix(self, context: Sequence[int]) -> None:
+        """Forgets what the context does not begin with; its last token must be run again."""
+        common = 0
+        for ours, theirs in zip(self.tokens, context[:-1], strict=False):
+            if ours != theirs:
+                break
+            common += 1
+        del self.tokens[common:]
+        self._cache.crop(common)
+
+    def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
+        """Runs a frontier through the draft model; see search.Expand."""
+        if frontier.ids[0] == ROOT:
+            pending = list(self._context[len(self.tokens) :])
+            rows = PassRows.chain(pending, len(self.tokens))
+            logit_rows = range(len(pending) - 1, len(pending))
+        else:
+            rows = self._tree_rows(frontier)
+            logit_rows = range(len(rows.tokens))
+        logits = self.model.forward(rows, self._cache, logit_rows)
+        if frontier.ids[0] == ROOT:
+            self.tokens = list(self._context)
+        logits = logits[:, : self._vocab_size].float()
+        log_probs = torch.log_softmax(logits / self._temperature, dim=-1)
+        best = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
+        return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
+
+    def _tree_rows(self, frontier: Frontier) -> PassRows:
+        """The frontier as rows behind those already expanded; they join the slots."""
+        old, new = len(self._positions), len(frontier.ids)
+        ancestors = np.zeros((old + new, old + new), dtype=bool)
+        ancestors[:old, :old] = self._ancestors
+        for row, parent in enumerate(frontier.parents.tolist()):
+            if parent != ROOT:
+                ancestors[old + row, :old] = self._ancestors[self._slots[parent]]
+            ancestors[old + row, old + row] = True
+        positions = len(self._context) - 1 + frontier.depths
+        self._ancestors = ancestors
+        self._positions = np.concatenate([self._positions, positions])
+        self._slots.update({node: old + row for row, node in enumerate(frontier.ids.tolist())})
+        return PassRows(
+            tokens=frontier.tokens.tolist(),
+            positions=positions.tolist(),
+            prefix_len=len(self.tokens),
+            pending=0,
+            tree_mask=ancestors[old:],
+            tree_positions=self._positions,
+        )

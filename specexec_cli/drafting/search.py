@@ -1,0 +1,119 @@
+"""Batched best-first search for the most probable continuations; arithmetic on arrays, torch-free.
+
+Growing the tree is a single-source shortest-path problem: an edge costs -log p, so the K most
+probable prefixes are the K nearest nodes, and Dijkstra's order finds them without expanding the
+rest (SpecExec, arXiv:2406.02532, section 4 and algorithm 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
+
+ROOT = -1
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Nodes to run through the draft model in one batch. All arrays are (n,).
+
+    The first frontier of a search holds the root alone: id -1, token -1, parent -1, depth 0.
+    """
+
+    ids: Ints
+    tokens: Ints
+    parents: Ints
+    depths: Ints
+
+
+# (frontier, width) -> log-probabilities (n, width) and tokens (n, width) of each node's best
+# children, best first. Fewer columns are fine where the vocabulary is smaller.
+Expand = Callable[[Frontier, int], tuple[Floats, Ints]]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The tree, and for each of its nodes the id by which `Expand` knew it."""
+
+    tree: DraftTree
+    ids: Ints
+
+
+def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+    """Finds the `config.budget` most probable continuations of at most `max_depth` tokens.
+
+    Per step the best `config.batch` unexpanded nodes go through `expand` together. A node can only
+    lead to less probable ones, so the search ends when no unexpanded node beats the budget-th
+    best node found: the result equals the top of the exhaustive tree. Ties go to the older node,
+    hence a parent is always kept with its child.
+
+    Args:
+        expand: the draft model.
+        config: budget K and batch B.
+        max_depth: longest path in tokens, D; at least 1.
+    """
+    tokens, parents, depths, scores = _root_children(expand, config.budget)
+    expanded = np.zeros(len(tokens), dtype=bool)
+    while True:
+        threshold = _kth_best(scores, config.budget)
+        # a node at the threshold itself has no child that could displace a kept node
+        open_ids = np.flatnonzero(~expanded & (depths < max_depth) & (scores > threshold))
+        chosen = open_ids[np.argsort(-scores[open_ids], kind="stable")[: config.batch]]
+        if len(chosen) == 0:
+            break
+        frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
+        expanded[chosen] = True
+        child_scores = scores[chosen][:, None] + child_log_probs
+        rows, columns = np.nonzero(np.isfinite(child_scores) & (child_scores > threshold))
+        tokens = np.concatenate([tokens, child_tokens[rows, columns]])
+        parents = np.concatenate([parents, chosen[rows]])
+        depths = np.concatenate([depths, depths[chosen][rows] + 1])
+        scores = np.concatenate([scores, child_scores[rows, columns]])
+        expanded = np.concatenate([expanded, np.zeros(len(rows), dtype=bool)])
+    return _trim(tokens, parents, depths, scores, config.budget)
+
+
+# No node of a useful tree has more children than this; it bounds the arrays for huge budgets.
+_MAX_WIDTH = 1024
+
+
+def _root_children(expand: Expand, budget: int) -> tuple[Ints, Ints, Ints, Floats]:
+    """The first expansion, that of the root."""
+    root = np.array([ROOT], dtype=np.int64)
+    frontier = Frontier(root, root, root, np.zeros(1, dtype=np.int64))
+    log_probs, tokens = expand(frontier, min(budget, _MAX_WIDTH))
+    kept = np.isfinite(log_probs[0])
+    count = int(kept.sum())
+    return (
+        tokens[0][kept],
+        np.full(count, ROOT, dtype=np.int64),
+        np.ones(count, dtype=np.int64),
+        log_probs[0][kept],
+    )
+
+
+def _kth_best(scores: Floats, budget: int) -> float:
+    """The budget-th highest score, -inf while there are fewer nodes."""
+    if len(scores) < budget:
+        return -np.inf
+    return float(np.partition(scores, len(scores) - budget)[len(scores) - budget])
+
+
+def _trim(tokens: Ints, parents: Ints, depths: Ints, scores: Floats, budget: int) -> SearchResult:
+    """Keeps the `budget` best nodes in insertion order and renumbers their parents."""
+    ids = np.sort(np.argsort(-scores, kind="stable")[:budget]).astype(np.int64)
+    renumbered = np.full(len(tokens) + 1, ROOT, dtype=np.int64)  # last entry: the root's own
+    renumbered[ids] = np.arange(len(ids))
+    return SearchResult(
+        DraftTree(tokens[ids], renumbered[parents[ids]], depths[ids], scores[ids]), ids
+    )

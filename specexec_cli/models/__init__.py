@@ -1,0 +1,1 @@
+"""Models: skeletons on the meta device, streamed forward, KV cache, linears."""

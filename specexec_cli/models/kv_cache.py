@@ -1,0 +1,119 @@
+"""Key/value cache whose slots are ours to reorder: slot is not position.
+
+A draft node's row sits at slot prefix + index while its rotary position is prefix + depth. After
+acceptance the accepted rows move to the front and the rest are dropped. Sliding-window layers keep
+every row too: the window lives in the attention mask, since a row that has left the window of one
+branch may be inside that of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, (1, heads, capacity, head_dim) each, filled up to `length`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self.reserved = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Takes heads, head size, dtype and device from the first rows."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys = self._buffer(key_states, 0)
+        self.values = self._buffer(value_states, 0)
+        self.is_initialized = True
+
+    def _buffer(self, like: Tensor, capacity: int) -> Tensor:
+        shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
+        return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+    def _grow(self, needed: int) -> None:
+        capacity = max(needed, self.reserved)
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._buffer(old, capacity)
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Appends (1, heads, n, head_dim) rows; returns every filled row."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        stop = self.length + key_states.shape[2]
+        if stop > self.keys.shape[2]:
+            self._grow(stop)
+        self.keys[:, :, self.length : stop] = key_states
+        self.values[:, :, self.length : stop] = value_states
+        self.length = stop
+        return self.keys[:, :, :stop], self.values[:, :, :stop]
+
+    def compact(self, prefix_len: int, kept: Tensor) -> None:
+        """Keeps the first `prefix_len` slots and then `kept`, (n,) slots in rising order."""
+        count = int(kept.shape[0])
+        for rows in (self.keys, self.values):
+            # index_select copies first, so source and destination may overlap
+            rows[:, :, prefix_len : prefix_len + count] = rows.index_select(2, kept)
+        self.length = prefix_len + count
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Total slots after `query_length` more rows, and the first slot."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Filled slots."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """-1: the cache grows as needed."""
+        return -1
+
+
+class SlotCache(Cache):
+    """One SlotLayer per decoder layer."""
+
+    layers: list[SlotLayer]
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+
+    @property
+    def length(self) -> int:
+        """Filled slots, the same in every layer between passes."""
+        return self.layers[0].length
+
+    def reserve(self, slots: int) -> None:
+        """The next growth of every layer goes to at least this many slots."""
+        for layer in self.layers:
+            layer.reserved = slots
+
+    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
+        """Keeps the first `prefix_len` slots followed by the slots `kept`, which must rise."""
+        if not kept:
+            self.crop(prefix_len)
+            return
+        for layer in self.layers:
+            layer.compact(prefix_len, torch.tensor(kept, device=layer.device))
+
+    def crop(self, length: int) -> None:
+        """Drops every slot from `length` on; also those an aborted pass left in some layers."""
+        for layer in self.layers:
+            layer.length = min(layer.length, length)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(
+            part.numel() * part.element_size()
+            for layer in self.layers
+            if layer.is_initialized
+            for part in (layer.keys, layer.values)
+        )

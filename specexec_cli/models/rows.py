@@ -1,0 +1,74 @@
+"""The rows of one forward pass: tokens, rotary positions, and who attends to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRows:
+    """Rows in slot order: `pending` committed tokens, then nodes of a draft tree.
+
+    After the pass the cache holds `prefix_len` slots, the pending rows, and `tree_mask.shape[1]`
+    tree slots, the last len(tokens) - pending of them written by this pass (a drafter adds its
+    tree in several passes). Every row attends to the whole prefix; pending rows attend causally;
+    a node attends to all pending rows and to the tree slots `tree_mask` marks.
+    """
+
+    tokens: Sequence[int]  # (rows,)
+    positions: Sequence[int]  # (rows,) rotary indices
+    prefix_len: int
+    pending: int
+    tree_mask: NDArray[np.bool_]  # (rows - pending, tree slots), True = attend
+    tree_positions: NDArray[np.int64]  # (tree slots,)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], prefix_len: int) -> PassRows:
+        """Committed tokens alone, each attending to all before it."""
+        return cls(
+            tokens=tokens,
+            positions=range(prefix_len, prefix_len + len(tokens)),
+            prefix_len=prefix_len,
+            pending=len(tokens),
+            tree_mask=np.zeros((0, 0), dtype=bool),
+            tree_positions=np.zeros(0, dtype=np.int64),
+        )
+
+    def mask(self, start: int, stop: int, window: int | None) -> Tensor:
+        """Attention of rows start..stop to every slot filled once they are in the cache.
+
+        Args:
+            window: rows of a sliding-window layer attend to positions above their own minus this.
+        Returns:
+            (1, 1, stop - start, slots) bool, True = attend.
+        """
+        tree_slots_after = self.tree_mask.shape[1] - (len(self.tokens) - max(stop, self.pending))
+        slots = (
+            self.prefix_len
+            + min(stop, self.pending)
+            + (tree_slots_after if stop > self.pending or self.pending == 0 else 0)
+        )
+        mask = torch.zeros(stop - start, slots, dtype=torch.bool)
+        tree_start = self.prefix_len + self.pending
+        causal_rows = max(0, min(stop, self.pending) - start)
+        if causal_rows:
+            columns = torch.arange(slots)
+            rows = torch.arange(start, start + causal_rows) + self.prefix_len
+            mask[:causal_rows] = columns <= rows[:, None]
+        if stop > self.pending:
+            first = max(start, self.pending)
+            mask[first - start :, :tree_start] = True
+            nodes = slice(first - self.pending, stop - self.pending)
+            visible = self.tree_mask[nodes, : slots - tree_start]
+            mask[first - start :, tree_start:] = torch.from_numpy(visible)
+        if window is not None:
+            position = np.concatenate([np.arange(tree_start), self.tree_positions])[:slots]
+            rows_at = torch.tensor(self.positions[start:stop])[:, None]
+            mask &= torch.from_numpy(position) > rows_at - window
+        return mask[None, None]

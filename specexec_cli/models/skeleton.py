@@ -1,0 +1,187 @@
+"""transformers' own model, built without weights, and what each of its tensors is called on disk.
+
+No modelling code is rewritten: linears become MixedLinear, fused experts become PerExpert, and the
+rest of the architecture is transformers'.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.linear import MixedLinear, PerExpert
+from specexec_cli.offload.store import Checkpoint, TensorRange
+
+# Tested against transformers' own forward, tests/e2e/test_architectures.py.
+SUPPORTED = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "starcoder2",
+    "gpt_bigcode", "gemma2", "gemma3_text",
+)  # fmt: skip
+
+# Parameter names inside a layer of the skeleton -> names in the checkpoint's layer.
+_RENAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "mixtral": (
+        (r"^mlp\.experts\.experts\.(\d+)\.gate\.", r"block_sparse_moe.experts.\1.w1."),
+        (r"^mlp\.experts\.experts\.(\d+)\.up\.", r"block_sparse_moe.experts.\1.w3."),
+        (r"^mlp\.experts\.experts\.(\d+)\.down\.", r"block_sparse_moe.experts.\1.w2."),
+        (r"^mlp\.gate\.", "block_sparse_moe.gate."),
+    ),
+    "qwen3_moe": (
+        (r"^mlp\.experts\.experts\.(\d+)\.(gate|up|down)\.", r"mlp.experts.\1.\2_proj."),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A model without weights and the tensors that belong into it."""
+
+    model: PreTrainedModel
+    config: PretrainedConfig
+    layers: nn.ModuleList
+    # per layer: parameter name inside the layer -> where its bytes are
+    layer_tensors: list[dict[str, TensorRange]]
+    # everything else: parameter name -> where its bytes are
+    resident_tensors: dict[str, TensorRange]
+
+
+def load_config(folder: Path) -> PretrainedConfig:
+    """The checkpoint's config.json.
+
+    Raises:
+        CheckpointError: it is missing or broken, or its architecture is not supported.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not usable: {str(error).splitlines()[0]} "
+            f"Supported architectures: {', '.join(SUPPORTED)}"
+        ) from error
+    if config.model_type not in SUPPORTED:
+        raise CheckpointError(
+            f"{path}: architecture '{config.model_type}' is not supported. "
+            f"Supported: {', '.join(SUPPORTED)}"
+        )
+    return config
+
+
+def build_skeleton(config: PretrainedConfig, checkpoint: Checkpoint) -> Skeleton:
+    """Builds the model on the meta device and finds each of its tensors in the checkpoint.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another shape than the config says.
+    """
+    # Soft-capped attention logits exist in transformers' eager attention alone.
+    softcapping = getattr(config, "attn_logit_softcapping", None) is not None
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation="eager" if softcapping else "sdpa",
+            dtype=torch.float32,
+            trust_remote_code=False,
+        )
+    model.eval()
+    path, layers = _decoder_layers(model, config.num_hidden_layers)
+    for layer in layers:
+        _replace_modules(layer)
+    rename = _RENAMES.get(config.model_type, ())
+    layer_tensors = [
+        _find_layer(checkpoint, layer, f"{path}.{index}.", rename)
+        for index, layer in enumerate(layers)
+    ]
+    resident = _find_resident(checkpoint, model, f"{path}.")
+    return Skeleton(model, config, layers, layer_tensors, resident)
+
+
+def _decoder_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, module
+    raise CheckpointError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def _replace_modules(layer: nn.Module) -> None:
+    """Linears and fused experts of one layer become those that keep the file's dtype."""
+    for name, module in list(layer.named_modules()):
+        replacement: nn.Module
+        if isinstance(module, nn.Linear):
+            bias = module.bias is not None
+            replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
+        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            replacement = _per_expert(module)
+        else:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        setattr(layer.get_submodule(parent), leaf, replacement)
+
+
+def _per_expert(fused: nn.Module) -> PerExpert:
+    """Separate linears for transformers' fused (experts, 2 * intermediate, hidden) tensors."""
+    experts, double, hidden = fused.gate_up_proj.shape  # type: ignore[misc]
+
+    def expert() -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                "gate": MixedLinear(hidden, double // 2, bias=False),
+                "up": MixedLinear(hidden, double // 2, bias=False),
+                "down": MixedLinear(double // 2, hidden, bias=False),
+            }
+        )
+
+    return PerExpert(nn.ModuleList(expert() for _ in range(experts)), fused.act_fn)  # type: ignore[arg-type]
+
+
+def _find_layer(
+    checkpoint: Checkpoint,
+    layer: nn.Module,
+    prefix: str,
+    renames: tuple[tuple[str, str], ...],
+) -> dict[str, TensorRange]:
+    found = {}
+    for name, parameter in layer.named_parameters():
+        stored = name
+        for pattern, replacement in renames:
+            stored = re.sub(pattern, replacement, stored)
+        found[name] = _find(checkpoint, prefix + stored, tuple(parameter.shape))
+    return found
+
+
+def _find_resident(
+    checkpoint: Checkpoint, model: PreTrainedModel, layers_prefix: str
+) -> dict[str, TensorRange]:
+    tied = model.config.tie_word_embeddings
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(layers_prefix) or (tied and name.startswith("lm_head.")):
+            continue
+        found[name] = _find(checkpoint, name, tuple(parameter.shape))
+    return found
+
+
+def _find(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorRange:
+    # a checkpoint saved from the bare base model lacks its prefix
+    bare = name.partition(".")[2]
+    tensor = checkpoint.tensors.get(name) or checkpoint.tensors.get(bare)
+    if tensor is None:
+        raise CheckpointError(
+            f"{checkpoint.folder}: tensor '{name}' is missing. "
+            "The download may be incomplete, or config.json belongs to another model"
+        )
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{name}' has shape {list(tensor.shape)}, config.json says "
+            f"{list(shape)}. Are both files of the same model?"
+        )
+    return tensor

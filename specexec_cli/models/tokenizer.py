@@ -1,0 +1,66 @@
+"""Loading a checkpoint's tokenizer, and the check that two tokenizers agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from specexec_cli.errors import CheckpointError, TokenizerMismatchError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint folder; tokenizer.model alone (SentencePiece) will do.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        raise CheckpointError(
+            f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): "
+            "copy the original model's, or name a folder that has one with --tokenizer"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizer libraries raise bare Exceptions
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason}") from error
+
+
+def check_same_tokenizer(
+    target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, draft_vocab_size: int
+) -> None:
+    """Makes sure that a token id means the same text to target and draft model.
+
+    A draft tree carries token ids from one model to the other, so every id that both know must be
+    the same token. Ids that only one of them has (padding, extra special tokens) do no harm as
+    long as the draft model's embedding covers the target's tokens.
+
+    Args:
+        draft_vocab_size: rows of the draft model's embedding.
+    Raises:
+        TokenizerMismatchError: says where they differ.
+    """
+    ours = {index: token for token, index in target.get_vocab().items()}
+    theirs = {index: token for token, index in draft.get_vocab().items()}
+    differing = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if differing:
+        first = differing[0]
+        raise TokenizerMismatchError(
+            f"target and draft model do not share a tokenizer: {len(differing)} of "
+            f"{len(ours)} token ids differ, the first is id {first}: {ours[first]!r} for the "
+            f"target, {theirs[first]!r} for the draft. Choose a draft of the same model family"
+        )
+    if max(ours, default=-1) >= draft_vocab_size:
+        raise TokenizerMismatchError(
+            f"the target's tokenizer has ids up to {max(ours)}, the draft model knows only "
+            f"{draft_vocab_size} tokens. Choose a draft of the same model family"
+        )
+    probe = "def f(x):\n    return x  # naïve ✓ 12,345"
+    if target.encode(probe) != draft.encode(probe):
+        raise TokenizerMismatchError(
+            "target and draft model share a vocabulary but split text differently (merges, "
+            "normalisation or the beginning-of-text token). Choose a draft of the same model family"
+        )

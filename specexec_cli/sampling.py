@@ -1,0 +1,110 @@
+"""Drawing the target's token at a position, keyed by (seed, position).
+
+The token at absolute position i is the arg max over filtered logits plus Gumbel noise, and the
+noise is a function of (seed, i) alone. So the text depends on target, prompt and seed, and not on
+how the logits came about: autoregressive decoding, chains and trees of any size agree token by
+token. It knows no model and no tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.errors import NonFiniteLogitsError
+
+
+@lru_cache(maxsize=64)
+def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise of one position.
+
+    Philox is counter-based: the seed is the key and the position a word of the counter, so any
+    position is drawn without drawing those before it. Raw 64-bit words are used because numpy
+    promises their stability across versions. A larger vocabulary extends the same sequence, so
+    target and draft model may pad theirs differently.
+
+    Returns:
+        (vocab_size,) float32 on the CPU; shared between callers, not to be written to.
+    Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
+        Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
+    """
+    words = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), open
+    return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+
+
+class Sampler:
+    """Chooses tokens from the target's logits under one SamplingConfig.
+
+    The filters are transformers' own logits processors in transformers' own order: repetition
+    penalty, temperature, top-k, top-p, min-p.
+    """
+
+    def __init__(self, config: SamplingConfig) -> None:
+        self.config = config
+        self._penalty = LogitsProcessorList()
+        if config.repetition_penalty != 1.0:
+            self._penalty.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+        self._warpers = LogitsProcessorList()
+        if config.temperature > 0.0:
+            if config.temperature != 1.0:
+                self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+            if config.top_k > 0:
+                self._warpers.append(TopKLogitsWarper(config.top_k))
+            if config.top_p < 1.0:
+                self._warpers.append(TopPLogitsWarper(config.top_p))
+            if config.min_p > 0.0:
+                self._warpers.append(MinPLogitsWarper(config.min_p))
+
+    def filtered(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+        """Logits after every filter; -inf where a token is excluded.
+
+        Args:
+            logits: (vocab,) any float dtype.
+            context: every token before the position, prompt included.
+        Returns:
+            (vocab,) float32.
+        """
+        scores = logits.float().unsqueeze(0)
+        if self._penalty:
+            # a new tensor each time: transformers' processors may write in place
+            ids = torch.tensor([list(context)], dtype=torch.int64, device=logits.device)
+            scores = self._penalty(ids, scores.clone())
+        if self._warpers:
+            # the warpers do not look at the ids
+            scores = self._warpers(torch.empty(1, 0, dtype=torch.int64), scores)
+        return scores[0]
+
+    def token(self, logits: Tensor, context: Sequence[int]) -> int:
+        """The target's token at position len(context).
+
+        Args:
+            logits: (vocab,) the target's raw logits.
+            context: every token before the position, prompt included.
+        Raises:
+            NonFiniteLogitsError: the logits hold NaN or infinities.
+        """
+        position = len(context)
+        if not torch.isfinite(logits).all():
+            raise NonFiniteLogitsError(
+                f"the target's logits for position {position} are not finite: the checkpoint is "
+                "damaged or its values overflow this dtype. Try --dtype float32"
+            )
+        scores = self.filtered(logits, context)
+        if self.config.temperature > 0.0:
+            noise = gumbel_noise(self.config.seed, position, scores.shape[0])
+            scores = scores + noise.to(scores.device)
+        return int(scores.argmax())

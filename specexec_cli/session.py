@@ -1,0 +1,408 @@
+"""A session: models opened once, generations one after another.
+
+    with Session.open(pair="demo") as session:
+        for step in session.generate("def fibonacci(n):"):
+            print(step.text, end="")
+
+The KV caches live as long as the session: a prompt that begins like the text before it costs only
+its new tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specexec_cli.config import (
+    DtypeName,
+    GenerationConfig,
+    Method,
+    OffloadMode,
+    SamplingConfig,
+    TreeConfig,
+)
+from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes, peak_ram_bytes
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
+from specexec_cli.hub import fetch
+from specexec_cli.models.checkpoint_info import eos_token_ids
+from specexec_cli.models.skeleton import Skeleton, load_config
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.text import TextStream
+from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.offload.stream import Tier
+from specexec_cli.registry import ModelEntry, PairEntry, Registry, load_registry
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import LocalTarget
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+# Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
+_SMALL_MODEL_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """Which models a session runs, resolved from --pair, --target and --draft."""
+
+    name: str  # the pair's, or the target's reference
+    target: ModelEntry
+    draft: ModelEntry | None
+    tree: TreeConfig  # recommended
+
+
+def choose_models(
+    registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
+) -> ModelChoice:
+    """Resolves references to a target and, where the method needs one, a draft model.
+
+    Raises:
+        UnknownModelError: a name is not known, or no draft is known for the target.
+        ConfigError: contradicting options.
+    """
+    if pair is not None and target is not None:
+        raise ConfigError("--pair and --target exclude each other: a pair names its target")
+    known: PairEntry | None
+    if target is None:
+        known = registry.pair(pair or "demo")
+        target, name = known.target, known.name
+    else:
+        known = registry.pair_for_target(target)
+        name = known.name if known is not None and draft is None else target
+    target_entry = registry.resolve(target)
+    tree = known.tree if known is not None else TreeConfig()
+    if method == "autoregressive":
+        return ModelChoice(name, target_entry, None, tree)
+    if draft is None:
+        if known is None:
+            drafts = registry.drafts_for(target)
+            hint = f"--draft {' or '.join(drafts)}" if drafts else "--draft MODEL"
+            raise UnknownModelError(
+                f"no pair names '{target}' as its target, so the draft model is not known: "
+                f"give {hint}, or run without one: --method autoregressive"
+            )
+        draft = known.draft
+    return ModelChoice(name, target_entry, registry.resolve(draft), tree)
+
+
+class Session:
+    """Target, draft model, tokenizer and caches, ready to generate."""
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        target: LocalTarget,
+        draft: StreamedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int],
+        settings: Mapping[str, str],
+    ) -> None:
+        self.choice = choice
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.settings = settings  # what "auto" became: offload, device, dtype
+        self.stats = GenerationStats()
+        self.context: list[int] = []  # prompt and committed tokens of the last generation
+        self._target = target
+        self._draft = draft
+        self._drafter: ModelDrafter | None = None
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        pair: str | None = None,
+        target: str | None = None,
+        draft: str | None = None,
+        method: Method = "specexec",
+        models_file: Path | None = None,
+        revision: str | None = None,
+        offline: bool = False,
+        offload: OffloadMode = "auto",
+        device: str = "auto",
+        dtype: DtypeName = "auto",
+        tokenizer: Path | None = None,
+        notice: Notice = lambda text: None,
+        progress: Progress = lambda done, total: None,
+        download_progress: bool = False,
+    ) -> Session:
+        """Opens the models; see `specexec generate --help` for what the options mean.
+
+        Raises:
+            SpecexecError: whatever is wrong, in one line.
+        """
+        registry = load_registry(models_file)
+        choice = choose_models(registry, pair=pair, target=target, draft=draft, method=method)
+        folder = fetch(
+            choice.target, revision=revision, offline=offline, progress=download_progress
+        )
+        checkpoint_bytes = read_checkpoint(folder).total_bytes
+        config = load_config(folder)
+        torch_device = pick_device(device)
+        torch_dtype = pick_dtype(dtype, torch_device, checkpoint_bytes, config.dtype)
+        words = load_tokenizer(tokenizer or folder)
+        tiers, offload = _pick_tiers(offload, checkpoint_bytes, torch_dtype)
+        draft_model = None
+        if choice.draft is not None:
+            draft_model = _open_draft(choice.draft, offline, download_progress, torch_device,
+                                      torch_dtype, words, checkpoint_bytes, notice)  # fmt: skip
+        target_model = StreamedModel.open(
+            folder, device=torch_device, dtype=torch_dtype, tiers=tiers, notice=notice,
+            progress=progress,
+        )  # fmt: skip
+        settings = {
+            "offload": offload,
+            "device": str(torch_device),
+            "dtype": str(torch_dtype).removeprefix("torch."),
+        }
+        eos_ids = eos_token_ids(folder, config, words)
+        return cls(choice, LocalTarget(target_model), draft_model, words, eos_ids, settings)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and text together."""
+        lengths = [self._target.model.context_length]
+        if self._draft is not None:
+            lengths.append(self._draft.context_length)
+        return min(lengths)
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the target."""
+        return len(self._target.model.skeleton.layers)
+
+    def on_layer(self, callback: Callable[[int], None]) -> None:
+        """Calls back after each target layer, for live status."""
+        self._target.model.on_layer = callback
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of a raw completion prompt, with the tokenizer's own beginning-of-text token."""
+        return list(self.tokenizer.encode(prompt))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a conversation in the model's own chat template, ready for the reply.
+
+        Raises:
+            ConfigError: the model has no chat template, or it refuses these messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{self.choice.target.name} has no chat template: it is a base model. Use a chat "
+                "or instruct model, or leave out --chat for raw completion"
+            )
+        try:
+            tokens = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
+            raise ConfigError(
+                f"the chat template of {self.choice.target.name} refuses this conversation: {error}"
+            ) from error
+        return list(tokens)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        sampling: SamplingConfig | None = None,
+        tree: TreeConfig | None = None,
+        generation: GenerationConfig | None = None,
+        method: Method | None = None,
+    ) -> Iterator[StepResult]:
+        """Yields one step per target pass; `step.text` is what may be shown.
+
+        Closing the generator early (Ctrl-C) keeps the caches right: the next call reuses them.
+
+        Args:
+            prompt: text, or tokens.
+            method: "specexec" where there is a draft model, unless told otherwise.
+        Raises:
+            ConfigError: an empty prompt, or one that does not fit the context window.
+            StreamError, NonFiniteLogitsError: a pass failed.
+        """
+        sampling, generation = sampling or SamplingConfig(), generation or GenerationConfig()
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        room = self._room(tokens)
+        limit = min(generation.max_tokens, room)
+        self._prepare(tokens, limit, tree or self.choice.tree)
+        steps = self._steps(tokens, limit, sampling, tree or self.choice.tree, method)
+        return self._with_text(steps, tokens, generation.stop)
+
+    def _room(self, tokens: Sequence[int]) -> int:
+        if not tokens:
+            raise ConfigError("the prompt is empty: give at least one token to continue from")
+        room = self.context_length - len(tokens)
+        if room < 1:
+            raise ConfigError(
+                f"the prompt has {len(tokens)} tokens, the context window holds "
+                f"{self.context_length} and one must be left for the text: shorten the prompt"
+            )
+        return room
+
+    def _prepare(self, tokens: Sequence[int], limit: int, tree: TreeConfig) -> None:
+        """Keeps what the caches share with the prompt; its last token must be run again."""
+        common = 0
+        for cached, wanted in zip(self._target.tokens, tokens[:-1], strict=False):
+            if cached != wanted:
+                break
+            common += 1
+        self._target.crop(common)
+        self._target.reserve(len(tokens) + limit + tree.budget)
+        self.context = list(tokens)
+        self.stats = GenerationStats(prompt_tokens=len(tokens))
+
+    def _steps(
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        sampling: SamplingConfig,
+        tree: TreeConfig,
+        method: Method | None,
+    ) -> Iterator[StepResult]:
+        sampler = Sampler(sampling)
+        method = method or ("specexec" if self._draft is not None else "autoregressive")
+        if method == "autoregressive":
+            return autoregressive(self._target, sampler, tokens, limit, self.eos_ids)
+        if self._draft is None:
+            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        if self._drafter is None:
+            self._drafter = ModelDrafter(self._draft, sampling, tree, self._target.model.vocab_size)
+        self._drafter.configure(sampling, tree)
+        return specexec(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
+
+    def _with_text(
+        self, steps: Iterator[StepResult], prompt: Sequence[int], stop: Sequence[str]
+    ) -> Iterator[StepResult]:
+        """Adds text, ends at a stop string, keeps the statistics."""
+        stream = TextStream(self.tokenizer, prompt, stop)
+        started = time.perf_counter()
+        for step in steps:
+            text, count = "", 0
+            for token in step.tokens:
+                text += stream.push(token)
+                count += 1
+                if stream.stopped:
+                    break
+            if stream.stopped:
+                step = replace(step, tokens=step.tokens[:count], drafted=step.drafted[:count],
+                               finish_reason="stop")  # fmt: skip
+            elif step.finish_reason:
+                text += stream.finish()
+                if stream.stopped:
+                    step = replace(step, finish_reason="stop")
+            self.context += step.tokens
+            self._count(step, time.perf_counter() - started)
+            yield replace(step, text=text)
+            if step.finish_reason:
+                return
+
+    def _count(self, step: StepResult, elapsed_s: float) -> None:
+        stats = self.stats
+        if stats.target_passes == 0:
+            stats.ttft_s = elapsed_s
+            stats.first_tokens = len(step.tokens)
+        stats.add(step)
+        stats.total_s = elapsed_s
+        stats.peak_ram_bytes = peak_ram_bytes()
+        if self._target.model.device.type == "cuda":
+            stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def close(self) -> None:
+        """Gives threads, files and memory back; idempotent."""
+        self._target.close()
+        if self._draft is not None:
+            self._draft.close()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _open_draft(
+    entry: ModelEntry,
+    offline: bool,
+    download_progress: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    target_words: PreTrainedTokenizerBase,
+    target_bytes: int,
+    notice: Notice,
+) -> StreamedModel:
+    folder = fetch(entry, revision=None, offline=offline, progress=download_progress)
+    config = load_config(folder)
+    check_same_tokenizer(target_words, load_tokenizer(folder), int(config.vocab_size))
+    draft_bytes = read_checkpoint(folder).total_bytes
+    if draft_bytes > target_bytes:
+        notice(
+            f"the draft model ({format_bytes(draft_bytes)}) is larger than the target "
+            f"({format_bytes(target_bytes)}): drafting will cost more than it saves. "
+            "Were --target and --draft swapped?"
+        )
+    return StreamedModel.open(folder, device=device, dtype=dtype, tiers=None, notice=notice)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a --device option; "auto" is the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: not a device. Try cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
+    return device
+
+
+def pick_dtype(
+    name: DtypeName, device: torch.device, checkpoint_bytes: int, stored: torch.dtype | None
+) -> torch.dtype:
+    """The compute dtype. "auto": the checkpoint's own on a GPU; on a CPU bfloat16 where it has
+    matrix instructions for it, float32 elsewhere and for small models."""
+    if name != "auto":
+        dtype = getattr(torch, name)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+    if device.type == "cuda":
+        return stored if stored in (torch.float16, torch.bfloat16) else torch.float32
+    fast_bf16 = {"avx512_bf16", "amx_bf16"} & set(cpu_info().flags)
+    if fast_bf16 and checkpoint_bytes >= _SMALL_MODEL_BYTES:
+        return torch.bfloat16
+    return torch.float32
+
+
+def _pick_tiers(
+    mode: OffloadMode, checkpoint_bytes: int, dtype: torch.dtype
+) -> tuple[Callable[[Skeleton], Sequence[Tier]] | None, OffloadMode]:
+    """Where the layers live, and what "auto" became."""
+    free = free_ram_bytes()
+    converted = checkpoint_bytes * (2 if dtype == torch.float32 else 1)
+    if mode == "auto":
+        mode = "none" if converted < free // 4 else "ram" if checkpoint_bytes < free // 2 else "ssd"
+    if mode == "none":
+        if converted > free:
+            raise OutOfMemoryError(
+                f"target needs {format_bytes(converted)} of RAM but {format_bytes(free)} are "
+                "free. Stream it from SSD instead: --offload ssd"
+            )
+        return None, mode
+    tier: Tier = "ram" if mode == "ram" else "ssd"
+    return (lambda skeleton: [tier] * len(skeleton.layers)), mode

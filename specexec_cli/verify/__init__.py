@@ -1,0 +1,1 @@
+"""Verifying draft trees: masks, one target pass, the acceptance walk."""

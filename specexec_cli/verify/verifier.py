@@ -1,0 +1,88 @@
+"""A target server: one target model, its KV cache, and one pass per verification."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from specexec_cli.core import DraftTree
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.verify.masks import verification_rows
+
+
+class TargetServer(Protocol):
+    """What decoding needs of a target."""
+
+    tokens: list[int]  # committed tokens whose rows are in the cache
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        """Logits behind the last pending token and behind every node, (1 + nodes, vocab)."""
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keeps the accepted nodes of the last verification, drops the rest."""
+
+    def crop(self, length: int) -> None:
+        """Forgets every committed token from `length` on."""
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came over the link so far."""
+
+
+class LocalTarget:
+    """A target in this process."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self.model = model
+        self.tokens: list[int] = []
+        self._cache = model.new_cache()
+        self._pending: list[int] = []
+        self._tree = DraftTree.empty()
+
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came over the link so far."""
+        return self.model.source.bytes_streamed if self.model.source else 0
+
+    def reserve(self, slots: int) -> None:
+        """Makes room for `slots` cache rows at the next growth."""
+        self._cache.reserve(slots)
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        """One pass over pending rows and tree.
+
+        Args:
+            pending: committed tokens not in the cache yet, at least one; the last is the root.
+        Returns:
+            (1 + nodes, vocab), row 0 behind the last pending token, row i + 1 behind node i.
+        Raises:
+            StreamError: the weights could not be read; the cache is as before the call.
+        """
+        self._pending, self._tree = list(pending), tree
+        rows = verification_rows(self._pending, tree, len(self.tokens))
+        first = len(self._pending) - 1
+        try:
+            return self.model.forward(rows, self._cache, range(first, len(rows.tokens)))
+        except BaseException:
+            # also Ctrl-C: layers before the interruption hold rows of an unfinished pass
+            self._cache.crop(len(self.tokens))
+            if self.model.source is not None:
+                self.model.source.restart()
+            raise
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keeps pending rows and accepted nodes in the cache, drops the rest of the tree."""
+        tree_start = len(self.tokens) + len(self._pending)
+        self._cache.compact(tree_start, [tree_start + node for node in nodes])
+        self.tokens += [*self._pending, *(int(self._tree.tokens[node]) for node in nodes)]
+
+    def crop(self, length: int) -> None:
+        """Forgets every committed token from `length` on."""
+        del self.tokens[length:]
+        self._cache.crop(len(self.tokens))
+
+    def close(self) -> None:
+        """Gives the model's threads, files and memory back."""
+        self.model.close()

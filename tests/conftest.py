@@ -1,0 +1,20 @@
+"""Shared by all tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of real prompts and checkpoints beside the repository."""
+    if not SHARED.is_dir():
+        pytest.skip("the shared data folder is not beside the repository")
+    return SHARED

@@ -1,0 +1,112 @@
+"""Toy language models: pure functions of the context, fast enough for thousands of examples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.search import ROOT, Frontier, grow_tree
+
+
+@dataclass(frozen=True)
+class ToyLM:
+    """Logits depend on the last `order` tokens through a seeded table."""
+
+    seed: int
+    vocab_size: int = 8
+    order: int = 3
+    scale: float = 2.0
+
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        """(vocab,) float32."""
+        key = [self.seed, len(context), *context[-self.order :]]
+        noise = np.random.default_rng(key).standard_normal(self.vocab_size)
+        return (noise * self.scale).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class NoisyCopy:
+    """A draft that agrees with `target` up to noise."""
+
+    target: ToyLM
+    seed: int
+    noise: float
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target.vocab_size
+
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        own = ToyLM(self.seed, self.vocab_size).logits(context)
+        return self.target.logits(context) + self.noise * own
+
+
+@dataclass
+class ToyTarget:
+    """A TargetServer over a ToyLM that checks what a KV cache would need."""
+
+    model: ToyLM
+    tokens: list[int] = field(default_factory=list)
+    bytes_streamed: int = 0
+    passes: int = 0
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> torch.Tensor:
+        assert pending, "a pass needs the root among its rows"
+        self.passes += 1
+        self._pending, self._tree = list(pending), tree
+        root = [*self.tokens, *pending]
+        rows = [self.model.logits(root)]
+        paths: list[list[int]] = []
+        for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+            paths.append([*(paths[parent] if parent >= 0 else root), token])
+            rows.append(self.model.logits(paths[-1]))
+        return torch.from_numpy(np.stack(rows))
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        parent = -1
+        for node in nodes:
+            assert self._tree.parents[node] == parent, "accepted nodes form one path"
+            parent = node
+        self.tokens += [*self._pending, *(int(self._tree.tokens[node]) for node in nodes)]
+
+    def crop(self, length: int) -> None:
+        del self.tokens[length:]
+
+
+@dataclass
+class ToyDrafter:
+    """A Drafter over any toy model, with the real search."""
+
+    model: ToyLM | NoisyCopy
+    tree: TreeConfig
+
+    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        if max_depth < 1:
+            return DraftTree.empty()
+        paths: dict[int, list[int]] = {ROOT: list(context)}
+
+        def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+            log_probs, tokens = [], []
+            for node, token, parent in zip(
+                frontier.ids.tolist(),
+                frontier.tokens.tolist(),
+                frontier.parents.tolist(),
+                strict=True,
+            ):
+                if node != ROOT:
+                    paths[node] = [*paths[parent], token]
+                logits = torch.from_numpy(self.model.logits(paths[node])).double()
+                best = logits.log_softmax(-1).topk(min(width, self.model.vocab_size))
+                log_probs.append(best.values.numpy())
+                tokens.append(best.indices.numpy())
+            return np.stack(log_probs), np.stack(tokens)
+
+        return grow_tree(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        pass
