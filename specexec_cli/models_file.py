@@ -26,11 +26,11 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "bits": (2, 3, 4, 8),
 }
 _SHAPE_KEYS = (
-    "hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads "
-    "head_dim vocab_size tie_word_embeddings attention_bias use_bias num_local_experts "
-    "num_experts num_experts_per_tok moe_intermediate_size n_embd n_layer n_head n_inner "
-    "n_positions multi_query"
-).split()
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias",
+    "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "multi_query",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,8 +173,9 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
     for key, value in entry.shape.items():
         if not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
             raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
-    if entry.quantization in ("gptq", "awq") and not (entry.bits and entry.group_size):
-        raise ConfigError(f"{where} is {entry.quantization}, so it needs bits and group_size too")
+    stated = {entry.quantization in ("gptq", "awq"), bool(entry.bits), bool(entry.group_size)}
+    if len(stated) > 1:
+        raise ConfigError(f"{where} needs quantization, bits and group_size together, or no bits")
     return replace(entry, repo=_anchored(entry.repo, path))
 
 

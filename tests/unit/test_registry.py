@@ -1,0 +1,375 @@
+"""models.toml: what ships is right, files merge entry by entry, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from specexec_cli import registry as registry_module
+from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.registry import Registry, load_registry
+
+
+@pytest.fixture(autouse=True)
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's models.toml, absent unless a test writes it; never the real one."""
+    path = tmp_path / "config" / "models.toml"
+    path.parent.mkdir()
+    monkeypatch.setattr(registry_module, "user_models_file", lambda: path)
+    return path
+
+
+@pytest.fixture
+def shipped() -> Registry:
+    return load_registry()
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[[str], Path]:
+    def write_file(text: str) -> Path:
+        path = tmp_path / "extra.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+# --- What ships ---
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-7b-chat-hf"),
+        ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "meta-llama/Llama-2-7b-chat-hf"),
+        ("TheBloke/Llama-2-70B-GPTQ", "meta-llama/Llama-2-7b-hf"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "princeton-nlp/Sheared-LLaMA-1.3B"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ", "TheBloke/Mistral-7B-Instruct-v0.2-GPTQ"),
+        ("lmsys/vicuna-7b-v1.3", "double7/vicuna-68m"),
+        ("lmsys/vicuna-13b-v1.3", "double7/vicuna-68m"),
+        ("bigcode/starcoder", "bigcode/tiny_starcoder_py"),
+        ("microsoft/Phi-3-medium-128k-instruct", "microsoft/Phi-3-mini-128k-instruct"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("Qwen/Qwen3-32B", "Qwen/Qwen3-1.7B"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-4B"),
+    ],
+)
+def test_pairs_of_the_papers_and_of_today_ship(shipped: Registry, target: str, draft: str) -> None:
+    pairs = {
+        (shipped.model(pair.target).repo, shipped.model(pair.draft).repo)
+        for pair in shipped.pairs.values()
+    }
+    assert (target, draft) in pairs
+
+
+def test_shipped_pairs_make_sense(shipped: Registry) -> None:
+    for pair in shipped.pairs.values():
+        target, draft = shipped.model(pair.target), shipped.model(pair.draft)
+        assert target.tokenizer == draft.tokenizer, pair.name
+        assert (draft.params or 0) < (target.params or 1), pair.name
+        assert "arXiv" in pair.source or "estimate" in pair.source or "measured" in pair.source
+
+
+def test_shipped_models_state_all_that_a_plan_needs(shipped: Registry) -> None:
+    for model in shipped.models.values():
+        assert model.model_type, model.name
+        assert model.dtype, model.name
+        assert model.quantization, model.name
+        assert model.license, model.name
+        assert model.chat is not None, model.name
+        assert model.context, model.name
+        assert model.params, model.name
+        assert model.config_json()["model_type"] == model.model_type
+
+
+def test_parameter_counts_are_those_of_transformers_own_models(shipped: Registry) -> None:
+    """Two layers of each shape on the meta device give the count of all layers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def count(model_type: str, shape: dict[str, object], layers: int) -> int:
+        key = "n_layer" if "n_layer" in shape else "num_hidden_layers"
+        ids = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+        config = AutoConfig.for_model(model_type, **{**shape, key: layers, **ids})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    seen: dict[str, int] = {}
+    for model in shipped.models.values():
+        shape = dict(model.shape)
+        key = f"{model.model_type} {sorted(shape.items())}"
+        if key not in seen:
+            layers = int(shape.get("n_layer", 0) or shape["num_hidden_layers"])
+            one, two = (count(str(model.model_type), shape, n) for n in (1, 2))
+            seen[key] = one + (two - one) * (layers - 1)
+        assert model.params == seen[key], model.name
+
+
+@pytest.mark.parametrize("name", ["demo-target", "demo-draft"])
+def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None:
+    model = shipped.model(name)
+    assert model.folder is not None
+    if not (model.folder / "config.json").is_file():
+        pytest.skip("the demo pair is not trained yet")
+    config = json.loads((model.folder / "config.json").read_text())
+    assert model.context == config["max_position_embeddings"]
+    assert {key: config[key] for key in model.shape} == model.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),  # the sizes of the files on the hub
+    [
+        ("llama2-7b", 13.48),
+        ("llama2-70b-chat-gptq", 35.33),
+        ("llama2-7b-chat-gptq", 3.90),
+        ("sheared-llama-1.3b", 5.38),
+        ("mistral-7b-instruct-gptq", 4.16),
+        ("mixtral-8x7b-instruct-gptq", 23.81),
+        ("tiny-starcoder", 0.657),
+        ("vicuna-68m", 0.272),
+        ("vicuna-13b", 26.03),
+        ("qwen3-235b-a22b", 470.2),
+    ],
+)
+def test_sizes_are_those_of_the_files_on_the_hub(
+    shipped: Registry, name: str, gigabytes: float
+) -> None:
+    assert shipped.model(name).size_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
+
+
+def test_config_json_carries_the_quantization(shipped: Registry) -> None:
+    config = shipped.model("llama2-70b-chat-gptq").config_json()
+    assert config["hidden_size"] == 8192
+    assert config["quantization_config"] == {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    assert "quantization_config" not in shipped.model("llama2-70b-chat").config_json()
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = (
+        "import sys, specexec_cli.registry as r, specexec_cli.hub, specexec_cli.cli.models\n"
+        "r.load_registry()\n"
+        "heavy = {'torch', 'transformers', 'numba', 'triton', 'huggingface_hub', 'httpx'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+
+
+# --- Merging ---
+
+
+def test_a_file_overrides_whole_entries_and_leaves_the_rest(
+    write: Callable[[str], Path], shipped: Registry
+) -> None:
+    path = write('[models.llama2-7b]\nrepo = "me/mine"\n[models.new]\nrepo = "me/new"\n')
+    merged = load_registry(path)
+    assert merged.model("llama2-7b").repo == "me/mine"
+    assert merged.model("llama2-7b").params is None  # the shipped entry is gone as a whole
+    assert merged.model("new").repo == "me/new"
+    assert merged.model("llama2-70b") == shipped.model("llama2-70b")
+
+
+def test_models_file_wins_over_the_users_file_which_wins_over_the_shipped(
+    write: Callable[[str], Path], user_file: Path
+) -> None:
+    user_file.write_text(
+        '[models.demo-target]\nrepo = "user/target"\n[models.demo-draft]\nrepo = "user/draft"\n'
+    )
+    merged = load_registry(write('[models.demo-target]\nrepo = "file/target"\n'))
+    assert merged.model("demo-target").repo == "file/target"
+    assert merged.model("demo-draft").repo == "user/draft"
+
+
+def test_a_users_pair_may_use_shipped_models_and_comes_first(
+    write: Callable[[str], Path], shipped: Registry
+) -> None:
+    path = write('[pairs.mine]\ntarget = "llama2-70b-chat"\ndraft = "tinyllama-1.1b-chat"\n')
+    merged = load_registry(path)
+    assert merged.pair_for_target("llama2-70b-chat") == merged.pair("mine")
+    own = shipped.pair_for_target("llama2-70b-chat")
+    assert own is not None
+    assert own.draft == "llama2-7b-chat"
+
+
+def test_relative_folders_are_relative_to_the_file(
+    write: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path = write(
+        '[models.mine]\nrepo = "./weights"\n[pairs.p]\ntarget = "mine"\ndraft = "../draft"\n'
+    )
+    merged = load_registry(path)
+    assert merged.model("mine").folder == tmp_path.resolve() / "weights"
+    assert merged.pair("p").draft == str(tmp_path.resolve().parent / "draft")
+
+
+# --- Mistakes in a file: file, entry, key, what was expected ---
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[models.a]\nrepo = \n", ["extra.toml", "not valid TOML", "line 2"]),
+        ("[model.a]\n", ["unknown key 'model'", "Did you mean 'models'?"]),
+        ("models = 3\n", ["'models' must hold entries", "[models.NAME]"]),
+        ("[models]\na = 3\n", ["[models.a]", "must be a table", "3"]),
+        ("[models.a]\ndtype = 'float16'\n", ["extra.toml: [models.a]", "lacks the key 'repo'"]),
+        ("[models.a]\nrepo = ''\n", ["[models.a] repo", "text that is not empty"]),
+        ("[models.a]\nrepo = 7\n", ["[models.a] repo", "text in quotes", "7"]),
+        (
+            "[models.a]\nrepo = 'b/c'\ncontxt = 1\n",
+            ["[models.a]", "'contxt'", "Did you mean 'context'?"],
+        ),
+        ("[models.a]\nrepo = 'b/c'\nzzzzz = 1\n", ["'zzzzz'", "Known keys: repo, revision"]),
+        (
+            "[models.a]\nrepo = 'b/c'\ncontext = 'big'\n",
+            ["context", "a whole number from 1 up", "'big'"],
+        ),
+        ("[models.a]\nrepo = 'b/c'\ncontext = true\n", ["context", "whole number", "True"]),
+        ("[models.a]\nrepo = 'b/c'\nparams = 0\n", ["params", "whole number from 1 up"]),
+        ("[models.a]\nrepo = 'b/c'\nchat = 1\n", ["chat", "true or false"]),
+        ("[models.a]\nrepo = 'b/c'\ndtype = 'fp16'\n", ["dtype", "float32, bfloat16, float16"]),
+        ("[models.a]\nrepo = 'b/c'\nbits = 5\n", ["bits", "one of 2, 3, 4, 8"]),
+        (
+            "[models.a]\nrepo = 'b/c'\nquantization = 'gptq'\n",
+            ["needs quantization, bits and group_size together"],
+        ),
+        (
+            "[models.a]\nrepo = 'b/c'\nbits = 4\ngroup_size = 128\n",
+            ["needs quantization, bits and group_size together"],
+        ),
+        ("[models.a]\nrepo = 'b/c'\ngroup_size = 0\n", ["group_size", "from -1 up, not 0"]),
+        ("[models.a]\nrepo = 'b/c'\nshape = 3\n", ["shape must be a table"]),
+        (
+            "[models.a]\nrepo = 'b/c'\nshape = { hiden_size = 3 }\n",
+            ["[models.a] shape:", "Did you mean 'hidden_size'?"],
+        ),
+        (
+            "[models.a]\nrepo = 'b/c'\nshape = { hidden_size = -3 }\n",
+            ["shape: hidden_size must be a whole number above 0"],
+        ),
+        ("[pairs.p]\ntarget = 'demo-target'\n", ["[pairs.p]", "lacks the key 'draft'"]),
+        (
+            "[pairs.p]\ntarget = 'demo-targt'\ndraft = 'demo-draft'\n",
+            ["[pairs.p] target 'demo-targt'", "Did you mean 'demo-target'?"],
+        ),
+        (
+            "[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\nbudget = 4\ndepth = 8\n",
+            ["[pairs.p]", "depth", "cannot exceed", "budget"],
+        ),
+        (
+            "[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\nbatch = 1.5\n",
+            ["[pairs.p] batch", "whole number", "1.5"],
+        ),
+    ],
+)
+def test_mistakes_are_named(write: Callable[[str], Path], text: str, parts: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_registry(write(text))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*gone\.toml: No such file"):
+        load_registry(tmp_path / "gone.toml")
+    with pytest.raises(ConfigError, match=r"cannot read .*: Is a directory"):
+        load_registry(tmp_path)
+    latin = tmp_path / "latin.toml"
+    latin.write_bytes(b"# caf\xe9\n")
+    with pytest.raises(ConfigError, match=r"latin\.toml is not UTF-8 text \(byte 5\)"):
+        load_registry(latin)
+
+
+# --- References ---
+
+
+def test_names_that_are_not_there(shipped: Registry) -> None:
+    with pytest.raises(UnknownModelError, match=r"'llama2-7b-caht'.*Did you mean 'llama2-7b-chat'"):
+        shipped.model("llama2-7b-caht")
+    with pytest.raises(UnknownModelError, match=r"'llama2-7b-caht'.*Did you mean 'llama2-7b-chat'"):
+        shipped.resolve("llama2-7b-caht")
+    with pytest.raises(UnknownModelError, match=r"no pair 'dmeo'.*Did you mean 'demo'"):
+        shipped.pair("dmeo")
+    with pytest.raises(UnknownModelError, match="'demo' is a pair: use --pair demo"):
+        shipped.resolve("demo")
+    with pytest.raises(UnknownModelError, match="'qwen3-4b' is a model: use --target qwen3-4b"):
+        shipped.pair("qwen3-4b")
+    with pytest.raises(UnknownModelError, match="`specexec models list` shows what is known"):
+        shipped.pair("zzzzzzzz")
+
+
+def test_a_folder_is_a_reference_if_it_holds_a_checkpoint(
+    shipped: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "some" / "model"
+    folder.mkdir(parents=True)
+    with pytest.raises(UnknownModelError, match=r"has no config\.json"):
+        shipped.resolve(str(folder))
+    (folder / "config.json").write_text("{}")
+    assert shipped.resolve(str(folder)).folder == folder.resolve()
+    monkeypatch.chdir(tmp_path)
+    assert shipped.resolve("some/model").folder == folder.resolve()  # before any hub id
+    assert shipped.resolve("./some/model").folder == folder.resolve()
+    with pytest.raises(UnknownModelError, match=r"no folder '\./gone'"):
+        shipped.resolve("./gone")
+
+
+def test_hub_ids(shipped: Registry) -> None:
+    unknown = shipped.resolve("some/thing@refs/pr/3")
+    assert (unknown.repo, unknown.revision, unknown.folder) == ("some/thing", "refs/pr/3", None)
+    assert unknown.params is None
+    # the repository of an entry brings the entry's facts
+    assert shipped.resolve("Qwen/Qwen3-32B") == shipped.model("qwen3-32b")
+    # but another branch may hold something else
+    branch = shipped.resolve("TheBloke/Llama-2-70B-Chat-GPTQ@gptq-3bit--1g-actorder_True")
+    assert branch.revision == "gptq-3bit--1g-actorder_True"
+    assert branch.bits is None
+    assert branch.tokenizer == "llama-2"
+
+
+def test_pair_for_target_knows_the_model_by_any_of_its_names(
+    shipped: Registry, tmp_path: Path, write: Callable[[str], Path]
+) -> None:
+    pair = shipped.pair("llama3-70b-instruct")
+    assert shipped.pair_for_target("llama3-70b-instruct") == pair
+    assert shipped.pair_for_target("meta-llama/Meta-Llama-3-70B-Instruct") == pair
+    assert shipped.pair_for_target("meta-llama/Meta-Llama-3-70B-Instruct@abc") is None
+    assert shipped.pair_for_target("lmsys/vicuna-7b-v1.3") == shipped.pair("vicuna-7b")
+    assert shipped.pair_for_target("qwen3-0.6b") is None
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    merged = load_registry(
+        write(
+            '[pairs.gone]\ntarget = "/no/such/folder"\ndraft = "qwen3-4b"\n'
+            '[pairs.mine]\ntarget = "./mine"\ndraft = "qwen3-4b"\n'
+        )
+    )
+    assert merged.pair_for_target(str(folder)) == merged.pair("mine")
+
+
+def test_drafts_for_lists_smaller_models_of_the_same_tokenizer(shipped: Registry) -> None:
+    assert shipped.drafts_for("qwen3-32b") == [
+        "qwen3-0.6b",
+        "qwen3-1.7b",
+        "qwen3-4b",
+        "qwen3-30b-a3b",
+    ]
+    assert shipped.drafts_for("llama3-70b-instruct") == ["llama3-8b-instruct"]  # not those of 3.1
+    assert shipped.drafts_for("qwen3-0.6b") == []
+    assert shipped.drafts_for("some/thing") == []
