@@ -126,6 +126,7 @@ def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None
         pytest.skip("the demo pair is not trained yet")
     config = json.loads((model.folder / "config.json").read_text())
     assert model.context == config["max_position_embeddings"]
+    assert model.dtype == (config.get("dtype") or config["torch_dtype"])
     assert {key: config[key] for key in model.shape} == model.shape
 
 
