@@ -189,7 +189,7 @@ class StreamedModel:
         """An empty cache for this model."""
         return SlotCache(len(self._layers))
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def forward(self, rows: PassRows, cache: SlotCache, logit_rows: Sequence[int]) -> Tensor:
         """One pass over all layers; appends every row to the cache.
 
