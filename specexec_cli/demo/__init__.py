@@ -1,0 +1,1 @@
+"""The demo pair's weights and tokenizer, shipped inside the package."""
