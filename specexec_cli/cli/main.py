@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specexec_cli import __version__
-from specexec_cli.cli import models
+from specexec_cli.cli import models, simulate
 from specexec_cli.cli.generate import generate
 from specexec_cli.errors import SpecexecError
 
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.add_typer(models.app, name="models")
+app.add_typer(simulate.app, name="simulate")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,49 @@
+"""Expected seconds per token, in the long run, of the three ways to decode.
+
+One acceptance rate for every position, independent of the others; enough target servers for DSI.
+Arguments everywhere: target_s, draft_s (seconds of one forward pass), acceptance (0 <= a < 1),
+lookahead (draft tokens per verification, 1 or more).
+Source: Timor et al., arXiv:2405.14105; speculative inference: Leviathan et al., arXiv:2211.17192.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def autoregressive_s(target_s: float) -> float:
+    """One target pass per token."""
+    return target_s
+
+
+def speculative_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
+    """(k c + t)(1 - a) / (1 - a^(k+1)): an iteration over its expected committed tokens."""
+    committed = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
+    return (lookahead * draft_s + target_s) / committed
+
+
+def speculative_paper_s(
+    target_s: float, draft_s: float, acceptance: float, lookahead: int
+) -> float:
+    """speculative_s with one more target pass after each rejection, as the paper charges it."""
+    committed = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
+    rejections = 1 - acceptance**lookahead
+    return (lookahead * draft_s + target_s * (1 + rejections)) / committed
+
+
+def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
+    """(1 - a)(t + c k a / (1 - a^k)): only a rejection waits for the target.
+
+    After x accepted tokens the rejection is known when the block that holds the last of them
+    has been verified, ceil(x / k) k c + t after the last restart. Needs k c <= t and
+    servers_needed() servers. With k = 1 it is the paper's Proposition 1.
+    """
+    if acceptance == 0:
+        return target_s
+    blocks = acceptance / (1 - acceptance**lookahead)
+    return (1 - acceptance) * (target_s + draft_s * lookahead * blocks)
+
+
+def servers_needed(target_s: float, draft_s: float, lookahead: int) -> int:
+    """Fewest target servers that never keep a block waiting: ceil(t / (k c))."""
+    return max(1, math.ceil(target_s / (lookahead * draft_s) - 1e-9))

@@ -1,0 +1,115 @@
+"""What the orchestrator and its workers tell each other.
+
+Plain data, so the same messages cross threads, processes and machines. A message knows no model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+DRAFTER = -1  # the drafter's worker number; target servers count from 0
+NEVER_STALE = -1  # epoch of a prefill: its rows stay valid whatever is rejected meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """To a target server: draw the tokens at positions first .. len(tokens).
+
+    `tokens` is the whole sequence (prompt, committed, drafts), so a server needs no history of
+    its own: it keeps the rows of its cache that agree and runs the missing ones. With
+    first = len(tokens) + 1 no draw is wanted: the task only fills the cache.
+    """
+
+    task: int
+    epoch: int
+    tokens: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """To the drafter: continue `tokens` with up to `limit` tokens, one message for each."""
+
+    epoch: int
+    tokens: tuple[int, ...]
+    limit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """From the drafter: its token for one position."""
+
+    epoch: int
+    position: int
+    token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """From a target server: the target's draws for positions first, first + 1, ..."""
+
+    server: int
+    task: int
+    draws: tuple[int, ...]
+    seconds: float  # time the pass took
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """From a target server: the task was stale, its pass was given up."""
+
+    server: int
+    task: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """From the pool: a worker is gone and will not answer."""
+
+    worker: int
+    reason: str
+
+
+Event = Drafted | Verified | Aborted | WorkerLost
+
+
+class Workers(Protocol):
+    """A pool of one drafter and some target servers, under a clock of its own.
+
+    The clock may be virtual: nothing here sleeps except receive().
+    """
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Numbers of the target servers that are alive."""
+        ...
+
+    def now(self) -> float:
+        """Seconds on the pool's clock."""
+        ...
+
+    def verify(self, server: int, message: Verify) -> None:
+        """Hand a task to an idle server."""
+        ...
+
+    def draft(self, message: Draft) -> None:
+        """Set the drafter to work on a new prefix; a lost drafter ignores it."""
+        ...
+
+    def advance_epoch(self, epoch: int) -> None:
+        """Make work of every earlier epoch stale; workers give it up at their next poll."""
+        ...
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event, or None when `timeout_s` passed without one."""
+        ...
+
+    def drop(self, worker: int) -> None:
+        """Stop a worker that hangs; none of its later events is delivered."""
+        ...
+
+    def close(self) -> None:
+        """Stop every worker and wait until all are gone."""
+        ...

@@ -1,0 +1,108 @@
+"""How SI and DSI compare over drafter latency and acceptance rate: the figures of the papers.
+
+Values are speedups in the long run, from the closed forms, each method at its best lookahead;
+tests hold the closed forms to the orchestrator under the virtual clock. Where no lookahead
+suits the servers at hand, DSI means decoding without speculation, as the planner decides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
+from specexec_cli.errors import ConfigError
+
+MAX_LOOKAHEAD = 100
+PANELS = ("SI / non-SI", "DSI / SI", "DSI / non-SI", "DSI / better of both")
+
+
+@dataclass(frozen=True, slots=True)
+class Heatmap:
+    """Speedups per panel: rows by acceptance rate, columns by drafter latency."""
+
+    draft_fractions: tuple[float, ...]  # drafter latency over target latency
+    acceptances: tuple[float, ...]
+    speedups: dict[str, list[list[float]]]
+
+    def maximum(self, panel: str) -> float:
+        """Largest speedup of a panel."""
+        return max(max(row) for row in self.speedups[panel])
+
+
+def best_si_s(draft_fraction: float, acceptance: float) -> float:
+    """Seconds per token of SI at its best lookahead; one target pass is one second."""
+    return min(
+        speculative_s(1.0, draft_fraction, acceptance, k) for k in range(1, MAX_LOOKAHEAD + 1)
+    )
+
+
+def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
+    """Seconds per token of DSI at its best lookahead with k c <= t and at most `servers`."""
+    usable = (
+        dsi_s(1.0, draft_fraction, acceptance, k)
+        for k in range(1, MAX_LOOKAHEAD + 1)
+        if k * draft_fraction <= 1.0 and servers_needed(1.0, draft_fraction, k) <= servers
+    )
+    return min((1.0, *usable))
+
+
+def compute(points: int, servers: int) -> Heatmap:
+    """Speedups on a grid of `points` drafter latencies (up to the target's) and acceptances."""
+    if points < 2:
+        raise ConfigError(f"--points must be 2 or more, not {points}")
+    fractions = tuple((i + 1) / points for i in range(points))
+    acceptances = tuple(i / points for i in range(points))
+    speedups: dict[str, list[list[float]]] = {panel: [] for panel in PANELS}
+    for acceptance in acceptances:
+        si = [best_si_s(fraction, acceptance) for fraction in fractions]
+        dsi = [best_dsi_s(fraction, acceptance, servers) for fraction in fractions]
+        pairs = list(zip(si, dsi, strict=True))
+        speedups[PANELS[0]].append([1.0 / s for s in si])
+        speedups[PANELS[1]].append([s / d for s, d in pairs])
+        speedups[PANELS[2]].append([1.0 / d for d in dsi])
+        speedups[PANELS[3]].append([min(s, 1.0) / d for s, d in pairs])
+    return Heatmap(fractions, acceptances, speedups)
+
+
+def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
+    """Write the four panels as one PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "drawing needs matplotlib, which is not installed: pip install 'specexec-cli[plots]', "
+            "or print the numbers with --json"
+        ) from error
+    figure = Figure(figsize=(11.0, 9.0), layout="constrained")
+    FigureCanvasAgg(figure)
+    half = 0.5 / len(heatmap.acceptances)
+    extent = (
+        heatmap.draft_fractions[0] - half,
+        heatmap.draft_fractions[-1] + half,
+        heatmap.acceptances[0] - half,
+        heatmap.acceptances[-1] + half,
+    )
+    for number, panel in enumerate(PANELS):
+        axes = figure.add_subplot(2, 2, number + 1)
+        rows = heatmap.speedups[panel]
+        low = min(0.999, *(min(row) for row in rows))
+        norm = TwoSlopeNorm(1.0, vmin=low, vmax=max(1.001, heatmap.maximum(panel)))
+        image = axes.imshow(
+            rows, origin="lower", aspect="auto", extent=extent, cmap="RdBu", norm=norm
+        )
+        figure.colorbar(image, ax=axes, label="speedup")
+        axes.set_title(f"{panel}  (max {heatmap.maximum(panel):.2f}x)")
+        axes.set_xlabel("drafter latency / target latency")
+        axes.set_ylabel("acceptance rate")
+    figure.suptitle(f"Best lookahead of each method; DSI with at most {servers} target servers")
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot write {path}: {error}") from error
