@@ -135,9 +135,10 @@ def _explain(
     if isinstance(error, errors.RevisionNotFoundError):
         return UnknownModelError(f"{repo} has no revision '{revision or 'main'}': check --revision")
     if isinstance(error, errors.RepositoryNotFoundError):
+        typed = entry.name.partition("@")[0] == repo  # then a folder may have been meant
         return UnknownModelError(
-            f"no repository '{repo}' on {constants.ENDPOINT}, or it is private: "
-            "check the name, or log in with `hf auth login`"
+            f"no repository '{repo}' on {constants.ENDPOINT}{' and no such folder here' * typed}, "
+            "or it is private: check the name, or log in with `hf auth login`"
         )
     if isinstance(error, errors.HFValidationError):
         return UnknownModelError(f"'{repo}' is not a hub id: it should look like org/name")

@@ -116,7 +116,7 @@ FAILURES: list[tuple[Callable[[], Exception], bool, list[str]]] = [
     (
         lambda: errors.RepositoryNotFoundError("no", response=_response(404)),
         False,
-        ["no repository 'org/name'", "private", "check the name"],
+        ["no repository 'org/name'", "no such folder", "private", "check the name"],
     ),
     (
         lambda: errors.RevisionNotFoundError("no", response=_response(404)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -158,14 +159,15 @@ def test_config_json_carries_the_quantization(shipped: Registry) -> None:
     assert "quantization_config" not in shipped.model("llama2-70b-chat").config_json()
 
 
-def test_nothing_heavy_is_imported() -> None:
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys, specexec_cli.registry as r, specexec_cli.hub, specexec_cli.cli.models\n"
         "r.load_registry()\n"
         "heavy = {'torch', 'transformers', 'numba', 'triton', 'huggingface_hub', 'httpx'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert (result.returncode, result.stderr) == (0, "")
 
 
