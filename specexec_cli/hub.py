@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.errors import CheckpointError, SpecexecError, UnknownModelError
+from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, UnknownModelError
 from specexec_cli.models_file import ModelEntry
 
 _ALLOW = [
@@ -45,11 +45,14 @@ def fetch(
         offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
         progress: show huggingface_hub's progress bars on stderr.
     Raises:
+        ConfigError: a revision of a folder.
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
         CheckpointError: the repository has no safetensors weights.
     """
     folder = entry.folder
     if folder is not None:
+        if revision is not None:
+            raise ConfigError(f"--revision is for hub ids, but '{entry.name}' is a local folder")
         if not (folder / "config.json").is_file():
             raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
         return folder

@@ -18,7 +18,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
-from specexec_cli.errors import UnknownModelError
+from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.hub import cached_snapshot, fetch
 from specexec_cli.models_file import ModelEntry
 
@@ -32,6 +32,8 @@ def test_folders_are_returned_as_they_are(tmp_path: Path) -> None:
         fetch(entry)
     (tmp_path / "config.json").write_text("{}")
     assert fetch(entry, offline=True) == tmp_path
+    with pytest.raises(ConfigError, match="--revision is for hub ids, but 'mine' is a local"):
+        fetch(entry, revision="v1")
 
 
 def test_a_package_folder_is_inside_the_package() -> None:
