@@ -1,0 +1,67 @@
+"""Memory a session takes besides the target's decoder layers: the part that cannot be streamed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.offload.sizes import ModelBytes
+
+GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
+
+Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a session will ask for."""
+
+    context_tokens: int = 2048  # prompt and text
+    budget: int = 128  # most nodes of a draft tree
+    chunk_rows: int = 512  # most rows that go through a layer together
+    item_bytes: int = 2  # of the compute dtype
+
+    def __post_init__(self) -> None:
+        if min(self.context_tokens, self.chunk_rows) < 1 or self.budget < 0:
+            raise ConfigError("context and chunk must be 1 or more, and the budget 0 or more")
+
+    @property
+    def verify_rows(self) -> int:
+        """Rows of a usual pass: the tree and the bonus token before it."""
+        return self.budget + 1
+
+
+def activation_bytes(model: ModelBytes, work: Work) -> int:
+    """Rows on their way through a layer and the head, mask and logits included; an upper bound."""
+    rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
+    inside = rows * (8 * model.hidden + 3 * model.intermediate) * work.item_bytes
+    mask = rows * (work.context_tokens + rows) * (1 + work.item_bytes)
+    logits = work.verify_rows * model.vocab * (work.item_bytes + 4)
+    return inside + mask + logits
+
+
+def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
+    """What must lie beside the arithmetic wherever the layers are."""
+    slots = work.context_tokens + work.verify_rows
+    parts = [
+        ("embeddings and head", target.resident),
+        ("target's KV cache", target.kv_elements * slots * work.item_bytes),
+        ("activations", activation_bytes(target, work)),
+    ]
+    if draft is not None:
+        # loaded to stay: its layers are converted to the compute dtype
+        parts += [
+            ("draft model", draft.resident + draft.layer_params * work.item_bytes),
+            ("draft model's KV cache", draft.kv_elements * slots * work.item_bytes),
+        ]
+    return tuple(parts)
+
+
+def mend(biggest: str) -> str:
+    """What to change when this part takes the most."""
+    return {
+        "draft model": "Use a smaller draft model: --draft",
+        "draft model's KV cache": "Use a shorter prompt and fewer --max-tokens",
+        "target's KV cache": "Use a shorter prompt and fewer --max-tokens",
+        "activations": "Use a smaller draft tree: --budget",
+    }.get(biggest, "Use a smaller or quantized target: --target")

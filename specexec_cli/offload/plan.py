@@ -1,0 +1,209 @@
+"""Where each layer lives, what a pass moves, and how fast that can be. Arithmetic on bytes alone.
+
+Layers are placed as close to the arithmetic as they fit: on the device (resident), in RAM (ram;
+pinned where there is a GPU), or on the SSD (ssd). On a CPU, RAM is the device's own memory, and a
+layer is ram or ssd. Knows no files, no torch, no machine: all of it comes in as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.offload.compute import FlopsByRows, compute_seconds, knee_rows
+from specexec_cli.offload.demand import GPU_CONTEXT_BYTES, Parts, Work, fixed_parts, mend
+from specexec_cli.offload.sizes import ModelBytes
+
+__all__ = ["Machine", "Placement", "Plan", "Work", "make_plan"]
+
+Placement = Literal["resident", "ram", "ssd"]
+
+HUGE_PAGE_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What may be used, and how fast it is. `vram_bytes` 0: the CPU computes."""
+
+    ram_bytes: int
+    vram_bytes: int = 0
+    ssd_bytes_per_s: float = 2e9
+    link_bytes_per_s: float = 20e9  # pinned host memory to device
+    memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
+    flops: FlopsByRows = ()
+    base_bytes: int = 500_000_000  # the process before any weight is loaded
+    margin: float = 0.04  # share of each memory that is left alone
+
+    def __post_init__(self) -> None:
+        rates = (self.ssd_bytes_per_s, self.link_bytes_per_s, self.memory_bytes_per_s)
+        if min(rates) <= 0 or min(self.ram_bytes, self.vram_bytes) < 0:
+            raise ConfigError("memory must be 0 or more and every rate above 0")
+
+    def usable(self, memory_bytes: int) -> int:
+        """What may be filled of a memory."""
+        return int(memory_bytes * (1 - self.margin))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where everything goes, and what that predicts for one verification pass."""
+
+    tiers: tuple[Placement, ...]  # per decoder layer
+    ssd_slots: int  # buffers in RAM that SSD layers go through
+    device_slots: int  # buffers on the GPU that streamed layers go through
+    ram: Parts
+    vram: Parts
+    ssd_bytes: int  # moved per pass
+    link_bytes: int
+    ssd_s: float  # that each link needs for a pass
+    link_s: float
+    memory_s: float
+    compute_s: float  # arithmetic of a verification pass; 0 when the rate is not known
+    knee_rows: int | None  # most rows whose arithmetic hides behind the stream
+
+    @property
+    def peak_ram_bytes(self) -> int:
+        return sum(size for _, size in self.ram)
+
+    @property
+    def peak_vram_bytes(self) -> int:
+        return sum(size for _, size in self.vram)
+
+    @property
+    def stream_s(self) -> float:
+        """Seconds of a pass without arithmetic."""
+        return max(self.ssd_s, self.link_s, self.memory_s)
+
+    @property
+    def pass_s(self) -> float:
+        """Seconds of a verification pass: everything overlaps, so the slowest part alone counts."""
+        return max(self.stream_s, self.compute_s)
+
+    @property
+    def bottleneck(self) -> str:
+        """What the pass waits for: ssd, link, memory or compute."""
+        parts = {
+            "ssd": self.ssd_s, "link": self.link_s, "memory": self.memory_s,
+            "compute": self.compute_s,
+        }  # fmt: skip
+        return max(parts, key=lambda name: parts[name])
+
+    def tokens_per_s(self, generation_rate: float) -> float:
+        """The roofline: no drafting time, no other loss."""
+        return generation_rate / self.pass_s
+
+
+def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
+    """The placement with the fastest verification pass that fits.
+
+    Raises:
+        OutOfMemoryError: not even streaming everything fits; says what to lower.
+    """
+    base: Parts = (("program", machine.base_bytes),)
+    beside: Parts = fixed_parts(target, draft, work)
+    order = spread_order(len(target.layers))
+    sizes = [target.layers[index] for index in order]
+    resident = device_slots = 0
+    vram: Parts = ()
+    if machine.vram_bytes:
+        vram = (("CUDA context", GPU_CONTEXT_BYTES), *beside)
+        resident, device_slots = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
+    ram = base if machine.vram_bytes else (*base, *beside)
+    in_ram, ssd_slots = _fill(sizes[resident:], machine.usable(machine.ram_bytes), "RAM", ram)
+    tiers: list[Placement] = ["ssd"] * len(sizes)
+    for rank, index in enumerate(order[: resident + in_ram]):
+        tiers[index] = "resident" if rank < resident else "ram"
+
+    def layers(*wanted: Placement) -> list[int]:
+        return [s for s, tier in zip(target.layers, tiers, strict=True) if tier in wanted]
+
+    ram += (
+        ("layers in RAM", _footprint(layers("ram"))),
+        ("SSD ring", ssd_slots * slot_bytes(layers("ssd"))),
+    )
+    vram += (
+        ("resident layers", _footprint(layers("resident"))),
+        ("device ring", device_slots * slot_bytes(layers("ssd", "ram"))),
+    )
+    ssd_s = sum(layers("ssd")) / machine.ssd_bytes_per_s
+    link_bytes = sum(layers("ssd", "ram")) if machine.vram_bytes else 0
+    link_s = link_bytes / machine.link_bytes_per_s
+    memory_s = target.total / machine.memory_bytes_per_s
+    return Plan(
+        tiers=tuple(tiers),
+        ssd_slots=ssd_slots,
+        device_slots=device_slots,
+        ram=tuple(part for part in ram if part[1]),
+        vram=tuple(part for part in vram if part[1]),
+        ssd_bytes=sum(layers("ssd")),
+        link_bytes=link_bytes,
+        ssd_s=ssd_s,
+        link_s=link_s,
+        memory_s=memory_s,
+        compute_s=compute_seconds(target.active_params, work.verify_rows, machine.flops),
+        knee_rows=knee_rows(target.active_params, machine.flops, max(ssd_s, link_s, memory_s)),
+    )
+
+
+def spread_order(count: int) -> list[int]:
+    """0..count-1 so that every beginning of the list is spread evenly (van der Corput sequence).
+
+    Layers that need no streaming are then never neighbours while others are: the reader has
+    their computing time to fetch what lies between.
+    """
+    bits = max(1, (count - 1).bit_length())
+    reversed_bits = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(1 << bits))
+    return [index for index in reversed_bits if index < count]
+
+
+def slot_bytes(layer_bytes: Sequence[int]) -> int:
+    """Bytes of a ring slot that holds any of these layers."""
+    return -(-max(layer_bytes, default=0) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def _footprint(sizes: Sequence[int]) -> int:
+    """Bytes of layers that stay, each in a buffer of its own."""
+    return sum(slot_bytes([size]) for size in sizes)
+
+
+def _fill(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) -> tuple[int, int]:
+    """How many layers, from the first on, can stay while the others go through a ring.
+
+    Returns:
+        layers that stay; ring slots for the others (0 if all stay).
+    Raises:
+        OutOfMemoryError: not even a ring of two slots fits.
+    """
+    free = usable_bytes - sum(size for _, size in fixed)
+    if _footprint(sizes) <= free:
+        return len(sizes), 0
+
+    def most_that_stay(slots: int) -> int:
+        stay = _footprint(sizes)
+        for count in range(len(sizes) - 1, -1, -1):
+            stay -= slot_bytes([sizes[count]])
+            if stay + slots * slot_bytes(sizes[count:]) <= free:
+                return count
+        return -1
+
+    two, three = most_that_stay(2), most_that_stay(3)
+    if two < 0:
+        raise OutOfMemoryError(_shortage(sizes, usable_bytes, memory, fixed))
+    # A third slot evens out jitter and is worth one layer. Both counts rise with memory, and so
+    # does what is returned: more memory never predicts a slower pass.
+    one_less = max(two - 1, 0)
+    return (three, 3) if three >= one_less else (one_less, 2)
+
+
+def _shortage(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) -> str:
+    parts = sorted([*fixed, ("two ring slots", 2 * slot_bytes(sizes))], key=lambda part: -part[1])
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:4])
+    biggest = next(name for name, _ in parts if name not in ("program", "CUDA context"))
+    needed = sum(size for _, size in parts)
+    return (
+        f"even fully streamed, the target needs {format_bytes(needed)} of {memory} "
+        f"but {format_bytes(usable_bytes)} may be used ({listed}). {mend(biggest)}"
+    )

@@ -1,0 +1,215 @@
+"""How big a model is: from its checkpoint's headers, or before any download from config.json.
+
+Parameter counts per layer follow transformers' modelling files of each architecture; a test builds
+the real models and compares. Knows no device.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.offload.store import Checkpoint
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+# Architectures of the Llama family that differ in what is optional; see _layer().
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
+_MOE = ("mixtral", "qwen3_moe")
+_PLAIN_MLP = ("starcoder2", "gpt_bigcode")
+KNOWN = (*_LLAMA_LIKE, *_MOE, *_PLAIN_MLP)
+_TIED_BY_DEFAULT = ("gemma2", "gemma3_text", "starcoder2", "gpt_bigcode")
+_HEAD_DIM_256_BY_DEFAULT = ("gemma2", "gemma3_text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelBytes:
+    """Sizes that decide where a model fits. Bytes are as stored."""
+
+    layers: tuple[int, ...]  # bytes of each decoder layer
+    resident: int  # bytes of embeddings, final norm and head
+    layer_params: int  # weights of all decoder layers
+    active_params: int  # decoder weights that one row is multiplied with (MoE: its experts)
+    kv_elements: int  # key and value elements of one token, all layers
+    hidden: int
+    intermediate: int  # widest activation inside a layer, per row
+    vocab: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the whole checkpoint."""
+        return sum(self.layers) + self.resident
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    inputs: int
+    outputs: int
+    count: int = 1
+    active: int = 1  # of `count`, how many a row goes through
+    quantized: bool = True  # in a quantized checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """config.json's numbers under one set of names."""
+
+    kind: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+
+def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
+    """Sizes of the model that a config.json describes.
+
+    Args:
+        config: config.json's keys; `dtype` (or torch_dtype) and quantization_config decide the
+            bytes per weight, float16 if neither is there.
+    Raises:
+        ConfigError: the architecture is not known, or a key is missing.
+    """
+    config = {**config, **config.get("text_config", {})}
+    shape = _read_shape(config)
+    item = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    layers, params, active = [], 0, 0
+    for index in range(shape.layers):
+        linears, others = _layer(shape, config, index)
+        weights = others * item
+        for linear in linears:
+            params += linear.inputs * linear.outputs * linear.count
+            active += linear.inputs * linear.outputs * linear.active
+            weights += linear.count * _linear_bytes(linear, item, config)
+        params += others
+        layers.append(weights)
+    resident = _resident_params(shape, config)
+    return ModelBytes(
+        layers=tuple(layers), resident=resident * item, layer_params=params,
+        active_params=active, kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
+        hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
+    )  # fmt: skip
+
+
+def checkpoint_bytes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> ModelBytes:
+    """As architecture_bytes, with the bytes that are really in the files."""
+    model = architecture_bytes(config)
+    layers = [0] * len(model.layers)
+    resident = 0
+    for name, tensor in checkpoint.items():
+        found = _LAYER.search(name)
+        if found and int(found[1]) < len(layers):
+            layers[int(found[1])] += tensor.n_bytes
+        else:
+            resident += tensor.n_bytes
+    return replace(model, layers=tuple(layers), resident=resident)
+
+
+def _read_shape(config: Mapping[str, Any]) -> _Shape:
+    kind = str(config.get("model_type"))
+    if kind not in KNOWN:
+        raise ConfigError(f"the size of a '{kind}' model is not known; known: {', '.join(KNOWN)}")
+
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if config.get(name) is not None:
+                return int(config[name])
+        if default is None:
+            raise ConfigError(f"config.json of this {kind} model has no '{names[0]}'")
+        return default
+
+    hidden = number("hidden_size", "n_embd")
+    heads = number("num_attention_heads", "n_head")
+    by_kind = {"mixtral": 8, "starcoder2": 2}  # transformers' defaults
+    if kind == "gpt_bigcode":
+        kv_heads = 1 if config.get("multi_query", True) else heads
+    else:
+        kv_heads = number("num_key_value_heads", default=by_kind.get(kind, heads))
+    return _Shape(
+        kind=kind,
+        hidden=hidden,
+        layers=number("num_hidden_layers", "n_layer"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=number(
+            "head_dim", default=256 if kind in _HEAD_DIM_256_BY_DEFAULT else hidden // heads
+        ),
+        intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
+    )
+
+
+def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int]:
+    """One decoder layer: its linears, and the number of its other weights (norms, biases)."""
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = [
+        _Linear(shape.hidden, query),
+        _Linear(shape.hidden, key, 2, 2),
+        _Linear(query, shape.hidden),
+    ]
+    biases = 0
+    others = (4 if shape.kind.startswith("gemma") else 2) * shape.hidden
+    if shape.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
+        others += 2 * shape.head_dim  # norms of queries and keys
+    if shape.kind == "qwen2":
+        biases += query + 2 * key
+    elif shape.kind in _PLAIN_MLP:
+        others += 2 * shape.hidden  # LayerNorm has a bias
+        if config.get("use_bias", True):
+            biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
+    elif config.get("attention_bias", False):
+        biases += query + 2 * key + shape.hidden
+    return attention + _mlp(shape, config, index), others + biases
+
+
+def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
+    def gated(width: int, experts: int = 1, active: int = 1) -> list[_Linear]:
+        return [
+            _Linear(shape.hidden, width, 2 * experts, 2 * active),
+            _Linear(width, shape.hidden, experts, active),
+        ]
+
+    if shape.kind in _PLAIN_MLP:
+        return [
+            _Linear(shape.hidden, shape.intermediate),
+            _Linear(shape.intermediate, shape.hidden),
+        ]
+    sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
+    if shape.kind not in _MOE or not sparse or index in config.get("mlp_only_layers", ()):
+        return gated(shape.intermediate)
+    experts = int(config.get("num_local_experts") or config.get("num_experts") or 8)
+    active = int(config.get("num_experts_per_tok", 2))
+    width = int(config.get("moe_intermediate_size", shape.intermediate))
+    router = _Linear(shape.hidden, experts, quantized=False)
+    return [router, *gated(width, experts, active)]
+
+
+def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
+    """Bytes of one stored weight matrix; GPTQ: codes, scales, zeros and group index."""
+    quantization = config.get("quantization_config") or {}
+    bits = int(quantization.get("bits") or 0)
+    if not bits or not linear.quantized:
+        return linear.inputs * linear.outputs * item
+    group = int(quantization.get("group_size") or -1)
+    groups = 1 if group == -1 else -(-linear.inputs // group)
+    codes = linear.inputs * linear.outputs * bits // 8
+    scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
+    group_index = 4 * linear.inputs if quantization.get("quant_method") == "gptq" else 0
+    return codes + scales_and_zeros + group_index
+
+
+def _resident_params(shape: _Shape, config: Mapping[str, Any]) -> int:
+    tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    norm = shape.hidden * (2 if shape.kind in _PLAIN_MLP else 1)
+    positions = 0
+    if shape.kind == "gpt_bigcode":
+        positions = int(config.get("n_positions", 1024)) * shape.hidden
+    return tables + norm + positions

@@ -1,0 +1,210 @@
+"""The planner never uses more memory than it is given, and is never slower for having more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.offload.compute import compute_seconds, knee_rows
+from specexec_cli.offload.demand import fixed_parts
+from specexec_cli.offload.plan import (
+    HUGE_PAGE_BYTES,
+    Machine,
+    Plan,
+    Work,
+    make_plan,
+    spread_order,
+)
+from specexec_cli.offload.sizes import ModelBytes, architecture_bytes
+
+MB, GB = 10**6, 10**9
+FLOPS = ((1, 5e9), (16, 40e9), (64, 90e9), (256, 100e9))
+
+
+@st.composite
+def models(draw: st.DrawFn) -> ModelBytes:
+    size = st.integers(1, 900 * MB)
+    layers = draw(
+        st.lists(size, min_size=1, max_size=40)
+        | st.tuples(size, st.integers(1, 40)).map(lambda pair: [pair[0]] * pair[1])
+    )
+    params = sum(layers) // 2 + 1
+    return ModelBytes(
+        layers=tuple(layers), resident=draw(st.integers(0, 2 * GB)), layer_params=params,
+        active_params=params, kv_elements=draw(st.integers(1, 400_000)),
+        hidden=draw(st.integers(1, 8192)), intermediate=draw(st.integers(1, 30_000)),
+        vocab=draw(st.integers(1, 200_000)),
+    )  # fmt: skip
+
+
+works = st.builds(
+    Work,
+    context_tokens=st.integers(1, 8192),
+    budget=st.integers(0, 1024),
+    item_bytes=st.sampled_from([2, 4]),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelBytes, ModelBytes, Work, Machine]:
+    """A target and machines that hold from nearly nothing of its layers to all of them."""
+    target, draft, work = draw(models()), draw(models()), draw(works)
+    fixed = sum(size for _, size in fixed_parts(target, draft, work))
+    layers = sum(target.layers)
+
+    def memory() -> int:
+        room = draw(st.floats(0, 1.2)) * layers + draw(st.integers(0, 6)) * max(target.layers)
+        return int(room) + draw(st.integers(0, 20 * MB))
+
+    on_gpu = draw(st.booleans())
+    vram = int((memory() + fixed + 600 * MB) / 0.96) if on_gpu else 0
+    ram = int((memory() + 500 * MB + (0 if on_gpu else fixed)) / 0.96)
+    machine = Machine(
+        ram_bytes=ram, vram_bytes=vram,
+        ssd_bytes_per_s=draw(st.floats(1e8, 1e10)), link_bytes_per_s=draw(st.floats(1e9, 6e10)),
+        flops=draw(st.sampled_from([(), FLOPS])),
+    )  # fmt: skip
+    return target, draft, work, machine
+
+
+def plan_or_none(case: tuple[ModelBytes, ModelBytes, Work, Machine]) -> Plan | None:
+    try:
+        return make_plan(*case)
+    except OutOfMemoryError:
+        return None
+
+
+@settings(max_examples=400, deadline=None)
+@given(case=cases())
+def test_memory_is_never_exceeded_and_every_layer_is_placed(
+    case: tuple[ModelBytes, ModelBytes, Work, Machine],
+) -> None:
+    target, draft, work, machine = case
+    plan = plan_or_none(case)
+    if plan is None:
+        return
+    assert plan.peak_ram_bytes <= machine.ram_bytes
+    assert plan.peak_vram_bytes <= machine.vram_bytes
+    assert len(plan.tiers) == len(target.layers)
+
+    def layers(*tiers: str) -> list[int]:
+        return [size for size, tier in zip(target.layers, plan.tiers, strict=True) if tier in tiers]
+
+    # counted again by hand: what lies in RAM and VRAM at the same time
+    fixed = sum(size for _, size in fixed_parts(target, draft, work))
+    ring = plan.ssd_slots * max(layers("ssd"), default=0)
+    on_gpu = machine.vram_bytes > 0
+    held = sum(layers("ram")) + ring + machine.base_bytes + (0 if on_gpu else fixed)
+    pages = HUGE_PAGE_BYTES * (len(target.layers) + 3)
+    assert held <= plan.peak_ram_bytes <= held + pages
+    if on_gpu:
+        ring = plan.device_slots * max(layers("ssd", "ram"), default=0)
+        assert sum(layers("resident")) + ring + fixed <= plan.peak_vram_bytes
+        assert plan.link_bytes == sum(layers("ssd", "ram"))
+    else:
+        assert not layers("resident")
+        assert plan.link_bytes == 0
+    assert plan.ssd_bytes == sum(layers("ssd"))
+    assert plan.ssd_slots in ((2, 3) if layers("ssd") else (0,))
+    assert plan.device_slots in ((2, 3) if on_gpu and layers("ssd", "ram") else (0,))
+    assert plan.pass_s >= plan.ssd_bytes / machine.ssd_bytes_per_s
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    case=cases(),
+    more_ram=st.integers(0, 8 * GB) | st.integers(0, 50 * MB),
+    more_vram=st.integers(0, 8 * GB) | st.integers(0, 50 * MB),
+)
+def test_more_memory_never_predicts_a_slower_pass(
+    case: tuple[ModelBytes, ModelBytes, Work, Machine], more_ram: int, more_vram: int
+) -> None:
+    plan = plan_or_none(case)
+    if plan is None:
+        return
+    target, draft, work, machine = case
+    richer = replace(machine, ram_bytes=machine.ram_bytes + more_ram)
+    if machine.vram_bytes:
+        richer = replace(richer, vram_bytes=machine.vram_bytes + more_vram)
+    better = make_plan(target, draft, work, richer)
+    assert better.pass_s <= plan.pass_s
+    assert better.ssd_bytes <= plan.ssd_bytes
+
+
+@given(count=st.integers(1, 130), first=st.integers(0, 130))
+def test_layers_that_stay_are_spread_evenly(count: int, first: int) -> None:
+    order = spread_order(count)
+    assert sorted(order) == list(range(count))
+    chosen = sorted(order[: min(first, count)])
+    if 1 < len(chosen) <= count // 2:
+        gaps = [b - a for a, b in pairwise(chosen)]
+        assert min(gaps) > 1  # no two neighbours stay while others are streamed
+        assert max(gaps) <= 2 * min(gaps) + 1
+
+
+@given(
+    weights=st.integers(1, 10**11),
+    rates=st.lists(st.floats(1e8, 1e15), max_size=6),
+    stream_s=st.floats(0, 1000),
+    rows=st.integers(1, 4000),
+)
+def test_the_knee_is_the_last_row_that_hides(
+    weights: int, rates: list[float], stream_s: float, rows: int
+) -> None:
+    flops = tuple((4**index, rate) for index, rate in enumerate(rates))
+    assert compute_seconds(weights, rows, flops) <= compute_seconds(weights, rows + 1, flops)
+    knee = knee_rows(weights, flops, stream_s)
+    if knee is None:
+        assert not flops
+        return
+    assert compute_seconds(weights, knee, flops) <= stream_s
+    assert knee == 4096 or compute_seconds(weights, knee + 1, flops) > stream_s
+
+
+LLAMA_7B = architecture_bytes(
+    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+     "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
+)  # fmt: skip
+
+
+def test_the_knee_of_a_7b_from_the_ssd() -> None:
+    """shared measurement: 4.1 GB/s and 500-720 GFLOP/s of bf16 hide about 165 rows."""
+    machine = Machine(
+        ram_bytes=4 * GB, ssd_bytes_per_s=4.1e9, memory_bytes_per_s=2e10,
+        flops=((1, 15e9), (16, 200e9), (64, 500e9), (128, 690e9), (256, 720e9)),
+    )  # fmt: skip
+    plan = make_plan(LLAMA_7B, None, Work(context_tokens=512, budget=64), machine)
+    assert plan.tiers.count("ssd") >= 30
+    assert plan.bottleneck == "ssd"
+    assert plan.knee_rows == pytest.approx(165, rel=0.1)
+    assert plan.tokens_per_s(4.0) == pytest.approx(4.0 * 4.1e9 / plan.ssd_bytes)
+
+
+def test_what_does_not_fit_says_what_to_lower() -> None:
+    work = Work(context_tokens=2048)
+    with pytest.raises(OutOfMemoryError, match=r"needs 2\.\d GB of RAM but 960 MB .*--target"):
+        make_plan(LLAMA_7B, None, Work(context_tokens=512), Machine(ram_bytes=GB))
+    with pytest.raises(OutOfMemoryError, match=r"of RAM .*draft model 13.* --draft"):
+        make_plan(LLAMA_7B, LLAMA_7B, work, Machine(ram_bytes=10 * GB))
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
+    with pytest.raises(OutOfMemoryError, match=r"of VRAM .*--max-tokens"):
+        make_plan(LLAMA_7B, None, Work(context_tokens=60_000), machine)
+
+
+def test_a_gpu_with_room_keeps_everything() -> None:
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=48 * GB, memory_bytes_per_s=1e12)
+    plan = make_plan(LLAMA_7B, None, Work(), machine)
+    assert set(plan.tiers) == {"resident"}
+    assert (plan.ssd_slots, plan.device_slots, plan.link_bytes) == (0, 0, 0)
+    assert plan.bottleneck == "memory"
+
+
+@pytest.mark.parametrize("change", [{"ssd_bytes_per_s": 0.0}, {"ram_bytes": -1}])
+def test_a_machine_checks_itself(change: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match="above 0"):
+        Machine(**{"ram_bytes": GB, **change})  # type: ignore[arg-type]
