@@ -1,0 +1,120 @@
+"""Small LLVM IR building blocks: loops that carry values, vectors, packed fields.
+
+The kernels in cpu_ir are written with these. Knows nothing of strips, groups or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from llvmlite import ir
+
+ScaleType = Literal["float16", "bfloat16", "float32"]
+
+I32, I64, F32, PTR = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
+
+
+class Emitter:
+    """An IRBuilder with the few composite operations the kernels are made of."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
+        self.b, self.lanes = builder, lanes
+        self.vector = ir.VectorType(F32, lanes)
+        self.words = ir.VectorType(I32, lanes)
+        module = builder.function.module
+        prefetch = ir.FunctionType(ir.VoidType(), [PTR, I32, I32, I32])
+        self._prefetch = ir.Function(module, prefetch, "llvm.prefetch.p0")
+        fma = ir.FunctionType(self.vector, [self.vector] * 3)
+        self._fma = ir.Function(module, fma, f"llvm.fma.v{lanes}f32")
+
+    def fma(self, left: Any, right: Any, addend: Any) -> Any:
+        """left * right + addend, rounded once."""
+        return self.b.call(self._fma, [left, right, addend])
+
+    def prefetch(self, base: Any, index: Any) -> None:
+        """Ask for the cache line of 4-byte element `index`; it may lie outside the array."""
+        self.b.call(self._prefetch, [self.ptr(base, index), I32(0), I32(3), I32(1)])
+
+    def ptr(self, base: Any, index: Any, size: int = 4) -> Any:
+        """Address of element `index` of `size` bytes."""
+        offset = self.b.mul(index, I64(size))
+        return self.b.inttoptr(self.b.add(base, offset), PTR)
+
+    def load(self, base: Any, index: Any, typ: Any, size: int = 4) -> Any:
+        """Unaligned load of `typ` at element `index`."""
+        return self.b.load(self.ptr(base, index, size), typ=typ, align=size)
+
+    def store(self, value: Any, base: Any, index: Any) -> None:
+        """Unaligned store at 4-byte element `index`."""
+        self.b.store(value, self.ptr(base, index), align=4)
+
+    def loop(
+        self,
+        start: Any,
+        stop: Any,
+        step: int,
+        carried: list[Any],
+        body: Callable[[Any, list[Any]], list[Any]],
+    ) -> list[Any]:
+        """`for i in range(start, stop, step)` that carries SSA values; returns the last ones."""
+        b = self.b
+        before = b.block
+        head, inside, after = (b.append_basic_block(n) for n in ("head", "body", "after"))
+        b.branch(head)
+        b.position_at_end(head)
+        index = b.phi(I64)
+        index.add_incoming(start, before)
+        phis = [b.phi(value.type) for value in carried]
+        for phi, value in zip(phis, carried, strict=True):
+            phi.add_incoming(value, before)
+        b.cbranch(b.icmp_signed("<", index, stop), inside, after)
+        b.position_at_end(inside)
+        new = body(index, phis)
+        index.add_incoming(b.add(index, I64(step)), b.block)
+        for phi, value in zip(phis, new, strict=True):
+            phi.add_incoming(value, b.block)
+        b.branch(head)
+        b.position_at_end(after)
+        return phis
+
+    def minimum(self, left: Any, right: Any) -> Any:
+        """Smaller of two signed integers."""
+        return self.b.select(self.b.icmp_signed("<", left, right), left, right)
+
+    def splat(self, scalar: Any, lanes: int) -> Any:
+        """`scalar` in every lane."""
+        typ = ir.VectorType(scalar.type, lanes)
+        one = self.b.insert_element(ir.Constant(typ, ir.Undefined), scalar, I32(0))
+        zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
+        return self.b.shuffle_vector(one, ir.Constant(typ, ir.Undefined), zeros)
+
+    def ints(self, values: list[int]) -> Any:
+        """Constant int32 vector."""
+        return ir.Constant(ir.VectorType(I32, len(values)), values)
+
+    def field(self, bits: int, low: Any, high: Any, shifts: list[int]) -> Any:
+        """The `bits`-bit codes that start `shifts` bits into `low`; some straddle into `high`."""
+        value = self.b.lshr(low, self.ints(shifts))
+        if any(shift + bits > 32 for shift in shifts):
+            # (high << 1) << (31 - shift) is high << (32 - shift) without the undefined shift by 32
+            up = self.b.shl(high, self.ints([1] * len(shifts)))
+            rest = self.b.shl(up, self.ints([31 - shift for shift in shifts]))
+            value = self.b.or_(value, rest)
+        return self.b.and_(value, self.ints([2**bits - 1] * len(shifts)))
+
+    def to_float(self, codes: Any) -> Any:
+        """Small non-negative int32 lanes as float32."""
+        return self.b.sitofp(codes, ir.VectorType(F32, codes.type.count))
+
+    def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int) -> Any:
+        """`lanes` scales from element `index`, as float32."""
+        wide = ir.VectorType(F32, lanes)
+        if kind == "float32":
+            return self.load(base, index, wide)
+        if kind == "float16":
+            half = self.load(base, index, ir.VectorType(ir.HalfType(), lanes), 2)
+            return self.b.fpext(half, wide)
+        raw = self.load(base, index, ir.VectorType(ir.IntType(16), lanes), 2)
+        bits = self.b.shl(self.b.zext(raw, ir.VectorType(I32, lanes)), self.ints([16] * lanes))
+        return self.b.bitcast(bits, wide)

@@ -1,0 +1,93 @@
+"""Compile LLVM IR to native code and run it on the threads torch already has.
+
+A second thread pool (numba's, or Python's) fights with torch's: OpenMP workers spin for
+milliseconds after each parallel region, on the very cores the other pool wants. GOMP_parallel of
+the OpenMP runtime that torch is linked with runs the kernel in torch's own team instead. Where
+torch has no such symbol (macOS, Windows) a small pool of Python threads does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from llvmlite import binding as llvm
+
+Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+Launcher = Callable[[Any, int, int], None]
+
+
+@cache
+def _machine() -> tuple[Any, Any]:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    features = llvm.get_host_cpu_features()
+    # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them (measured).
+    flags = features.flatten() + (",-prefer-256-bit" if features.get("avx512f") else "")
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=flags, opt=3, jit=True
+    )
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    return machine, engine
+
+
+@cache
+def lanes() -> int:
+    """float32 lanes of the widest vector registers of this CPU."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return 16
+    return 8 if features.get("avx2") else 4
+
+
+def compile_ir(text: str, name: str) -> Any:
+    """Native function `void name(int64 *)` of the IR `text`; names must differ between calls."""
+    machine, engine = _machine()
+    module = llvm.parse_assembly(text)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    engine.add_module(module)
+    engine.finalize_object()
+    return Kernel(engine.get_function_address(name))
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="specexec-kernel")
+
+
+def _run_in_pool(kernel: Any, address: int, threads: int) -> None:
+    helpers = [_pool().submit(kernel, address) for _ in range(threads - 1)]
+    kernel(address)
+    for helper in helpers:
+        helper.result()
+
+
+@cache
+def launcher() -> Launcher:
+    """How kernels are run on several threads."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        parallel = ctypes.CDLL(str(library)).GOMP_parallel
+    except (OSError, AttributeError):
+        return _run_in_pool
+    parallel.argtypes = [Kernel, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+    parallel.restype = None
+    return lambda kernel, address, threads: parallel(kernel, address, threads, 0)
+
+
+def run(kernel: Any, address: int, tiles: int) -> None:
+    """Run `kernel` on the int64 arguments at `address`, on torch's threads, at most `tiles`."""
+    threads = min(torch.get_num_threads(), tiles)
+    if threads <= 1:
+        kernel(address)
+    else:
+        launcher()(kernel, address, threads)

@@ -1,0 +1,221 @@
+"""CPU path of quantized linears: fused few rows, fused many rows, tiles for a library GEMM.
+
+Packed words are read once per call and unpacked in registers (see cpu_ir); nothing of the size of
+the dequantized weight is ever written, except tile by tile in `dequantize_tile`. Sums are float32.
+`supports` says which weights these kernels read; others go the reference way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_ir import STRIPS_PER_TILE, build
+from specexec_kernels.cpu_ir_emit import ScaleType
+from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Mode
+from specexec_kernels.packing import AWQ_ORDER, PackedWeight
+
+_SCALE_TYPES: dict[torch.dtype, ScaleType] = {
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float32: "float32",
+}
+MOST_FEW_ROWS = 24
+_names = itertools.count()
+
+
+def supports(weight: PackedWeight) -> bool:
+    """Whether the compiled kernels read this weight: whole strips and a known scale dtype."""
+    return (
+        weight.qweight.device.type == "cpu"
+        and weight.scales.dtype in _SCALE_TYPES
+        and bool(_vectors(weight))
+        and weight.in_features % weight.format.input_multiple == 0
+        and weight.out_features % weight.format.output_multiple == 0
+    )
+
+
+def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x (rows, inputs) times the packed weight, as float32 (rows, outputs).
+
+    Up to MOST_FEW_ROWS rows the sums live in registers; above, blocks of weights are unpacked
+    once for all rows. Neither writes the dequantized weight to memory.
+    """
+    rows = x.shape[0]
+    mode, tile_rows, vectors = plan(rows, weight)
+    spec = _spec(mode, weight, tile_rows, vectors)
+    strips = _strips(spec, weight)
+    chunks = -(-rows // tile_rows)
+    packed = x.new_zeros(chunks * tile_rows, weight.in_features, dtype=torch.float32)
+    packed[:rows] = x
+    packed = packed.view(chunks, tile_rows, -1).transpose(1, 2).contiguous()
+    sums = torch.zeros(chunks, strips, tile_rows, spec.strip)
+    _run(spec, weight, sums, range(strips), x=packed, chunks=chunks)
+    flat = sums.permute(0, 2, 1, 3).reshape(chunks * tile_rows, strips * spec.strip)[:rows]
+    return _in_order(flat, spec, weight)
+
+
+def dequantize_tile(weight: PackedWeight, first: int, last: int) -> Tensor:
+    """Weights of strips first..last as float32 (inputs, columns), columns in strip order.
+
+    `in_order` of a product with all strips side by side gives the outputs' order.
+    """
+    spec = tile_spec(weight)
+    out = torch.empty(weight.in_features, (last - first) * spec.strip)
+    _run(spec, weight, out, range(first, last))
+    return out
+
+
+def dequantize(weight: PackedWeight) -> Tensor:
+    """The whole weight as float32 (inputs, outputs)."""
+    spec = tile_spec(weight)
+    return _in_order(dequantize_tile(weight, 0, _strips(spec, weight)), spec, weight)
+
+
+def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Tensor:
+    """Dequantize a tile, multiply it with torch's GEMM in x's dtype, and so on; (rows, outputs)."""
+    spec = tile_spec(weight)
+    strips = _strips(spec, weight)
+    step = max(tile_columns // spec.strip, 1)
+    out = x.new_empty(x.shape[0], strips * spec.strip)
+    for first in range(0, strips, step):
+        last = min(first + step, strips)
+        tile = dequantize_tile(weight, first, last).to(x.dtype)
+        out[:, first * spec.strip : last * spec.strip] = x @ tile
+    return _in_order(out, spec, weight)
+
+
+def plan(rows: int, weight: PackedWeight) -> tuple[Mode, int, int]:
+    """Mode, rows per register tile and vectors per strip for a product with `rows` rows.
+
+    The sums of a tile, its weights and one broadcast of x fill the vector registers.
+    """
+    widths = _vectors(weight)
+    for vectors in (v for v in reversed(widths) if v <= 4):
+        most = min(_most_rows(vectors), MOST_FEW_ROWS)
+        if rows <= most:
+            sizes = [size for size in (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24) if size <= most]
+            return "few", next((size for size in sizes if size >= rows), most), vectors
+    vectors = min((v for v in widths if v > 1), default=1)
+    most = _most_rows(vectors)
+    best = min(range(max(most - 4, 1), most + 1), key=lambda n: (-(-rows // n) * n, -n))
+    return "many", best, vectors
+
+
+def _most_rows(vectors: int) -> int:
+    registers = 16 if cpu_jit.lanes() == 8 else 32  # AVX2 has 16, AVX-512 and NEON 32
+    return max((registers - vectors - 2) // vectors, 1)
+
+
+def _vectors(weight: PackedWeight) -> list[int]:
+    """Possible strip widths in vectors, ascending.
+
+    A strip fits into the outputs (AWQ: one vector into a row of words), and the zero points of
+    its columns are whole words.
+    """
+    lanes, fmt = cpu_jit.lanes(), weight.format
+    if fmt.awq:
+        return [1, 2, 4, 8] if weight.out_features >= 8 * lanes else []
+    multiple = fmt.output_multiple
+    return [
+        v for v in (1, 2, 4, 8) if v * lanes % multiple == 0 and v * lanes <= weight.out_features
+    ]
+
+
+def tile_spec(weight: PackedWeight) -> KernelSpec:
+    """The dequantize kernel's description; its `strip` is the width of one strip in columns."""
+    return _spec("dequantize", weight, 0, _vectors(weight)[-1])
+
+
+def _spec(mode: Mode, weight: PackedWeight, rows: int, vectors: int) -> KernelSpec:
+    fmt = weight.format
+    unit = fmt.input_multiple
+    per_code = weight.g_idx is not None or weight.group_size % unit != 0
+    return KernelSpec(
+        mode=mode,
+        bits=fmt.bits,
+        awq=fmt.awq,
+        stored_minus_one=fmt.stored_minus_one,
+        scale_type=_SCALE_TYPES[weight.scales.dtype],
+        group_per_code=per_code,
+        rows=rows,
+        vectors=vectors,
+        lanes=cpu_jit.lanes(),
+    )
+
+
+def _strips(spec: KernelSpec, weight: PackedWeight) -> int:
+    if spec.awq:
+        return -(-(weight.out_features // 8) // spec.lanes) * spec.nibble_groups
+    return -(-weight.out_features // spec.strip)
+
+
+@cache
+def _kernel(spec: KernelSpec) -> Any:
+    name = f"specexec_{spec.mode}_{next(_names)}"
+    return cpu_jit.compile_ir(build(spec, name), name)
+
+
+def _run(
+    spec: KernelSpec,
+    weight: PackedWeight,
+    out: Tensor,
+    strips: range,
+    x: Tensor | None = None,
+    chunks: int = 1,
+) -> None:
+    """Call the kernel for `spec` on strips of `weight`."""
+    qweight, qzeros, scales = weight.qweight, weight.qzeros, weight.scales
+    if spec.awq:
+        by_nibble = scales.view(scales.shape[0], -1, 8)[:, :, list(AWQ_ORDER)]
+        scales = by_nibble.transpose(1, 2)
+    keep = [t.contiguous() for t in (qweight, qzeros, scales)]
+    unit = 1 if spec.group_per_code else spec.unit_codes
+    groups = weight.group_index()[::unit].int().contiguous()
+    n_groups = scales.shape[0]
+    scratch = torch.empty(strips.stop * n_groups * 2 * spec.strip)
+    values = {
+        Arg.COUNTER: 0,
+        Arg.WEIGHT: keep[0].data_ptr(),
+        Arg.ZEROS: keep[1].data_ptr(),
+        Arg.SCALES: keep[2].data_ptr(),
+        Arg.GROUPS: groups.data_ptr(),
+        Arg.X: 0 if x is None else x.data_ptr(),
+        Arg.CHUNKS: chunks,
+        Arg.OUT: out.data_ptr(),
+        Arg.OUT_STRIDE: out.shape[-1],
+        Arg.SCRATCH: scratch.data_ptr(),
+        Arg.UNITS: weight.in_features // spec.unit_codes,
+        Arg.WEIGHT_STRIDE: qweight.shape[1],
+        Arg.ZEROS_STRIDE: qzeros.shape[1],
+        Arg.COLUMNS: weight.out_features // 8 if spec.awq else weight.out_features,
+        Arg.N_GROUPS: n_groups,
+        Arg.FIRST_STRIP: strips.start,
+        Arg.END_STRIP: strips.stop,
+    }
+    args = torch.tensor([values[a] for a in Arg if a is not Arg.SIZE], dtype=torch.int64)
+    cpu_jit.run(_kernel(spec), args.data_ptr(), -(-len(strips) // STRIPS_PER_TILE))
+
+
+def _in_order(flat: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+    """Columns from strip order to the outputs' order; the last strip may overlap the one before."""
+    if not spec.awq:
+        if weight.out_features % spec.strip == 0:
+            return flat
+        whole = weight.out_features // spec.strip * spec.strip
+        rest = weight.out_features - whole
+        return torch.cat([flat[:, :whole], flat[:, flat.shape[1] - rest :]], dim=1)
+    words = weight.out_features // 8
+    blocks = flat.view(flat.shape[0], -1, 8, spec.lanes)  # (rows, word blocks, nibbles, words)
+    by_nibble = blocks.transpose(1, 2).reshape(flat.shape[0], 8, -1)
+    whole = words // spec.lanes * spec.lanes
+    if whole != words:
+        tail = by_nibble[..., by_nibble.shape[2] - (words - whole) :]
+        by_nibble = torch.cat([by_nibble[..., :whole], tail], dim=2)
+    order = [AWQ_ORDER.index(column) for column in range(8)]
+    return by_nibble[:, order].transpose(1, 2).reshape(flat.shape[0], -1)

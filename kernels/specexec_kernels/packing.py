@@ -1,0 +1,143 @@
+"""Packed weights as GPTQ and AWQ checkpoints store them, and the plain PyTorch way to read them.
+
+GPTQ: every run of 32 codes is one little-endian stream of bits * 32 bits; code k sits at bit
+k * bits. qweight packs down the inputs, qzeros across the outputs (GPTQ, Frantar et al.,
+arXiv:2210.17323; layout of AutoGPTQ and GPTQModel). AWQ GEMM (Lin et al., arXiv:2306.00978):
+4 bits, both packed along the outputs, nibble i of word c holding column 8 * c + AWQ_ORDER[i].
+Zero points are stored as they are (format v2, AWQ) or minus one (format v1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest nibble first
+BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """How codes and zero points are stored."""
+
+    bits: int
+    awq: bool = False
+    stored_minus_one: bool = False  # format v1
+
+    @property
+    def input_multiple(self) -> int:
+        """in_features is a multiple of this."""
+        return 1 if self.awq else (32 if self.bits == 3 else 32 // self.bits)
+
+    @property
+    def output_multiple(self) -> int:
+        """out_features is a multiple of this: qzeros rows are whole words."""
+        return 32 if self.bits == 3 else 32 // self.bits
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One linear's packed weight, W (inputs, outputs) = scale[g] * (code - zero[g]).
+
+    Shapes: qweight (inputs * bits / 32, outputs) int32, AWQ (inputs, outputs / 8); qzeros
+    (groups, outputs * bits / 32) int32; scales (groups, outputs); g_idx (inputs,) int32 or None
+    for the sequential k // group_size.
+    """
+
+    format: PackedFormat
+    in_features: int
+    out_features: int
+    group_size: int  # inputs per group
+    qweight: Tensor
+    qzeros: Tensor
+    scales: Tensor
+    g_idx: Tensor | None = None
+
+    def group_index(self) -> Tensor:
+        """(inputs,) int32, the group of each input."""
+        if self.g_idx is not None:
+            return self.g_idx
+        inputs = torch.arange(self.in_features, dtype=torch.int32, device=self.qweight.device)
+        return inputs // self.group_size
+
+
+def pack_rows(codes: Tensor, bits: int) -> Tensor:
+    """Pack codes down dimension 0.
+
+    Args:
+        codes: (n, columns) integers in [0, 2**bits), n a multiple of 32 (of 32 / bits for
+            bits other than 3).
+    Returns:
+        (n * bits / 32, columns) int32.
+    """
+    n, columns = codes.shape
+    words = torch.zeros(n * bits // 32 + 1, columns, dtype=torch.int64, device=codes.device)
+    for k in range(n):
+        word, shift = divmod(k * bits, 32)
+        value = codes[k].long() << shift
+        words[word] |= value & 0xFFFFFFFF
+        words[word + 1] |= value >> 32
+    return _as_int32(words[:-1])
+
+
+def unpack_rows(words: Tensor, bits: int) -> Tensor:
+    """Inverse of `pack_rows`: (words, columns) int32 to (words * 32 / bits, columns) int32."""
+    n = words.shape[0] * 32 // bits
+    unsigned = words.long() & 0xFFFFFFFF
+    bit = torch.arange(n, device=words.device) * bits
+    low = unsigned[bit // 32]
+    high = unsigned[(bit // 32 + 1).clamp(max=words.shape[0] - 1)]
+    codes = (low | (high << 32)) >> (bit % 32)[:, None]
+    return (codes & (2**bits - 1)).int()
+
+
+def pack_awq(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes (rows, columns) in AWQ order: (rows, columns / 8) int32."""
+    nibbles = codes.long().reshape(codes.shape[0], -1, 8)
+    words = torch.zeros(nibbles.shape[:2], dtype=torch.int64, device=codes.device)
+    for i, column in enumerate(AWQ_ORDER):
+        words |= nibbles[..., column] << (4 * i)
+    return _as_int32(words)
+
+
+def unpack_awq(words: Tensor) -> Tensor:
+    """Inverse of `pack_awq`: (rows, words) int32 to (rows, words * 8) int32."""
+    shifts = [4 * AWQ_ORDER.index(column) for column in range(8)]
+    codes = words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=words.device)
+    return (codes & 15).reshape(words.shape[0], -1)
+
+
+def unpack_zeros(qzeros: Tensor, fmt: PackedFormat) -> Tensor:
+    """(groups, words) int32 to (groups, outputs) int32 zero points.
+
+    Format v1 adds its one as the writer took it away: to whole words, carry included, except for
+    3 bits (a zero point of 0 borrowed from the next field when it was stored).
+    """
+    if fmt.awq:
+        return unpack_awq(qzeros)
+    if not fmt.stored_minus_one:
+        return unpack_rows(qzeros.T, fmt.bits).T
+    if fmt.bits == 3:
+        return (unpack_rows(qzeros.T, 3).T + 1) & 7
+    ones = sum(1 << (i * fmt.bits) for i in range(32 // fmt.bits))
+    return unpack_rows(_as_int32(qzeros.long() + ones).T, fmt.bits).T
+
+
+def store_zeros(zeros: Tensor, fmt: PackedFormat) -> Tensor:
+    """Inverse of `unpack_zeros` for zero points in [0, 2**bits)."""
+    if fmt.awq:
+        return pack_awq(zeros)
+    if not fmt.stored_minus_one:
+        return pack_rows(zeros.T, fmt.bits).T.contiguous()
+    if fmt.bits == 3:
+        return pack_rows((zeros.T - 1) & 7, 3).T.contiguous()
+    ones = sum(1 << (i * fmt.bits) for i in range(32 // fmt.bits))
+    return _as_int32(pack_rows(zeros.T, fmt.bits).T.long() - ones).contiguous()
+
+
+def _as_int32(words: Tensor) -> Tensor:
+    """Low 32 bits of int64 words, reinterpreted as signed."""
+    low = words & 0xFFFFFFFF
+    return torch.where(low >= 2**31, low - 2**32, low).int()

@@ -1,0 +1,21 @@
+"""Kernel tests run compiled on a GPU (-m gpu) and through Triton's interpreter elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import packed.py by name
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the kernel under test runs: interpreted on the CPU, compiled on a GPU."""
+    return torch.device(request.param)
