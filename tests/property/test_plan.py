@@ -185,6 +185,22 @@ def test_the_knee_of_a_7b_from_the_ssd() -> None:
     assert plan.tokens_per_s(4.0) == pytest.approx(4.0 * 4.1e9 / plan.ssd_bytes)
 
 
+def test_a_third_slot_is_not_bought_with_layers() -> None:
+    """Small layers stay beside two slots; memory for three slots must not push them out."""
+    order = spread_order(8)
+    layers = [0] * 8
+    for rank, index in enumerate(order):
+        layers[index] = 50 * MB if rank < 4 else 500 * MB
+    target = replace(LLAMA_7B, layers=tuple(layers), resident=0)
+    needed = sum(size for _, size in fixed_parts(target, None, Work())) + 500 * MB
+    counts = []
+    for room in range(1100 * MB, 2300 * MB, 50 * MB):
+        machine = Machine(ram_bytes=int((needed + room) / 0.96))
+        counts.append(make_plan(target, None, Work(), machine).tiers.count("ram"))
+    assert counts == sorted(counts)
+    assert 3 in counts
+
+
 def test_what_does_not_fit_says_what_to_lower() -> None:
     work = Work(context_tokens=2048)
     with pytest.raises(OutOfMemoryError, match=r"needs 2\.\d GB of RAM but 960 MB .*--target"):
