@@ -9,8 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from specexec_cli.config import SamplingConfig
+
 DRAFTER = -1  # the drafter's worker number; target servers count from 0
 NEVER_STALE = -1  # epoch of a prefill: its rows stay valid whatever is rejected meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """To every worker: how the tokens of the next generation are drawn."""
+
+    sampling: SamplingConfig
 
 
 @dataclass(frozen=True, slots=True)

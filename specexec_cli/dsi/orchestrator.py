@@ -179,7 +179,10 @@ class Orchestrator:
         """Wait for the next event; a task past its deadline becomes the loss of its server."""
         while True:
             if not self._running:
-                raise WorkerError("every DSI target server is lost; start again with --method auto")
+                raise WorkerError(
+                    "every DSI target server is lost; "
+                    "decode on one device instead: --method specexec"
+                )
             server, (_, deadline) = min(self._running.items(), key=lambda item: item[1][1])
             event = self._workers.receive(max(0.0, deadline - self._workers.now()))
             if event is not None:

@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
     DRAFTER,
     NEVER_STALE,
     Aborted,
+    Configure,
     Draft,
     Drafted,
     Event,
@@ -24,6 +26,7 @@ from specexec_cli.dsi.messages import (
     WorkerLost,
 )
 
+Order = Verify | Draft | Configure
 Stale = Callable[[], bool]
 Message = TypeVar("Message", covariant=True)
 
@@ -31,18 +34,27 @@ Message = TypeVar("Message", covariant=True)
 class TargetServer(Protocol):
     """One instance of the target with a KV cache of its own."""
 
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Draw the tokens of later tasks by `sampling`."""
+        ...
+
     def verify(self, tokens: Sequence[int], first: int, stale: Stale) -> tuple[int, ...] | None:
         """Draw the target's tokens at positions first .. len(tokens) after `tokens`.
 
         The cache keeps the longest common prefix of what it holds and `tokens`. `stale` is
-        polled between layers; once it is true the pass is given up, the cache is as if the
-        pass had not been begun, and the answer is None.
+        polled between layers; once it is true the pass is given up, the cache holds at most the
+        common prefix, and the answer is None. Draws may end early, behind the first that
+        differs from `tokens`: nothing behind it is of use.
         """
         ...
 
 
 class DraftServer(Protocol):
     """The draft model with its KV cache."""
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Guess at tokens drawn by `sampling`."""
+        ...
 
     def start(self, tokens: Sequence[int]) -> None:
         """Continue after `tokens`, keeping the cached rows that agree."""
@@ -80,12 +92,15 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 def serve_target(
     server: TargetServer,
     number: int,
-    inbox: Inbox[Verify],
+    inbox: Inbox[Verify | Configure],
     outbox: Outbox,
     epoch: Callable[[], int],
 ) -> None:
     """Answer verification tasks until the inbox says None."""
     while (task := inbox.get()) is not None:
+        if isinstance(task, Configure):
+            server.configure(task.sampling)
+            continue
         wanted = task.epoch
 
         def stale(wanted: int = wanted) -> bool:
@@ -100,10 +115,13 @@ def serve_target(
 
 
 def serve_drafter(
-    server: DraftServer, inbox: Inbox[Draft], outbox: Outbox, epoch: Callable[[], int]
+    server: DraftServer, inbox: Inbox[Draft | Configure], outbox: Outbox, epoch: Callable[[], int]
 ) -> None:
     """Draft, token after token, until the epoch moves on; end when the inbox says None."""
     while (order := inbox.get()) is not None:
+        if isinstance(order, Configure):
+            server.configure(order.sampling)
+            continue
         if order.epoch != epoch():
             continue
         server.start(order.tokens)
@@ -125,7 +143,7 @@ class ThreadWorkers:
         self._epoch = 0
         self._alive = list(range(len(servers)))
         self._dropped: set[int] = set()
-        self._inboxes: dict[int, queue.SimpleQueue[Verify | Draft | None]] = {}
+        self._inboxes: dict[int, queue.SimpleQueue[Order | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
         for number, server in enumerate(servers):
             self._start(number, serve_target, server, number)
@@ -140,6 +158,11 @@ class ThreadWorkers:
     def now(self) -> float:
         """Seconds of the monotonic clock."""
         return time.perf_counter()
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Tell every worker how the next generation draws its tokens."""
+        for inbox in self._inboxes.values():
+            inbox.put(Configure(sampling))
 
     def verify(self, server: int, message: Verify) -> None:
         """Hand a task to an idle server."""
@@ -184,7 +207,7 @@ class ThreadWorkers:
                 thread.join(timeout_s)
 
     def _start(self, number: int, loop: Callable[..., None], *args: object) -> None:
-        inbox: queue.SimpleQueue[Verify | Draft | None] = queue.SimpleQueue()
+        inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         outbox = _ThreadOutbox(self._events, number)
 
         def run() -> None:

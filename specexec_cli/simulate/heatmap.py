@@ -73,7 +73,7 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.colors import TwoSlopeNorm
+        from matplotlib.colors import Normalize, TwoSlopeNorm
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
@@ -92,10 +92,16 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
     for number, panel in enumerate(PANELS):
         axes = figure.add_subplot(2, 2, number + 1)
         rows = heatmap.speedups[panel]
-        low = min(0.999, *(min(row) for row in rows))
-        norm = TwoSlopeNorm(1.0, vmin=low, vmax=max(1.001, heatmap.maximum(panel)))
+        low, high = min(min(row) for row in rows), max(1.001, heatmap.maximum(panel))
+        # colours meet at 1 where a panel has slowdowns; else white is 1
+        norm = TwoSlopeNorm(1.0, vmin=low, vmax=high) if low < 0.999 else Normalize(1.0, high)
         image = axes.imshow(
-            rows, origin="lower", aspect="auto", extent=extent, cmap="RdBu", norm=norm
+            rows,
+            origin="lower",
+            aspect="auto",
+            extent=extent,
+            cmap="RdBu" if low < 0.999 else "Blues",
+            norm=norm,
         )
         figure.colorbar(image, ax=axes, label="speedup")
         axes.set_title(f"{panel}  (max {heatmap.maximum(panel):.2f}x)")

@@ -1,0 +1,222 @@
+"""A pool of processes: one per device, so that no worker waits for another's interpreter lock.
+
+Each worker has a pipe of its own. A shared queue would have a lock that a killed worker may
+take along; a pipe only ends. Workers are spawned, so none holds another's end of a pipe: when
+this process goes, in whatever way, every worker reads the end of its pipe and leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.messages import (
+    DRAFTER,
+    Configure,
+    Draft,
+    Event,
+    Verify,
+    WorkerLost,
+)
+from specexec_cli.dsi.workers import (
+    DraftServer,
+    Order,
+    TargetServer,
+    serve_drafter,
+    serve_target,
+)
+from specexec_cli.errors import WorkerError
+
+_CLOSED = -2  # no order has this epoch: everything is stale
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a worker: its model is loaded."""
+
+    pass_s: dict[int, float]  # rows of a pass -> seconds, as measured; empty if it cannot say
+
+
+class ProcessWorkers:
+    """Target servers and a drafter, each in a process of its own.
+
+    Args:
+        servers: one picklable function per target server, called in its process to load it.
+        drafter: likewise; None to run without drafts.
+        load_timeout_s: how long loading may take.
+    Raises:
+        WorkerError: a worker did not come up; all are stopped.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[Callable[[], TargetServer]],
+        drafter: Callable[[], DraftServer] | None,
+        load_timeout_s: float = 600.0,
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._epoch = context.RawValue("q", 0)
+        self._pipes: dict[int, Connection] = {}
+        self._processes: dict[int, BaseProcess] = {}
+        self._events: deque[Event] = deque()
+        self.ready: dict[int, Ready] = {}
+        builders: dict[int, Callable[[], Any]] = dict(enumerate(servers))
+        if drafter is not None:
+            builders[DRAFTER] = drafter
+        try:
+            for number, build in builders.items():
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_worker_main,
+                    args=(number, build, theirs, self._epoch),
+                    name=f"specexec-dsi-{'drafter' if number == DRAFTER else number}",
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self._pipes[number], self._processes[number] = ours, process
+            self._await_ready(load_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Numbers of the target servers that are alive."""
+        return tuple(number for number in self._pipes if number != DRAFTER)
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.perf_counter()
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Tell every worker how the next generation draws its tokens."""
+        for number in list(self._pipes):
+            self._send(number, Configure(sampling))
+
+    def verify(self, server: int, message: Verify) -> None:
+        """Hand a task to an idle server."""
+        self._send(server, message)
+
+    def draft(self, message: Draft) -> None:
+        """Set the drafter to work on a new prefix."""
+        self._send(DRAFTER, message)
+
+    def advance_epoch(self, epoch: int) -> None:
+        """Make work of every earlier epoch stale."""
+        self._epoch.value = epoch  # one aligned word: workers see the old or the new one
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event of a worker, its death included."""
+        if not self._events:
+            for number in self._readable(timeout_s):
+                message = self._read(number)
+                if message is not None:
+                    self._events.append(message)
+        return self._events.popleft() if self._events else None
+
+    def drop(self, worker: int) -> None:
+        """Kill a worker."""
+        pipe = self._pipes.pop(worker, None)
+        if pipe is not None:
+            pipe.close()
+        process = self._processes.pop(worker, None)
+        if process is not None:
+            process.kill()
+            process.join()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ask every worker to leave, then kill those that do not; idempotent."""
+        self._epoch.value = _CLOSED
+        for number in list(self._pipes):
+            self._send(number, None)
+        deadline = time.monotonic() + timeout_s
+        for number, process in list(self._processes.items()):
+            process.join(max(0.0, deadline - time.monotonic()))
+            self.drop(number)
+
+    def _send(self, number: int, order: Order | None) -> None:
+        pipe = self._pipes.get(number)
+        if pipe is not None:
+            # a broken pipe means a dead worker: receive() reports it
+            with contextlib.suppress(OSError):
+                pipe.send(order)
+
+    def _readable(self, timeout_s: float) -> list[int]:
+        pipes = {id(pipe): number for number, pipe in self._pipes.items()}
+        # a dead worker's pipe is readable: it has ended
+        ready = wait(list(self._pipes.values()), max(0.0, timeout_s))
+        return [pipes[id(pipe)] for pipe in ready]
+
+    def _read(self, number: int) -> Any:
+        """One message of a worker; its loss if it is gone."""
+        try:
+            message = self._pipes[number].recv()
+        except (EOFError, OSError):
+            process = self._processes[number]
+            process.join(1.0)
+            message = WorkerLost(number, f"its process ended with code {process.exitcode}")
+        if isinstance(message, WorkerLost):
+            self.drop(number)
+        return message
+
+    def _await_ready(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while len(self.ready) < len(self._pipes):
+            numbers = self._readable(deadline - time.monotonic())
+            if not numbers:
+                raise WorkerError(
+                    f"DSI workers were not ready within {timeout_s:g} s; "
+                    "use fewer of them (--sp) or a smaller model"
+                )
+            for number in numbers:
+                message = self._read(number)
+                if isinstance(message, WorkerLost):
+                    name = "the drafter" if number == DRAFTER else f"target server {number}"
+                    raise WorkerError(f"DSI: {name} did not start: {message.reason}")
+                self.ready[number] = message
+
+
+class _Mailbox:
+    """A worker's end of its pipe: inbox and outbox."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def get(self) -> Any:
+        """The next order; None, to leave, when the other end is gone."""
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError):
+            return None
+
+    def put(self, event: Event | Ready) -> None:
+        self._pipe.send(event)
+
+
+def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epoch: Any) -> None:
+    """A worker process, from loading its model to its last order."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
+    mailbox = _Mailbox(pipe)
+    try:
+        server = build()
+        measure = getattr(server, "measure", dict)
+        mailbox.put(Ready(measure()))
+        if number == DRAFTER:
+            serve_drafter(server, mailbox, mailbox, lambda: int(epoch.value))
+        else:
+            serve_target(server, number, mailbox, mailbox, lambda: int(epoch.value))
+    except BrokenPipeError:
+        return  # the main process is gone: nobody is left to tell
+    except Exception as error:
+        with contextlib.suppress(OSError):
+            mailbox.put(WorkerLost(number, f"{type(error).__name__}: {error}"))

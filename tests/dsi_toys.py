@@ -1,0 +1,108 @@
+"""Toy workers for DSI: pure functions of (seed, position, last tokens) with injected latency."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specexec_cli.config import SamplingConfig
+
+
+def toy_token(seed: int, sequence: Sequence[int], position: int, vocab: int = 50) -> int:
+    """The target's draw: depends on the seed, the position and the three tokens before it."""
+    key = (seed, position, *sequence[max(0, position - 3) : position])
+    return random.Random(repr(key)).randrange(vocab)
+
+
+@dataclass
+class ToyServer:
+    """A target server that sleeps in place of compute and polls as a real one does."""
+
+    seed: int
+    delay_s: Callable[[], float] = lambda: 0.0
+    dies_at: int = -1  # the pass that raises
+    hangs_at: int = -1  # the pass that does not answer in time
+    exits_at: int = -1  # the pass that ends the process, as a segmentation fault would
+    passes: int = 0
+    offset: int = 0
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        self.offset = sampling.seed
+
+    def verify(
+        self, tokens: Sequence[int], first: int, stale: Callable[[], bool]
+    ) -> tuple[int, ...] | None:
+        self.passes += 1
+        if self.passes == self.dies_at:
+            raise RuntimeError("injected failure")
+        if self.passes == self.exits_at:
+            os._exit(7)
+        if self.passes == self.hangs_at:
+            time.sleep(3.0)  # without polling; longer than any timeout of a test
+        prefill = first > len(tokens)  # free, as in the simulator by default
+        end = time.perf_counter() + (0.0 if prefill else self.delay_s())
+        while (left := end - time.perf_counter()) > 0:
+            if stale():
+                return None
+            time.sleep(min(left, 0.002))
+        return tuple(
+            toy_token(self.seed + self.offset, tokens, position)
+            for position in range(first, len(tokens) + 1)
+        )
+
+
+@dataclass
+class ToyDrafter:
+    """Proposes the target's token with the given probability, else another one."""
+
+    seed: int
+    acceptance: float
+    delay_s: Callable[[], float] = lambda: 0.0
+    dies_at: int = -1
+    sequence: list[int] = field(default_factory=list)
+    drafted: int = 0
+    offset: int = 0
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        self.offset = sampling.seed
+
+    def start(self, tokens: Sequence[int]) -> None:
+        self.sequence = list(tokens)
+
+    def next_token(self) -> int:
+        self.drafted += 1
+        if self.drafted == self.dies_at:
+            raise RuntimeError("injected failure")
+        time.sleep(self.delay_s())
+        position = len(self.sequence)
+        token = toy_token(self.seed + self.offset, self.sequence, position)
+        if random.Random(f"{self.seed}/{position}").random() >= self.acceptance:
+            token = (token + 1) % 50
+        self.sequence.append(token)
+        return token
+
+
+@dataclass
+class RandomDelay:
+    """Picklable jitter: uniform between two bounds, seeded."""
+
+    low_s: float
+    high_s: float
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+
+    def __call__(self) -> float:
+        return self._random.uniform(self.low_s, self.high_s)
+
+
+def autoregressive(seed: int, prompt: Sequence[int], tokens: int) -> list[int]:
+    """The oracle: one token after another."""
+    text = list(prompt)
+    for _ in range(tokens):
+        text.append(toy_token(seed, text, len(text)))
+    return text[len(prompt) :]

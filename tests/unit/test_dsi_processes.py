@@ -1,0 +1,126 @@
+"""Process workers: deaths, hangs, failures to load, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
+
+from specexec_cli.dsi.messages import DRAFTER
+from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.dsi.processes import ProcessWorkers
+from specexec_cli.errors import WorkerError
+
+SEED, PROMPT = 5, [1, 2, 3]
+DRAFT = partial(ToyDrafter, SEED, 0.8, RandomDelay(0.0, 0.002))
+
+
+def server(number: int, **faults: int) -> partial[ToyServer]:
+    return partial(ToyServer, SEED, RandomDelay(0.0, 0.006, number), **faults)
+
+
+def test_lost_and_hung_processes_lose_and_repeat_no_token():
+    """One exits in mid-pass, one hangs, one is killed from outside between two tokens."""
+    reports: list[str] = []
+    workers = ProcessWorkers(
+        [server(0, exits_at=3), server(1, hangs_at=4), server(2), server(3)], DRAFT
+    )
+    pids = [process.pid for process in workers._processes.values()]
+    try:
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2, timeout_s=1.0), reports.append)
+        text: list[int] = []
+        for commit in orchestrator.generate(PROMPT, 40):
+            if not text:
+                os.kill(workers._processes[2].pid, signal.SIGKILL)
+            text += commit.tokens
+        assert text == autoregressive(SEED, PROMPT, 40)
+        assert any("server 0 is lost (its process ended with code 7)" in line for line in reports)
+        assert any("server 2 is lost (its process ended with code -9)" in line for line in reports)
+        # the survivors take another text
+        text = [t for c in orchestrator.generate(PROMPT, 10) for t in c.tokens]
+        assert text == autoregressive(SEED, PROMPT, 10)
+    finally:
+        workers.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+
+
+def test_a_worker_that_cannot_load_is_one_clear_error_and_leaves_nothing():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(WorkerError, match=r"target server 1 did not start: TypeError"):
+        ProcessWorkers([server(0), partial(ToyServer, SEED, no_such_option=1)], DRAFT)
+    left = [p for p in psutil.Process().children(recursive=True) if p not in before]
+    assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]
+
+
+def test_a_killed_drafter_leaves_plain_decoding():
+    reports: list[str] = []
+    workers = ProcessWorkers([server(0), server(1)], DRAFT)
+    try:
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
+        os.kill(workers._processes[DRAFTER].pid, signal.SIGKILL)
+        text = [t for c in orchestrator.generate(PROMPT, 24) for t in c.tokens]
+        assert text == autoregressive(SEED, PROMPT, 24)
+        assert "going on without drafts" in reports[0]
+    finally:
+        workers.close()
+
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+from functools import partial
+from dsi_toys import RandomDelay, ToyDrafter, ToyServer
+from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.dsi.processes import ProcessWorkers
+
+if __name__ == "__main__":
+    slow = RandomDelay(0.05, 0.06)
+    workers = ProcessWorkers([partial(ToyServer, 5, slow)] * 2, partial(ToyDrafter, 5, 0.8, slow))
+    print(*(process.pid for process in workers._processes.values()), flush=True)
+    for commit in Orchestrator(workers, DsiConfig(lookahead=2)).generate([1, 2, 3], 100000):
+        {then}
+"""
+
+
+@pytest.mark.parametrize(
+    ("then", "signal_number"),
+    [("pass", signal.SIGINT), ("pass", signal.SIGKILL), ("raise RuntimeError('crash')", None)],
+)
+def test_nothing_outlives_the_main_process(tmp_path: Path, then, signal_number):
+    """Neither after Ctrl-C, nor after a crash, nor after a kill that no handler sees."""
+    script = tmp_path / "main.py"
+    script.write_text(SCRIPT.format(tests=str(Path(__file__).parents[1]), then=then))
+    repository = Path(__file__).parents[2]
+    main = subprocess.Popen(
+        [sys.executable, str(script)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(repository)}, start_new_session=True,
+    )  # fmt: skip
+    assert main.stdout is not None
+    with main.stdout:
+        pids = [int(word) for word in main.stdout.readline().split()]
+        assert len(pids) == 3
+        if signal_number == signal.SIGINT:
+            os.killpg(main.pid, signal_number)  # as a terminal does: to the whole group
+        elif signal_number is not None:
+            main.send_signal(signal_number)
+        main.wait(30)
+    deadline = time.monotonic() + 20
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(_runs, pids))
+
+
+def _runs(pid: int) -> bool:
+    """Alive; a zombie whose parent is gone waits for init, not for us."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
