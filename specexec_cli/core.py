@@ -47,7 +47,19 @@ class StepResult:
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
     text: str = ""  # what may be shown now: complete characters, no possible stop string
+    pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
     finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassProgress:
+    """How far a target pass is, for live status."""
+
+    number: int  # of the pass within its generation, from 1
+    layer: int  # layers done
+    layers: int
+    bytes_per_s: float  # streamed since the pass began; 0 if nothing is
+    draft_nodes: int  # of the tree in this pass
 
 
 @dataclass(slots=True)
@@ -55,6 +67,7 @@ class GenerationStats:
     """Sums over the steps of one generation."""
 
     prompt_tokens: int = 0
+    prompt_rows: int = 0  # prompt tokens that the caches did not hold yet
     generated_tokens: int = 0
     target_passes: int = 0
     ttft_s: float = 0.0  # to the end of the first pass, prefill included

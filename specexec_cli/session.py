@@ -26,7 +26,7 @@ from specexec_cli.config import (
     SamplingConfig,
     TreeConfig,
 )
-from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes, peak_ram_bytes
@@ -116,6 +116,7 @@ class Session:
         self._target = target
         self._draft = draft
         self._drafter: ModelDrafter | None = None
+        self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
 
     @classmethod
     def open(
@@ -181,9 +182,26 @@ class Session:
         """Decoder layers of the target."""
         return len(self._target.model.skeleton.layers)
 
-    def on_layer(self, callback: Callable[[int], None]) -> None:
-        """Calls back after each target layer, for live status."""
-        self._target.model.on_layer = callback
+    def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
+        """Calls back after each target layer, for live status.
+
+        An exception from the callback ends the pass and comes out of generate(); the caches stay
+        right.
+        """
+        self._target.model.on_layer = lambda index: callback(self._progress(index))
+
+    def _progress(self, index: int) -> PassProgress:
+        now, streamed = time.perf_counter(), self._target.bytes_streamed
+        if index == 0:
+            self._pass_began = now, streamed
+        began_s, began_bytes = self._pass_began
+        return PassProgress(
+            number=self.stats.target_passes + 1,
+            layer=index + 1,
+            layers=self.layers,
+            bytes_per_s=(streamed - began_bytes) / (now - began_s) if index else 0.0,
+            draft_nodes=self._target.tree_nodes,
+        )
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a raw completion prompt, with the tokenizer's own beginning-of-text token."""
@@ -195,20 +213,33 @@ class Session:
         Raises:
             ConfigError: the model has no chat template, or it refuses these messages.
         """
+        return self.encode_rendered(self.render_chat(messages))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of text that spells out its special tokens, as a chat template writes it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation in the model's own chat template, as text, ready for the reply.
+
+        Raises:
+            ConfigError: the model has no chat template, or it refuses these messages.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
                 f"{self.choice.target.name} has no chat template: it is a base model. Use a chat "
-                "or instruct model, or leave out --chat for raw completion"
+                "or instruct model, or continue raw text: specexec generate, without --chat"
             )
         try:
-            tokens = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
             )
         except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
             raise ConfigError(
                 f"the chat template of {self.choice.target.name} refuses this conversation: {error}"
             ) from error
-        return list(tokens)
+        assert isinstance(text, str)
+        return text
 
     def generate(
         self,
@@ -287,22 +318,22 @@ class Session:
         stream = TextStream(self.tokenizer, prompt, stop)
         started = time.perf_counter()
         for step in steps:
-            text, count = "", 0
+            pieces = []
             for token in step.tokens:
-                text += stream.push(token)
-                count += 1
+                pieces.append(stream.push(token))
                 if stream.stopped:
                     break
             if stream.stopped:
+                count = len(pieces)
                 step = replace(step, tokens=step.tokens[:count], drafted=step.drafted[:count],
                                finish_reason="stop")  # fmt: skip
             elif step.finish_reason:
-                text += stream.finish()
+                pieces[-1] += stream.finish()
                 if stream.stopped:
                     step = replace(step, finish_reason="stop")
             self.context += step.tokens
             self._count(step, time.perf_counter() - started)
-            yield replace(step, text=text)
+            yield replace(step, text="".join(pieces), pieces=tuple(pieces))
             if step.finish_reason:
                 return
 
@@ -311,6 +342,7 @@ class Session:
         if stats.target_passes == 0:
             stats.ttft_s = elapsed_s
             stats.first_tokens = len(step.tokens)
+            stats.prompt_rows = step.pending_rows
         stats.add(step)
         stats.total_s = elapsed_s
         stats.peak_ram_bytes = peak_ram_bytes()

@@ -103,7 +103,7 @@ def generate(
         )
         if len(tokens) + max_tokens > session.context_length and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
-        live = LiveStatus(session.layers, shown=not quiet and not as_json)
+        live = LiveStatus(shown=not quiet and not as_json)
         steps, interrupted = _run(session, tokens, sampling, tree, generation, live, as_json)
         if as_json:
             print(json.dumps(_result(session, steps, interrupted, sampling, tree, generation,
@@ -174,7 +174,7 @@ def _run(
             for step in session.generate(
                 tokens, sampling=sampling, tree=tree, generation=generation
             ):
-                live.step(step)
+                live.step()
                 steps.append(step)
                 if not as_json:
                     print(step.text, end="", flush=True)

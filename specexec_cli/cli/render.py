@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.status import Status
 
-from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.core import GenerationStats, PassProgress
 
 
 def notice(text: str) -> None:
@@ -27,8 +27,9 @@ def notice(text: str) -> None:
 
 def stats_line(stats: GenerationStats) -> str:
     """The field's numbers of one generation on one line."""
+    new = f" ({stats.prompt_rows} new)" if stats.prompt_rows < stats.prompt_tokens else ""
     parts = [
-        f"prompt {stats.prompt_tokens} tok, first text {stats.ttft_s:.2f} s",
+        f"prompt {stats.prompt_tokens} tok{new}, first text {stats.ttft_s:.2f} s",
         f"{stats.generated_tokens} tok at {stats.tokens_per_s:.2f} tok/s",
         f"{stats.generation_rate:.2f} tok/pass ({stats.target_passes} passes)",
         f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s",
@@ -43,6 +44,16 @@ def stats_line(stats: GenerationStats) -> str:
     parts.append(f"peak RAM {stats.peak_ram_bytes / 1e9:.2f} GB")
     if stats.peak_vram_bytes:
         parts.append(f"VRAM {stats.peak_vram_bytes / 1e9:.2f} GB")
+    return " · ".join(parts)
+
+
+def pass_line(progress: PassProgress) -> str:
+    """'pass 3 · layer 41/80 · 21.3 GB/s · draft 118 nodes'."""
+    parts = [f"pass {progress.number}", f"layer {progress.layer}/{progress.layers}"]
+    if progress.bytes_per_s:
+        parts.append(f"{progress.bytes_per_s / 1e9:.1f} GB/s")
+    if progress.draft_nodes:
+        parts.append(f"draft {progress.draft_nodes} nodes")
     return " · ".join(parts)
 
 
@@ -84,31 +95,25 @@ class LiveStatus:
 
     _PATIENCE_S = 0.5
 
-    def __init__(self, layers: int, *, shown: bool) -> None:
-        self._layers = layers
+    def __init__(self, *, shown: bool) -> None:
         self._shown = shown and sys.stderr.isatty()
         self._status: Status | None = None
-        self._passes = 1
-        self._tail = ""
         self._since = time.perf_counter()
 
-    def layer(self, index: int) -> None:
+    def layer(self, progress: PassProgress) -> None:
         """A layer of the target is done."""
         if not self._shown or time.perf_counter() - self._since < self._PATIENCE_S:
             return
-        line = f"pass {self._passes} · layer {index + 1}/{self._layers}{self._tail}"
+        line = pass_line(progress)
         if self._status is None:
             self._status = Console(stderr=True).status(line)
             self._status.start()
         self._status.update(line)
 
-    def step(self, step: StepResult) -> None:
+    def step(self) -> None:
         """A pass is done; hides the line so that text can be printed."""
         self.hide()
-        self._passes += 1
         self._since = time.perf_counter()
-        rate = step.bytes_streamed / step.verify_s / 1e9 if step.verify_s else 0.0
-        self._tail = (f" · {rate:.1f} GB/s" if rate else "") + f" · draft {step.tree_nodes} nodes"
 
     def hide(self) -> None:
         """Clears the line."""

@@ -66,7 +66,9 @@ class DecoderLayer(nn.Module):
         """(1, rows, hidden) -> (1, rows, hidden)."""
         model = self._model[0]
         if model.source is None:
-            return self._chunks(self.layer, hidden, args, kwargs)
+            output = self._chunks(self.layer, hidden, args, kwargs)
+            model.on_layer(self.index)
+            return output
         with model.source.layer(self.index) as stored:
             weights = self.stage(stored, model.device, model.dtype)
             output = self._chunks(

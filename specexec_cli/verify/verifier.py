@@ -46,6 +46,11 @@ class LocalTarget:
         """Bytes that came over the link so far."""
         return self.model.source.bytes_streamed if self.model.source else 0
 
+    @property
+    def tree_nodes(self) -> int:
+        """Draft nodes in the running or the last pass."""
+        return len(self._tree)
+
     def reserve(self, slots: int) -> None:
         """Makes room for `slots` cache rows at the next growth."""
         self._cache.reserve(slots)
