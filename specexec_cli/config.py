@@ -9,6 +9,7 @@ from specexec_cli.errors import ConfigError
 
 Method = Literal["specexec", "autoregressive"]
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
+DraftScoring = Literal["noise", "probs"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -42,11 +43,12 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
-    """Size of the draft tree (SpecExec, arXiv:2406.02532, algorithm 2: K, D, B)."""
+    """How a draft tree grows (SpecExec, arXiv:2406.02532, algorithm 2: K, D, B)."""
 
     budget: int = 128  # most nodes, root excluded
     max_depth: int = 32  # longest root-to-leaf path, tokens
     batch: int = 16  # nodes expanded per draft step
+    scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
 
     def __post_init__(self) -> None:
         for name, flag in (("budget", "--budget"), ("max_depth", "--depth"), ("batch", "--batch")):

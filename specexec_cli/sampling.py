@@ -73,20 +73,20 @@ class Sampler:
         """Logits after every filter; -inf where a token is excluded.
 
         Args:
-            logits: (vocab,) any float dtype.
-            context: every token before the position, prompt included.
+            logits: (rows, vocab) any float dtype.
+            context: every token before the position, prompt included; the same for all rows.
         Returns:
-            (vocab,) float32.
+            (rows, vocab) float32.
         """
-        scores = logits.float().unsqueeze(0)
+        scores = logits.float()
         if self._penalty:
-            # a new tensor each time: transformers' processors may write in place
+            # a copy: transformers' processors may write in place
             ids = torch.tensor([list(context)], dtype=torch.int64, device=logits.device)
-            scores = self._penalty(ids, scores.clone())
+            scores = self._penalty(ids.expand(len(scores), -1), scores.clone())
         if self._warpers:
             # the warpers do not look at the ids
             scores = self._warpers(torch.empty(1, 0, dtype=torch.int64), scores)
-        return scores[0]
+        return scores
 
     def token(self, logits: Tensor, context: Sequence[int]) -> int:
         """The target's token at position len(context).
@@ -103,7 +103,7 @@ class Sampler:
                 f"the target's logits for position {position} are not finite: the checkpoint is "
                 "damaged or its values overflow this dtype. Try --dtype float32"
             )
-        scores = self.filtered(logits, context)
+        scores = self.filtered(logits[None], context)[0]
         if self.config.temperature > 0.0:
             noise = gumbel_noise(self.config.seed, position, scores.shape[0])
             scores = scores + noise.to(scores.device)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from specexec_cli.choice import ModelChoice, choose_models
 from specexec_cli.config import (
     DtypeName,
     GenerationConfig,
@@ -31,7 +32,7 @@ from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes, peak_ram_bytes
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
+from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.hub import fetch
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import Skeleton, load_config
@@ -40,7 +41,7 @@ from specexec_cli.models.text import TextStream
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import Tier
-from specexec_cli.registry import ModelEntry, PairEntry, Registry, load_registry
+from specexec_cli.registry import ModelEntry, load_registry
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -49,50 +50,6 @@ Progress = Callable[[int, int], None]
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 _SMALL_MODEL_BYTES = 1_000_000_000
-
-
-@dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """Which models a session runs, resolved from --pair, --target and --draft."""
-
-    name: str  # the pair's, or the target's reference
-    target: ModelEntry
-    draft: ModelEntry | None
-    tree: TreeConfig  # recommended
-
-
-def choose_models(
-    registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
-) -> ModelChoice:
-    """Resolves references to a target and, where the method needs one, a draft model.
-
-    Raises:
-        UnknownModelError: a name is not known, or no draft is known for the target.
-        ConfigError: contradicting options.
-    """
-    if pair is not None and target is not None:
-        raise ConfigError("--pair and --target exclude each other: a pair names its target")
-    known: PairEntry | None
-    if target is None:
-        known = registry.pair(pair or "demo")
-        target, name = known.target, known.name
-    else:
-        known = registry.pair_for_target(target)
-        name = known.name if known is not None and draft is None else target
-    target_entry = registry.resolve(target)
-    tree = known.tree if known is not None else TreeConfig()
-    if method == "autoregressive":
-        return ModelChoice(name, target_entry, None, tree)
-    if draft is None:
-        if known is None:
-            drafts = registry.drafts_for(target)
-            hint = f"--draft {' or '.join(drafts)}" if drafts else "--draft MODEL"
-            raise UnknownModelError(
-                f"no pair names '{target}' as its target, so the draft model is not known: "
-                f"give {hint}, or run without one: --method autoregressive"
-            )
-        draft = known.draft
-    return ModelChoice(name, target_entry, registry.resolve(draft), tree)
 
 
 class Session:
@@ -307,8 +264,8 @@ class Session:
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
         if self._drafter is None:
-            self._drafter = ModelDrafter(self._draft, sampling, tree, self._target.model.vocab_size)
-        self._drafter.configure(sampling, tree)
+            self._drafter = ModelDrafter(self._draft, sampler, tree, self._target.model.vocab_size)
+        self._drafter.configure(sampler, tree)
         return specexec(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
 
     def _with_text(

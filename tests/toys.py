@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from specexec_cli.config import TreeConfig
+from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.drafting.search import ROOT, Frontier, grow_tree
+from specexec_cli.sampling import Sampler
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,18 @@ class ToyTarget:
 
 @dataclass
 class ToyDrafter:
-    """A Drafter over any toy model, with the real search."""
+    """A Drafter over any toy model, with the real search and scoring."""
 
     model: ToyLM | NoisyCopy
     tree: TreeConfig
+    sampler: Sampler = field(default_factory=lambda: Sampler(SamplingConfig()))
+
+    def __post_init__(self) -> None:
+        self._scorer = DraftScorer(self.sampler, self.tree.scoring)
+        self._utilities: dict[tuple[int, ...], torch.Tensor] = {}
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        self._context = list(context)
         if max_depth < 1:
             return DraftTree.empty()
         paths: dict[int, list[int]] = {ROOT: list(context)}
@@ -100,13 +108,21 @@ class ToyDrafter:
             ):
                 if node != ROOT:
                     paths[node] = [*paths[parent], token]
-                logits = torch.from_numpy(self.model.logits(paths[node])).double()
-                best = logits.log_softmax(-1).topk(min(width, self.model.vocab_size))
-                log_probs.append(best.values.numpy())
+                path = paths[node]
+                logits = torch.from_numpy(self.model.logits(path))[None]
+                utilities = self._scorer.utilities(logits, [len(path)], context)
+                self._utilities[tuple(path)] = utilities[0]
+                best = self._scorer.log_probs(utilities)[0].topk(min(width, self.model.vocab_size))
+                log_probs.append(best.values.double().numpy())
                 tokens.append(best.indices.numpy())
             return np.stack(log_probs), np.stack(tokens)
 
         return grow_tree(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
 
-    def commit(self, nodes: Sequence[int]) -> None:
-        pass
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        path = tuple(self._context)
+        for token in tokens:
+            if path in self._utilities:
+                self._scorer.observe(self._utilities[path], token)
+            path = (*path, token)
+        self._utilities.clear()

@@ -13,6 +13,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.config import (
+    DraftScoring,
     DtypeName,
     GenerationConfig,
     Method,
@@ -57,6 +58,7 @@ def generate(
     budget: options.Budget = None,
     depth: options.Depth = None,
     batch: options.Batch = None,
+    draft_scoring: options.Scoring = "noise",
     offload: options.Offload = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -80,6 +82,7 @@ def generate(
         "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
+    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
     text = read_prompt(prompt, file)
 
     from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
@@ -95,7 +98,7 @@ def generate(
         download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
-        tree = tree_config(session.choice.tree, budget, depth, batch)
+        tree = tree_config(session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring))
         tokens = (
             session.encode_chat([{"role": "user", "content": text}])
             if chat
@@ -146,7 +149,11 @@ def _read_file(name: str) -> str:
 
 
 def tree_config(
-    recommended: TreeConfig, budget: int | None, depth: int | None, batch: int | None
+    recommended: TreeConfig,
+    budget: int | None,
+    depth: int | None,
+    batch: int | None,
+    scoring: DraftScoring,
 ) -> TreeConfig:
     """The pair's tree with the flags that were given; a depth not given yields to the budget."""
     nodes = recommended.budget if budget is None else budget
@@ -154,6 +161,7 @@ def tree_config(
         budget=nodes,
         max_depth=min(recommended.max_depth, max(nodes, 1)) if depth is None else depth,
         batch=recommended.batch if batch is None else batch,
+        scoring=scoring,
     )
 
 

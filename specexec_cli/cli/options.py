@@ -70,6 +70,13 @@ Batch = Annotated[
         help="Nodes the draft model expands at once. Default: the pair's.", rich_help_panel=_TREE
     ),
 ]
+Scoring = Annotated[
+    str,
+    typer.Option(
+        help="Rank draft tokens by the sampling noise the target will use (noise), or not (probs).",
+        rich_help_panel=_TREE,
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
 TopP = Annotated[
     float,

@@ -43,7 +43,7 @@ def specexec(
         logits = target.verify(pending, tree)
         accepted = accept(tree, logits, sampler, context, stop - len(context), eos_ids)
         target.commit(accepted.nodes)
-        drafter.commit(accepted.nodes)
+        drafter.commit(accepted.nodes, accepted.tokens)
         context += accepted.tokens
         ended = accepted.tokens[-1] in eos_ids
         finish: FinishReason | None = "eos" if ended else "length" if len(context) == stop else None

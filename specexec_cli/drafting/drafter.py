@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-import torch
+from torch import Tensor
 
-from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints, SearchResult, grow_tree
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.sampling import Sampler
 
 
 class Drafter(Protocol):
@@ -21,8 +23,8 @@ class Drafter(Protocol):
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
         """A tree of likely continuations of `context`, paths of at most `max_depth` tokens."""
 
-    def commit(self, nodes: Sequence[int]) -> None:
-        """Tells which nodes of the last tree were accepted, root to leaf."""
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        """Tells which nodes of the last tree were accepted, and every token committed."""
 
 
 class ModelDrafter:
@@ -35,25 +37,23 @@ class ModelDrafter:
     def __init__(
         self,
         model: StreamedModel,
-        sampling: SamplingConfig,
+        sampler: Sampler,
         tree: TreeConfig,
         target_vocab_size: int,
     ) -> None:
         self.model = model
-        self._vocab_size = target_vocab_size  # ids beyond it could never be accepted
+        # ids beyond the target's could never be accepted
+        self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._cache = model.new_cache()
-        self._tree = tree
-        self._temperature = 1.0
-        self.configure(sampling, tree)
+        self.configure(sampler, tree)
         self._context: Sequence[int] = ()
         self._reset_tree()
 
-    def configure(self, sampling: SamplingConfig, tree: TreeConfig) -> None:
+    def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
         """Settings of the next generation; what the cache holds stays."""
         self._tree = tree
-        # sampled text follows the tempered distribution; greedy text the draft's plain ranking
-        self._temperature = sampling.temperature if sampling.temperature > 0.0 else 1.0
+        self._scorer = DraftScorer(sampler, tree.scoring)
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
         """The most probable continuations of `context` under the draft model.
@@ -70,9 +70,12 @@ class ModelDrafter:
             self._result = grow_tree(self._expand, self._tree, depth)
         return self._result.tree
 
-    def commit(self, nodes: Sequence[int]) -> None:
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
         ids = [int(self._result.ids[node]) for node in nodes]
+        for node_id, token in zip([ROOT, *ids], tokens, strict=False):
+            if node_id in self._utilities and token < self._vocab_size:
+                self._scorer.observe(self._utilities[node_id], token)
         slots = [self._slots[node_id] for node_id in ids if node_id in self._slots]
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
@@ -81,6 +84,7 @@ class ModelDrafter:
     def _reset_tree(self) -> None:
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
+        self._utilities: dict[int, Tensor] = {}  # expanded node id -> (vocab,)
         self._ancestors = np.zeros((0, 0), dtype=bool)  # among slots, self included
         self._positions = np.zeros(0, dtype=np.int64)
 
@@ -106,8 +110,10 @@ class ModelDrafter:
         logits = self.model.forward(rows, self._cache, logit_rows)
         if frontier.ids[0] == ROOT:
             self.tokens = list(self._context)
-        logits = logits[:, : self._vocab_size].float()
-        log_probs = torch.log_softmax(logits / self._temperature, dim=-1)
+        positions = (len(self._context) + frontier.depths).tolist()
+        utilities = self._scorer.utilities(logits[:, : self._vocab_size], positions, self._context)
+        self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
+        log_probs = self._scorer.log_probs(utilities)
         best = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
         return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
 

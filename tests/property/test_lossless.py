@@ -31,6 +31,7 @@ def trees(draw: st.DrawFn) -> TreeConfig:
         budget=budget,
         max_depth=draw(st.integers(1, min(budget, 6))),
         batch=draw(st.integers(1, 8)),
+        scoring=draw(st.sampled_from(["noise", "probs"])),
     )
 
 
@@ -52,7 +53,7 @@ def test_any_draft_yields_the_autoregressive_tokens(
     target, draft, noise, sampling, tree, max_tokens, eos_ids
 ):
     model, prompt = ToyLM(target), (1, 2)
-    drafter = ToyDrafter(NoisyCopy(model, draft, noise), tree)
+    drafter = ToyDrafter(NoisyCopy(model, draft, noise), tree, Sampler(sampling))
     ours = list(specexec(ToyTarget(model), drafter, Sampler(sampling), prompt, max_tokens, eos_ids))
     oracle = list(autoregressive(ToyTarget(model), Sampler(sampling), prompt, max_tokens, eos_ids))
     assert tokens_of(ours) == tokens_of(oracle)
@@ -68,6 +69,21 @@ def test_a_perfect_draft_commits_many_tokens_per_pass():
     steps = list(specexec(target, drafter, Sampler(SamplingConfig()), (1, 2), 64, ()))
     assert len(tokens_of(steps)) == 64
     assert target.passes < 20
+
+
+def test_knowing_the_noise_commits_more_tokens_per_pass():
+    """Sampled text: a draft that ranks by the target's own noise finds it more often."""
+    passes = {}
+    for scoring in ("noise", "probs"):
+        passes[scoring] = 0
+        tree = TreeConfig(budget=16, max_depth=8, batch=4, scoring=scoring)
+        for seed in range(8):
+            model = ToyLM(seed)
+            target, sampler = ToyTarget(model), Sampler(SamplingConfig(temperature=1.0, seed=seed))
+            drafter = ToyDrafter(NoisyCopy(model, seed, 0.3), tree, sampler)
+            list(specexec(target, drafter, sampler, (1, 2), 64, ()))
+            passes[scoring] += target.passes
+    assert passes["noise"] < 0.7 * passes["probs"]
 
 
 @pytest.mark.parametrize("eos", [True, False])
