@@ -33,7 +33,7 @@ class GpuInfo:
     total_bytes: int
     free_bytes: int
     pcie_gen: int | None  # the most the link can do; idle GPUs report less
-    pcie_width: int | None
+    pcie_width: int | None  # lanes in use
     driver: str
 
 
@@ -86,6 +86,13 @@ def free_ram_bytes() -> int:
     return max(0, min(free))
 
 
+def huge_pages() -> str:
+    """The kernel's transparent huge page mode: always, madvise, never, or unknown."""
+    text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    chosen = re.search(r"\[(\w+)\]", text)
+    return chosen.group(1) if chosen else "unknown"
+
+
 def peak_ram_bytes() -> int:
     """Most resident memory this process has had (ru_maxrss)."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -98,7 +105,8 @@ def gpus() -> list[GpuInfo]:
     if tool is None:
         return []
     fields = (
-        "index,name,memory.total,memory.free,pcie.link.gen.max,pcie.link.width.max,driver_version"
+        "index,name,memory.total,memory.free,"
+        "pcie.link.gen.max,pcie.link.width.current,driver_version"
     )
     try:
         answer = subprocess.run(

@@ -22,6 +22,7 @@ from specexec_cli.errors import StreamError
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import (
     PIECE_BYTES,
+    READER_THREADS,
     DirectFile,
     Extent,
     Notice,
@@ -34,7 +35,6 @@ from specexec_cli.offload.store import TensorRange
 
 __all__ = ["LayerStream", "Tier", "read_tensors"]
 
-READER_THREADS = 2  # one reads while the other books its piece; see docs/experiments.md
 Tier = Literal["ssd", "ram"]
 
 

@@ -1,0 +1,210 @@
+"""How fast this machine's links are: SSD, memory, arithmetic, host to device. A few seconds in all.
+
+Every rate is a best of several short runs, because disturbances only ever slow a run down; the SSD
+alone is an average, because that is what a pass will get. torch is imported by what needs it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.compute import FlopsByRows
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import BLOCK_BYTES, PIECE_BYTES, READER_THREADS, DirectFile
+
+if TYPE_CHECKING:
+    from torch import Tensor, dtype
+
+RUN_BYTES = 64 << 20  # read in sequence from each random start
+_TEMPORARY_BYTES = 256 << 20
+_MEND = "Close other programs"
+_ROWS = (1, 8, 32, 128, 256)
+_WIDTH = 4096  # of the square matrices that arithmetic is measured on
+
+
+@dataclass(frozen=True, slots=True)
+class SsdProbe:
+    """Sequential read rate. Without O_DIRECT the page cache may have helped: `direct` is False."""
+
+    bytes_per_s: float
+    direct: bool
+
+
+def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
+    """Read runs from random places of these files the way a pass does, for about `seconds`.
+
+    Raises:
+        StreamError: nothing to read, or the disk fails.
+        OutOfMemoryError: no memory for the read buffers.
+    """
+    files: list[DirectFile] = []
+    buffers: list[HugeBuffer] = []
+    refused: list[str] = []
+    try:
+        for path in paths:
+            files.append(DirectFile(path, refused.append))
+        pieces = _random_pieces([file for file in files if file.n_bytes])
+        for _ in range(READER_THREADS):
+            buffers.append(HugeBuffer(PIECE_BYTES, "the probe's buffer", _MEND))
+        rate = _read_rate(pieces, buffers, seconds)
+        return SsdProbe(rate, not refused)
+    finally:
+        for file in files:
+            file.close()
+        for buffer in buffers:
+            buffer.close()
+
+
+def probe_folder(folder: Path, seconds: float = 1.0) -> SsdProbe:
+    """probe_ssd of a folder's own weights, or of a temporary file where there are none.
+
+    Raises:
+        StreamError: the folder cannot be read or written.
+    """
+    weights = sorted(folder.rglob("*.safetensors"), key=lambda path: -path.stat().st_size)[:4]
+    if weights and weights[0].stat().st_size >= RUN_BYTES:
+        return probe_ssd(weights, seconds)
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".specexec-probe-") as file:
+            block = os.urandom(4 << 20)  # a disk may compress zeros
+            for _ in range(_TEMPORARY_BYTES // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            return probe_ssd([Path(file.name)], seconds)
+    except OSError as error:
+        raise StreamError(f"cannot write to {folder} to measure it: {error.strerror}") from None
+
+
+def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile, int, int]]:
+    """An endless supply of (file, start, stop), in runs of RUN_BYTES. To be called under a lock."""
+    if not files:
+        raise StreamError("no file to measure the disk with: give one that is not empty")
+    run: list[tuple[DirectFile, int, int]] = []
+
+    def take() -> tuple[DirectFile, int, int]:
+        if not run:
+            file = random.choices(files, [file.n_bytes for file in files])[0]
+            start = random.randrange(max(1, file.n_bytes - RUN_BYTES)) // BLOCK_BYTES * BLOCK_BYTES
+            end = min(start + RUN_BYTES, -(-file.n_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+            run.extend(
+                (file, at, min(at + PIECE_BYTES, end)) for at in range(start, end, PIECE_BYTES)
+            )
+            run.reverse()
+        return run.pop()
+
+    return take
+
+
+def _read_rate(
+    take: Callable[[], tuple[DirectFile, int, int]], buffers: Sequence[HugeBuffer], seconds: float
+) -> float:
+    lock = threading.Lock()
+    total = 0
+    errors: list[BaseException] = []
+    started = time.perf_counter()
+    deadline = started + seconds
+
+    def read(buffer: HugeBuffer) -> None:
+        nonlocal total
+        try:
+            while time.perf_counter() < deadline and not errors:
+                with lock:
+                    file, start, stop = take()
+                count = file.read_into(buffer.view[: stop - start], start, stop)
+                with lock:
+                    total += count
+        except BaseException as error:  # raised below, in the caller's thread
+            errors.append(error.with_traceback(None))
+
+    threads = [threading.Thread(target=read, args=(buffer,), daemon=True) for buffer in buffers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return total / (time.perf_counter() - started)
+
+
+def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
+    """Bytes per second that a copy in RAM moves, each byte counted once."""
+    import torch
+
+    source = torch.ones(n_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return n_bytes / _best_of(repeats, lambda: target.copy_(source))
+
+
+def probe_flops(
+    stored: dtype,
+    compute: dtype,
+    linear: Callable[[Tensor, Tensor], Tensor],
+    rows: Sequence[int] = _ROWS,
+    weight_bytes: int = 128 << 20,
+    seconds: float = 1.5,
+) -> FlopsByRows:
+    """FLOP/s of rows times a weight matrix, by the number of rows.
+
+    On a slow or busy machine the largest numbers of rows are left out.
+
+    Args:
+        stored: dtype of the weights, `compute`: of the rows.
+        linear: (rows, in), (out, in) -> (rows, out), as the model will call it.
+        weight_bytes: as many matrices take turns, so that no cache holds the weights.
+        seconds: no further number of rows is begun after this time.
+    """
+    import torch
+
+    count = max(1, weight_bytes // (_WIDTH * _WIDTH * stored.itemsize))
+    # Values do not matter to the time, but zeros and denormal numbers might.
+    weights = [torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored) for _ in range(count)]
+    points: list[tuple[int, float]] = []
+    deadline = time.perf_counter() + seconds
+    for n_rows in rows:
+        if points and time.perf_counter() > deadline:
+            break
+        inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
+        chosen = weights if n_rows <= 16 else weights[:1]
+
+        def run(inputs: Tensor = inputs, chosen: list[Tensor] = chosen) -> None:
+            for weight in chosen:
+                linear(inputs, weight)
+
+        flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
+        points.append((n_rows, flop / _best_of(3, run)))
+    return tuple(points)
+
+
+def probe_link(device: Any, n_bytes: int = 256 << 20, repeats: int = 5) -> float:
+    """Bytes per second from pinned RAM to a CUDA device."""
+    import torch
+
+    source = torch.ones(n_bytes, dtype=torch.uint8).pin_memory()
+    target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+    def copy() -> None:
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    copy()
+    return n_bytes / _best_of(repeats, copy)
+
+
+def _best_of(repeats: int, run: Callable[[], object]) -> float:
+    """Seconds of the fastest run."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,155 @@
+import errno
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from specexec_cli.errors import StreamError
+from specexec_cli.offload import probe
+from specexec_cli.offload.probe import (
+    probe_flops,
+    probe_folder,
+    probe_memory,
+    probe_ssd,
+)
+from specexec_cli.offload.rates import Rates, load_rates, save_rates
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    threads, fds = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    yield
+    assert threading.active_count() == threads
+    assert len(os.listdir("/proc/self/fd")) == fds
+
+
+def test_reads_cover_the_files_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(bytes((1 << 20) + 100))
+    monkeypatch.setattr(probe, "RUN_BYTES", 256 << 10)
+    real, offsets = os.preadv, set()
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        offsets.add((os.readlink(f"/proc/self/fd/{fd}"), offset))
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert probe_ssd(paths, seconds=0.2).bytes_per_s > 0
+    assert {name for name, _ in offsets} == {str(path) for path in paths}
+    assert len({offset for _, offset in offsets}) > 3
+    assert all(offset % 4096 == 0 for _, offset in offsets)
+
+
+def test_the_end_of_a_file_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "small"
+    path.write_bytes(b"x" * 5000)
+    assert probe_ssd([path], seconds=0.02).bytes_per_s > 0
+
+
+def test_failures_are_stream_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    with pytest.raises(StreamError, match="no file to measure"):
+        probe_ssd([empty])
+    with pytest.raises(StreamError, match="cannot open"):
+        probe_ssd([tmp_path / "gone"])
+    with pytest.raises(StreamError, match=r"cannot write to .*gone"):
+        probe_folder(tmp_path / "gone")
+    path = tmp_path / "broken"
+    path.write_bytes(bytes(8192))
+
+    def preadv(*args: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(StreamError, match="broken failed at byte 0: Input/output error"):
+        probe_ssd([path])
+
+
+def test_refused_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(8192))
+    real = os.open
+
+    def refuse(path: Path, flags: int, *args: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert not probe_ssd([path], seconds=0.02).direct
+
+
+def test_a_folder_without_weights_gets_a_temporary_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "_TEMPORARY_BYTES", 8 << 20)
+    (tmp_path / "tiny.safetensors").write_bytes(b"x")
+    assert probe_folder(tmp_path, seconds=0.05).bytes_per_s > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.safetensors"]
+
+
+def test_a_folder_with_weights_is_only_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "RUN_BYTES", 4096)
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "w.safetensors").write_bytes(bytes(8192))
+    monkeypatch.setattr(probe.tempfile, "NamedTemporaryFile", None)
+    assert probe_folder(tmp_path, seconds=0.02).bytes_per_s > 0
+
+
+def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_WIDTH", 64)
+    assert probe_memory(1 << 20, repeats=2) > 0
+    seen = set()
+
+    def spy(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        seen.add((tuple(rows.shape), rows.dtype, weight.dtype, weight.data_ptr()))
+        return linear(rows, weight.to(rows.dtype))
+
+    points = probe_flops(torch.bfloat16, torch.float32, spy, rows=(1, 32), weight_bytes=4 * 8192)
+    assert [rows for rows, _ in points] == [1, 32]
+    assert all(rate > 0 for _, rate in points)
+    assert len({item for item in seen if item[0] == (1, 64)}) == 4  # no cache holds them all
+    assert {item[1:3] for item in seen} == {(torch.float32, torch.bfloat16)}
+
+
+def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_WIDTH", 8)
+    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0)
+    assert [rows for rows, _ in points] == [1]
+
+
+RATES = Rates(
+    host="here", measured="2026-01-01", ssd_bytes_per_s=2e9, memory_bytes_per_s=None,
+    flops={"float32": ((1, 1e9), (64, 1e11))},
+)  # fmt: skip
+
+
+def test_rates_are_kept_for_their_host(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rates.json"
+    assert load_rates(path, "here") is None
+    save_rates(RATES, path)
+    assert load_rates(path, "here") == RATES
+    assert load_rates(path, "elsewhere") is None
+    assert [file.name for file in path.parent.iterdir()] == ["rates.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"flops": {"float32": [1]}}, {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"new": 1}],
+)
+def test_damaged_rates_are_measured_again(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "rates.json"
+    save_rates(RATES, path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    assert load_rates(path, "here") is None
+    path.write_text("{")
+    assert load_rates(path, "here") is None
