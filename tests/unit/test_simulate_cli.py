@@ -1,0 +1,107 @@
+"""`specexec simulate`: output, JSON schema, errors; and nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from specexec_cli.cli.simulate import app
+from specexec_cli.errors import ConfigError
+
+ISSUE = [
+    "dsi", "--target-ms", "37.7", "--draft-ms", "2.5", "--acceptance", "0.63",
+    "--lookahead", "1,5,10", "--sp", "7", "--tokens", "50", "--repeats", "20",
+]  # fmt: skip
+
+
+def invoke(*args: str) -> str:
+    result = CliRunner().invoke(app, list(args))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_dsi_prints_every_method_and_its_costs():
+    data = json.loads(invoke(*ISSUE, "--json"))
+    assert data["schema"] == 1
+    assert [(m["method"], m["lookahead"]) for m in data["methods"]] == [
+        ("non-SI", None), ("SI", 5), ("DSI", 1), ("DSI", 5), ("DSI", 10),
+    ]  # fmt: skip
+    plain, si, *dsi = data["methods"]
+    assert plain["ms_per_token"] == pytest.approx(37.7)
+    assert plain["target_forwards"] == 50
+    assert plain["gpu_s"] == pytest.approx(50 * 0.0377)
+    assert all(m["ms_per_token"] < si["ms_per_token"] for m in dsi[:2])
+    assert all(1 < m["servers_used"] <= 7 for m in dsi)
+    lines = invoke(*ISSUE).splitlines()
+    assert lines[0].split() == [
+        "method", "lookahead", "ms/token", "over", "SI", "over", "non-SI", "target", "forwards",
+        "servers", "used", "GPU-s",
+    ]  # fmt: skip
+    assert len(lines) == 7
+
+
+def test_rows_that_cost_time_make_long_lookaheads_dearer():
+    def slowest(*more: str) -> float:
+        methods = json.loads(invoke(*ISSUE, "--json", *more))["methods"]
+        return methods[-1]["ms_per_token"]
+
+    assert slowest("--row-ms", "2") > 1.2 * slowest()
+
+
+def test_table_prints_ten_rows_and_says_why_the_columns_differ():
+    data = json.loads(invoke("table", "--repeats", "2", "--json"))
+    assert len(data["rows"]) == 10
+    assert set(data["geometric_mean"]) == {"paper", "exact", "paper_accounting"}
+    assert {"target", "drafter", "dataset", "target_ms", "draft_ms", "acceptance", "paper",
+            "exact", "paper_accounting"} == set(data["rows"][0])  # fmt: skip
+    text = invoke("table", "--repeats", "2")
+    assert "geometric mean" in text
+    assert "one\nmore target pass after each rejection" in text
+
+
+def test_heatmap_json_needs_no_plotting_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    data = json.loads(invoke("heatmap", "--points", "5", "--json"))
+    assert len(data["speedups"]["DSI / SI"]) == len(data["acceptances"]) == 5
+    assert data["maximum"]["DSI / better of both"] > 1.3
+
+
+def test_offload_ends_with_a_verdict():
+    args = ["offload", "--target-gb", "35", "--link-gb-s", "25", "--draft-ms", "12",
+            "--acceptance", "0.7", "--budgets", "16,64", "--tokens", "16"]  # fmt: skip
+    assert "one streamed target wins" in invoke(*args).splitlines()[-1]
+    data = json.loads(invoke(*args, "--devices", "4", "--json"))
+    assert "wins" in data["verdict"]
+    assert data["estimates"][0]["tokens_per_pass"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([*ISSUE, "--lookahead", "a,b"], r"--lookahead takes whole numbers .* not 'a,b'"),
+        ([*ISSUE, "--lookahead", "0"], "--lookahead takes"),
+        ([*ISSUE, "--sp", "0"], "--sp must be 1 or more"),
+        ([*ISSUE, "--acceptance", "2"], "--acceptance must be between 0 and 1"),
+        (["heatmap", "--points", "1"], "--points must be 2 or more"),
+    ],
+)
+def test_bad_options_are_one_clear_error(args, message):
+    with pytest.raises(ConfigError, match=message):
+        invoke(*args)
+
+
+def test_simulating_imports_neither_torch_nor_transformers():
+    code = (
+        "import sys; from typer.testing import CliRunner;"
+        "from specexec_cli.cli.simulate import app;"
+        f"assert CliRunner().invoke(app, {ISSUE!r}).exit_code == 0;"
+        "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

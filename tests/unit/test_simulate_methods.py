@@ -1,0 +1,160 @@
+"""The simulator's numbers: published results reproduced, tables, heatmaps, streamed targets."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+
+import pytest
+
+from specexec_cli.dsi.closed_forms import dsi_s, servers_needed
+from specexec_cli.errors import ConfigError
+from specexec_cli.simulate.clock import Latencies
+from specexec_cli.simulate.heatmap import PANELS, best_dsi_s, best_si_s, compute, draw
+from specexec_cli.simulate.methods import FakePair, mean, run_dsi, run_speculative
+from specexec_cli.simulate.offload import Scenario, best_tree, compare, verdict
+from specexec_cli.simulate.table import PUBLISHED, geometric_mean, simulate_row
+
+
+def test_the_published_table_is_reproduced_only_by_its_own_accounting():
+    rows = [simulate_row(row, repeats=40, seed=0) for row in PUBLISHED]
+    assert len(rows) == 10
+    assert geometric_mean([r.published.speedup for r in rows]) == pytest.approx(1.51, abs=0.005)
+    assert geometric_mean([r.exact for r in rows]) == pytest.approx(1.22, abs=0.02)
+    assert geometric_mean([r.paper_accounting for r in rows]) == pytest.approx(1.50, abs=0.03)
+
+
+def test_one_extra_forward_per_rejection_and_no_other():
+    latencies = Latencies(target_s=10.0, draft_s=1.0)
+    accepted = [True, False, True, True, True, False, True, True]
+    right = run_speculative(latencies, accepted, 2)
+    charged = run_speculative(latencies, accepted, 2, extra_forward=True)
+    # iterations: T F | T T (T) | F | T T(last): rejections after 2 and 6 tokens
+    assert right.forwards == 4
+    assert charged.forwards == 6
+    assert charged.seconds - right.seconds == 20.0
+    assert run_speculative(latencies, [True] * 8, 2, extra_forward=True).forwards == 3
+
+
+def test_all_methods_see_the_same_acceptances():
+    pair = FakePair(latencies=Latencies(target_s=1.0, draft_s=0.1), acceptance=0.3)
+    assert pair.sample(50, 4) == pair.sample(60, 4)[:50]
+    assert sum(pair.sample(10_000, 4)) == pytest.approx(3000, abs=200)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"acceptance": 1.1, "latencies": Latencies(target_s=1.0, draft_s=1.0)},
+        {"acceptance": 0.5, "latencies": Latencies(target_s=0.0, draft_s=1.0)},
+        {"acceptance": 0.5, "latencies": Latencies(target_s=1.0, draft_s=-1.0)},
+    ],
+)
+def test_impossible_pairs_are_refused(bad):
+    with pytest.raises(ConfigError):
+        FakePair(**bad)
+
+
+def test_the_heatmap_peaks_where_the_papers_do():
+    heatmap = compute(points=20, servers=7)
+    assert heatmap.maximum("DSI / better of both") == pytest.approx(1.55, abs=0.03)
+    lowest = {panel: min(map(min, heatmap.speedups[panel])) for panel in PANELS}
+    assert lowest["SI / non-SI"] < 0.6, "SI loses with slow or inaccurate drafters"
+    for panel in PANELS[1:]:
+        assert lowest[panel] >= 1.0, f"{panel}: DSI never loses"
+
+
+@pytest.mark.parametrize(("fraction", "acceptance"), [(0.1, 0.9), (0.25, 0.5), (0.5, 0.8)])
+def test_cells_of_the_heatmap_agree_with_the_orchestrator(fraction, acceptance):
+    """The closed forms' best lookahead, run: their time within the noise of 16 texts."""
+    latencies = Latencies(target_s=1.0, draft_s=fraction)
+    best = min(
+        (k for k in range(1, 11) if k * fraction <= 1 and servers_needed(1.0, fraction, k) <= 7),
+        key=lambda k: dsi_s(1.0, fraction, acceptance, k),
+    )
+    pair = FakePair(latencies=latencies, acceptance=acceptance)
+    outcome = mean([run_dsi(latencies, pair.sample(500, s), best, 7) for s in range(16)])
+    assert outcome.seconds / 500 == pytest.approx(best_dsi_s(fraction, acceptance, 7), rel=0.03)
+
+
+def test_best_si_is_the_best_of_all_lookaheads():
+    assert best_si_s(0.05, 0.0) == pytest.approx(1.05)
+    assert best_si_s(1.0, 0.5) == pytest.approx(2 / 1.5)
+
+
+def test_the_heatmap_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib", reason="the optional extra 'plots' is not installed")
+    path = tmp_path / "map.png"
+    draw(compute(points=4, servers=7), path, 7)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ConfigError, match="cannot write"):
+        draw(compute(points=4, servers=7), tmp_path / "no" / "map.png", 7)
+
+
+def test_without_matplotlib_the_mend_is_named(tmp_path, monkeypatch):
+    for name in list(sys.modules):
+        if name.split(".")[0] == "matplotlib":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigError, match=r"pip install 'specexec-cli\[plots\]'.*--json"):
+        draw(compute(points=2, servers=7), tmp_path / "map.png", 7)
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 12])
+@pytest.mark.parametrize("acceptance", [0.35, 0.7])
+def test_best_tree_is_the_best_of_all_trees(budget, acceptance):
+    """Against the products of every path of up to 12 ranks below 12."""
+    products = sorted(
+        (
+            acceptance**depth * (1 - acceptance) ** (sum(ranks))
+            for depth in range(1, 7)
+            for ranks in itertools.product(range(5), repeat=depth)
+        ),
+        reverse=True,
+    )
+    rate, depth = best_tree(acceptance, budget)
+    assert rate == pytest.approx(1 + sum(products[:budget]))
+    assert 1 <= depth <= budget
+
+
+def scenario(**changes: object) -> Scenario:
+    given = {
+        "target_bytes": 35e9, "link_bytes_per_s": 25e9, "memory_bytes_per_s": 1e12,
+        "device_bytes": 24e9, "devices": 4, "draft_s": 0.012, "acceptance": 0.7, "row_s": 1e-4,
+    }  # fmt: skip
+    return Scenario(**{**given, **changes})  # type: ignore[arg-type]
+
+
+def test_one_streamed_target_wins_where_replicas_do_not_fit():
+    estimates = compare(scenario(device_bytes=8e9), (16, 256), 32)
+    assert verdict(estimates).startswith("one streamed target wins: streamed, tree of 256")
+
+
+def test_resident_replicas_win_where_they_fit():
+    estimates = compare(scenario(), (16, 256), 32)
+    assert verdict(estimates).startswith("DSI, 2 resident replicas wins")
+    by_name = {e.name: e for e in estimates}
+    assert by_name["resident, plain speculation"].devices == 2
+
+
+def test_a_shared_link_makes_streamed_replicas_as_slow_as_their_number():
+    alone, shared = (
+        {e.name: e for e in compare(scenario(shared_link=flag), (16,), 32)}
+        for flag in (False, True)
+    )
+    name = "DSI, streamed replicas"
+    assert shared[name].pass_s == pytest.approx(4 * alone[name].pass_s)
+
+
+def test_a_pass_takes_its_slower_part():
+    assert scenario().streamed_pass_s(1) == pytest.approx(1.4)
+    assert scenario().streamed_pass_s(20_000) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"acceptance": 1.0}, {"devices": 0}, {"target_bytes": 0.0}, {"draft_s": math.nan}]
+)
+def test_impossible_scenarios_are_refused(bad):
+    with pytest.raises(ConfigError):
+        scenario(**bad)
