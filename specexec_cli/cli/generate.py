@@ -21,10 +21,10 @@ from specexec_cli.config import (
     SamplingConfig,
     TreeConfig,
 )
-from specexec_cli.core import GenerationStats, StepResult
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
+    from specexec_cli.core import GenerationStats, StepResult
     from specexec_cli.session import Session
 
 JSON_SCHEMA = 1
