@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -106,3 +107,10 @@ def autoregressive(seed: int, prompt: Sequence[int], tokens: int) -> list[int]:
     for _ in range(tokens):
         text.append(toy_token(seed, text, len(text)))
     return text[len(prompt) :]
+
+
+def balanced(acceptance: float, runs: int) -> list[bool]:
+    """Acceptances whose runs have the lengths of the geometric distribution's quantiles."""
+    lengths = [int(math.log((i + 0.5) / runs) / math.log(acceptance)) for i in range(runs)]
+    random.Random(0).shuffle(lengths)
+    return [accepted for n in lengths for accepted in (*[True] * n, False)]

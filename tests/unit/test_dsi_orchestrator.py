@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from dsi_toys import balanced
 
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 from specexec_cli.dsi.messages import DRAFTER, Verify
@@ -13,13 +14,6 @@ from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.simulate.clock import Latencies, VirtualWorkers
 from specexec_cli.simulate.methods import run_dsi, run_speculative
-
-
-def balanced(acceptance: float, runs: int) -> list[bool]:
-    """Acceptances whose runs have the lengths of the geometric distribution's quantiles."""
-    lengths = [int(math.log((i + 0.5) / runs) / math.log(acceptance)) for i in range(runs)]
-    random.Random(0).shuffle(lengths)
-    return [accepted for n in lengths for accepted in (*[True] * n, False)]
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import math
 import sys
 
 import pytest
+from dsi_toys import balanced
 
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed
 from specexec_cli.errors import ConfigError
 from specexec_cli.simulate.clock import Latencies
 from specexec_cli.simulate.heatmap import PANELS, best_dsi_s, best_si_s, compute, draw
-from specexec_cli.simulate.methods import FakePair, mean, run_dsi, run_speculative
+from specexec_cli.simulate.methods import FakePair, run_dsi, run_speculative
 from specexec_cli.simulate.offload import Scenario, best_tree, compare, verdict
 from specexec_cli.simulate.table import PUBLISHED, geometric_mean, simulate_row
 
@@ -67,15 +68,14 @@ def test_the_heatmap_peaks_where_the_papers_do():
 
 @pytest.mark.parametrize(("fraction", "acceptance"), [(0.1, 0.9), (0.25, 0.5), (0.5, 0.8)])
 def test_cells_of_the_heatmap_agree_with_the_orchestrator(fraction, acceptance):
-    """The closed forms' best lookahead, run: their time within the noise of 16 texts."""
-    latencies = Latencies(target_s=1.0, draft_s=fraction)
+    """The closed forms' best lookahead, run."""
+    latencies, accepted = Latencies(target_s=1.0, draft_s=fraction), balanced(acceptance, 400)
     best = min(
         (k for k in range(1, 11) if k * fraction <= 1 and servers_needed(1.0, fraction, k) <= 7),
         key=lambda k: dsi_s(1.0, fraction, acceptance, k),
     )
-    pair = FakePair(latencies=latencies, acceptance=acceptance)
-    outcome = mean([run_dsi(latencies, pair.sample(500, s), best, 7) for s in range(16)])
-    assert outcome.seconds / 500 == pytest.approx(best_dsi_s(fraction, acceptance, 7), rel=0.03)
+    seconds = run_dsi(latencies, accepted, best, 8).seconds / len(accepted)
+    assert seconds == pytest.approx(best_dsi_s(fraction, acceptance, 7), rel=0.01)
 
 
 def test_best_si_is_the_best_of_all_lookaheads():
