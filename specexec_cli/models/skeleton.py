@@ -6,6 +6,7 @@ rest of the architecture is transformers'.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -62,19 +63,21 @@ def load_config(folder: Path) -> PretrainedConfig:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
+    supported = f"Supported architectures: {', '.join(SUPPORTED)}"
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (ValueError, KeyError, TypeError, OSError) as error:
+        model_type = json.loads(path.read_text("utf-8")).get("model_type")
+    except (ValueError, AttributeError, OSError) as error:
         raise CheckpointError(
-            f"{path} is not usable: {str(error).splitlines()[0]} "
-            f"Supported architectures: {', '.join(SUPPORTED)}"
+            f"{path} is not a JSON object ({error}): download it again"
         ) from error
-    if config.model_type not in SUPPORTED:
-        raise CheckpointError(
-            f"{path}: architecture '{config.model_type}' is not supported. "
-            f"Supported: {', '.join(SUPPORTED)}"
-        )
-    return config
+    # before transformers sees it: what we do not know must not reach any code of the checkpoint
+    if model_type not in SUPPORTED:
+        raise CheckpointError(f"{path}: architecture '{model_type}' is not supported. {supported}")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # a config class checks its values with what it likes
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"{path} is not usable: {reason} {supported}") from error
 
 
 def build_skeleton(config: PretrainedConfig, checkpoint: Checkpoint) -> Skeleton:

@@ -98,14 +98,13 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Runs the rows through the layer in chunks; the cache fills up in between."""
         model = self._model[0]
+        per_row = kwargs.keys() & {"position_ids", "position_embeddings"}
         outputs = []
         for start in range(0, hidden.shape[1], CHUNK_ROWS):
             stop = min(start + CHUNK_ROWS, hidden.shape[1])
-            for name in ("position_ids", "position_embeddings"):
-                if name in kwargs and hidden.shape[1] > CHUNK_ROWS:
-                    kwargs = {**kwargs, name: _slice_rows(kwargs[name], start, stop)}
-            kwargs["attention_mask"] = model.attention_mask(start, stop, self.window)
-            output = run(hidden[:, start:stop], *args, **kwargs)
+            own = {name: _slice_rows(kwargs[name], start, stop) for name in per_row}
+            own["attention_mask"] = model.attention_mask(start, stop, self.window)
+            output = run(hidden[:, start:stop], *args, **{**kwargs, **own})
             outputs.append(output[0] if isinstance(output, tuple) else output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
@@ -184,8 +183,16 @@ class StreamedModel:
 
     @property
     def context_length(self) -> int:
-        """Most positions the model was made for."""
-        return int(self.skeleton.config.max_position_embeddings)
+        """Most positions that one set of rotary frequencies covers.
+
+        LongRoPE (Phi-3 128k) has two sets and changes to the second, for all positions, where the
+        text outgrows the first; keys in the cache would then be of the wrong one.
+        """
+        config = self.skeleton.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            return int(rope["original_max_position_embeddings"])
+        return int(config.max_position_embeddings)
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -213,7 +220,7 @@ class StreamedModel:
             attention_mask=placeholder,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(list(logit_rows), device=self.device),
+            logits_to_keep=torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
         )
         logits: Tensor = output.logits[0]
         return logits

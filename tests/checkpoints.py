@@ -1,0 +1,170 @@
+"""Tiny random checkpoints, written as their makers would: config, safetensors, tokenizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+
+VOCAB = 64
+BYTE_VOCAB = 260  # <pad> <s> </s> <unk> and the 256 bytes
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+_GPT_BIGCODE = {
+    "vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 4096,
+    "n_inner": 48, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+
+# name -> (config class, settings); each exercises what sets its architecture apart
+ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (transformers.LlamaConfig, {}),
+    "llama-tied": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-biases": (transformers.LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": (transformers.LlamaConfig, {"rope_parameters": _LLAMA3_ROPE}),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 8}),
+    "mistral-full": (transformers.MistralConfig, {"sliding_window": None}),
+    "mixtral": (
+        transformers.MixtralConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen2-windows": (
+        transformers.Qwen2Config,
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    ),
+    "qwen3-moe-mixed": (
+        transformers.Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "mlp_only_layers": [1], "norm_topk_prob": True},
+    ),
+    "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
+    "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
+    "gpt-bigcode": (transformers.GPTBigCodeConfig, _GPT_BIGCODE),
+    "gemma2": (
+        transformers.Gemma2Config,
+        # caps low enough to bite, so that attention without soft-capping would show
+        {"head_dim": 8, "sliding_window": 8, "attn_logit_softcapping": 1.0,
+         "final_logit_softcapping": 2.0, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        transformers.Gemma3TextConfig,
+        {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True,
+         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+}  # fmt: skip
+
+
+def architecture(name: str) -> PretrainedConfig:
+    kind, settings = ARCHITECTURES[name]
+    common = {} if name == "gpt-bigcode" else _COMMON
+    return kind(**{**common, **settings})
+
+
+def save_checkpoint(
+    folder: Path,
+    config: PretrainedConfig,
+    *,
+    seed: int = 0,
+    std: float = 0.3,
+    dtype: torch.dtype = torch.float32,
+    shard_bytes: int | None = None,
+    noise_of: PreTrainedModel | None = None,
+    noise: float = 0.0,
+) -> PreTrainedModel:
+    """Writes random weights; returns transformers' own model of them, computing in float32.
+
+    Args:
+        noise_of: take these weights plus `noise` times normal noise instead.
+    """
+    torch.manual_seed(seed)
+    eager = getattr(config, "attn_logit_softcapping", None) is not None
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager" if eager else "sdpa", dtype=torch.float32
+    )
+    with torch.no_grad():
+        sources = dict(noise_of.named_parameters()) if noise_of is not None else {}
+        for name, parameter in model.named_parameters():
+            if noise_of is None:
+                parameter.normal_(std=std)
+            else:
+                parameter.copy_(sources[name] + noise * torch.randn_like(parameter))
+    model.tie_weights()
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes or "50GB")
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager" if eager else "sdpa"
+    ).eval()
+
+
+def byte_llama(**settings: Any) -> PretrainedConfig:
+    """A small Llama over the byte tokenizer."""
+    return transformers.LlamaConfig(
+        **{**_COMMON, "vocab_size": BYTE_VOCAB, "num_hidden_layers": 4, **settings}
+    )
+
+
+def save_byte_tokenizer(folder: Path, **settings: Any) -> PreTrainedTokenizerFast:
+    """A byte-level tokenizer without merges: every byte is a token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>"])}
+    vocab |= {character: len(vocab) + index for index, character in enumerate(alphabet)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", **settings
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def save_pair(
+    folder: Path, *, noise: float = 0.02, target: PretrainedConfig | None = None, std: float = 0.12
+) -> tuple[Path, Path]:
+    """A target and a draft model that is a noisy copy of it, with byte tokenizers."""
+    config = target or byte_llama()
+    model = save_checkpoint(folder / "target", config, std=std)
+    save_checkpoint(folder / "draft", config, noise_of=model, noise=noise)
+    for name in ("target", "draft"):
+        save_byte_tokenizer(folder / name)
+    return folder / "target", folder / "draft"
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Overrides keys of a JSON file; None as a value removes the key."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> StreamedModel:
+    """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay)."""
+    tiers = None if tier is None else (lambda skeleton: [tier] * len(skeleton.layers))
+    return StreamedModel.open(
+        folder, device=torch.device("cpu"), dtype=torch.float32, tiers=tiers, **options
+    )
+
+
+def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
+    """(len(tokens), vocab) in one pass from an empty cache."""
+    return model.forward(PassRows.chain(tokens, 0), model.new_cache(), range(len(tokens)))
