@@ -1,0 +1,209 @@
+"""Write a speed rig: a checkpoint of real size that computes a small model's function exactly.
+
+    python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
+
+With it, end-to-end tokens/s of a 13 GB model can be measured with an honest acceptance of drafts
+and without a download. The text a rig writes is the small model's own. How its tensors come about
+is told in rig_tensors.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rig_shapes import SHAPES, parse_shape
+from rig_tensors import RandomPool, Rig, Source
+
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+
+SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
+COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+          "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
+DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor's place in its shard."""
+
+    name: str
+    size: tuple[int, ...]
+    dtype: str
+    start: int = 0
+
+    @property
+    def n_bytes(self) -> int:
+        return math.prod(self.size) * (4 if self.dtype == "F32" else 2)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.n_bytes
+
+
+def cut_shards(rig: Rig, shard_bytes: int) -> list[list[Entry]]:
+    """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
+    shards: list[list[Entry]] = [[]]
+    room = shard_bytes
+    for name, size in rig.tensors():
+        norm = name.endswith("norm.weight")
+        entry = Entry(name, size, "F32" if norm and rig.norms_in_float32 else "BF16")
+        if entry.n_bytes > room and shards[-1]:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(entry)
+        room -= entry.n_bytes
+    for shard in shards:
+        shard.sort(key=lambda entry: entry.name)
+        start = 0
+        for index, entry in enumerate(shard):
+            shard[index] = replace(entry, start=start)
+            start = shard[index].stop
+    return shards
+
+
+def write_shard(path: Path, entries: list[Entry], rig: Rig, done: Callable[[int], None]) -> None:
+    """One safetensors file, tensor after tensor."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    for entry in entries:
+        header[entry.name] = {"dtype": entry.dtype, "shape": entry.size,
+                              "data_offsets": [entry.start, entry.stop]}  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb", buffering=0) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for entry in entries:
+            _write_all(file.fileno(), memoryview(rig.array(entry.name, entry.size)).cast("B"))
+            done(entry.n_bytes)
+        os.fsync(file.fileno())
+        if hasattr(os, "posix_fadvise"):  # the page cache is of no use to what reads directly
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    while len(view):  # Linux writes at most 2 GiB at once
+        view = view[os.write(fd, view) :]
+
+
+def write_rig(
+    source_folder: Path,
+    shape_name: str,
+    out: Path,
+    *,
+    layers: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Write the checkpoint to `out`, which appears when it is complete.
+
+    Args:
+        shape_name: see parse_shape().
+        layers: instead of the shape's own number.
+    Raises:
+        ConfigError: `out` is there already, the source does not fit, or the disk has no room.
+        CheckpointError: the source cannot be used.
+    """
+    shape = parse_shape(shape_name)
+    if layers is not None:
+        shape = replace(shape, layers=layers)
+    if out.exists():
+        raise ConfigError(f"{out} exists: give another --out, or remove it first")
+    rig = Rig(Source(source_folder), shape, RandomPool(seed))
+    shards = cut_shards(rig, shard_bytes)
+    total = sum(entry.n_bytes for shard in shards for entry in shard)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(out.parent).free
+    if total > free:
+        raise ConfigError(
+            f"the rig needs {format_bytes(total)} but {out.parent} has {format_bytes(free)} free: "
+            "lower --layers, or give an --out on a larger disk"
+        )
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    partial.mkdir()
+    try:
+        _write_folder(rig, shape_name, shards, partial, lambda count: progress(count, total))
+        partial.rename(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return out
+
+
+def _write_folder(
+    rig: Rig, shape_name: str, shards: list[list[Entry]], folder: Path, done: Callable[[int], None]
+) -> None:
+    for pattern in COPIED:
+        for path in rig.source.folder.glob(pattern):
+            shutil.copy(path, folder / path.name)
+    (folder / "config.json").write_text(json.dumps(rig.config(shape_name), indent=2) + "\n")
+    weight_map, written = {}, 0
+
+    def count(n_bytes: int) -> None:
+        nonlocal written
+        written += n_bytes
+        done(written)
+
+    for number, entries in enumerate(shards, start=1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        if len(shards) == 1:
+            name = "model.safetensors"
+        write_shard(folder / name, entries, rig, count)
+        weight_map.update({entry.name: name for entry in entries})
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": written}, "weight_map": weight_map}
+        path = folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--shape", required=True, metavar="NAME",
+                        help=f"{', '.join(SHAPES)}, or hidden=1024,layers=4,heads=8,kv_heads=8,"
+                             "head_dim=128,intermediate=2048")  # fmt: skip
+    parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
+    parser.add_argument("--source", type=Path, default=DEMO, metavar="FOLDER",
+                        help="checkpoint to compute; the demo target by default")  # fmt: skip
+    parser.add_argument("--bits", type=int, choices=(16,), default=16, help="per weight")
+    parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    args = parser.parse_args(argv)
+    console = Console(stderr=True)
+    bar = Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+                   TimeRemainingColumn(), console=console, transient=True)  # fmt: skip
+    try:
+        with bar:
+            task = bar.add_task("rig", total=None)
+            write_rig(
+                args.source, args.shape, args.out, layers=args.layers, seed=args.seed,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )  # fmt: skip
+    except SpecexecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    print(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""Shapes a speed rig can take, and where a small model's heads go in them. Knows no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexec_cli.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """Sizes of a Llama-like model, without its vocabulary."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        sizes = [getattr(self, f.name) for f in fields(self) if f.name != "model_type"]
+        if min(sizes) < 1:
+            raise ConfigError(f"{self}: sizes must be 1 or more")
+        if self.heads % self.kv_heads or self.hidden % self.heads or self.head_dim % 2:
+            raise ConfigError(
+                f"{self}: hidden must be a multiple of heads, heads of kv_heads, head_dim of 2"
+            )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+
+SHAPES = {
+    "llama2-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=32, head_dim=128,
+                       intermediate=11008),
+    "llama2-13b": Shape(hidden=5120, layers=40, heads=40, kv_heads=40, head_dim=128,
+                        intermediate=13824),
+    "llama2-70b": Shape(hidden=8192, layers=80, heads=64, kv_heads=8, head_dim=128,
+                        intermediate=28672),
+    "mistral-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
+                        intermediate=14336, model_type="mistral"),
+}  # fmt: skip
+
+
+def parse_shape(text: str) -> Shape:
+    """A name of SHAPES, or sizes: "hidden=1024,layers=4,heads=8,kv_heads=8,head_dim=128,...".
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if "=" not in text:
+        if text not in SHAPES:
+            raise ConfigError(f"no shape '{text}'.{nearest(text, list(SHAPES))} "
+                              f"Known: {', '.join(SHAPES)}, or hidden=...,layers=...")  # fmt: skip
+        return SHAPES[text]
+    pairs = dict(part.partition("=")[::2] for part in text.split(","))
+    try:
+        return Shape(**{key.strip(): int(value) for key, value in pairs.items()})
+    except (TypeError, ValueError) as error:
+        names = ", ".join(f.name for f in fields(Shape) if f.name != "model_type")
+        raise ConfigError(f"--shape {text}: needs whole numbers for {names} ({error})") from None
+
+
+def place_heads(small: Shape, shape: Shape) -> tuple[list[int], list[int], list[int]]:
+    """Where the source's heads go.
+
+    Returns:
+        for each source query head, its head in the shape; the shape's KV heads in use; and for
+        each of those, the source KV head it holds (one source KV head may be held several times).
+    Raises:
+        ConfigError: there are too few heads.
+    """
+    heads, kv_heads, kv_sources = [], [], []
+    for source in range(small.kv_heads):
+        for query in range(small.group):
+            if query % shape.group == 0:
+                kv_heads.append(len(kv_heads))
+                kv_sources.append(source)
+            heads.append(kv_heads[-1] * shape.group + query % shape.group)
+    if len(kv_heads) > shape.kv_heads:
+        raise ConfigError(
+            f"the source's {small.heads} query heads over {small.kv_heads} KV heads need "
+            f"{len(kv_heads)} KV heads of the shape, which has {shape.kv_heads}"
+        )
+    return heads, kv_heads, kv_sources
+
+
+def place_dims(small: int, large: int) -> NDArray[np.int64]:
+    """Where a head's dimensions go: to rotary pairs of the same frequency."""
+    first = np.arange(small // 2) * (large // small)
+    return np.concatenate([first, first + large // 2])

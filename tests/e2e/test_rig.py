@@ -1,0 +1,227 @@
+"""A speed rig computes its source's function: same logits in float32, same greedy tokens."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import architecture, chain_logits, open_float32, save_checkpoint
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.offload.store import read_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import make_rig
+from rig_shapes import SHAPES, Shape, parse_shape, place_dims, place_heads
+
+DEMO = make_rig.DEMO
+
+
+def shape_text(**sizes: int) -> str:
+    return ",".join(f"{name}={value}" for name, value in sizes.items())
+
+
+# hidden/d a power of 4; with extra heads, extra intermediate units and an extra layer
+PLAIN = shape_text(hidden=256, layers=3, heads=8, kv_heads=8, head_dim=64, intermediate=200)
+# hidden/d = 5 and fewer KV heads: float32 norms, extra query heads that share live KV heads
+GROUPED = shape_text(hidden=320, layers=2, heads=16, kv_heads=4, head_dim=16, intermediate=96)
+SAME = shape_text(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama with four query heads over two KV heads and tied embeddings."""
+    folder = tmp_path_factory.mktemp("source")
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
+        tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, rms_norm_eps=1e-3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # far from linear: attention must be peaked and norms must matter
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.2)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """(len(tokens), vocab) from transformers' own forward."""
+    return model(torch.tensor([list(tokens)])).logits[0]
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    scale = float(theirs.std())
+    assert scale > 0.1
+    torch.testing.assert_close(ours, theirs, atol=2e-4 * scale, rtol=0.0)
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
+    output = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long), pad_token_id=0,
+    )  # fmt: skip
+    return output[0, len(prompt) :].tolist()
+
+
+def assert_same_function(source: Path, rig: Path, vocab: int, count: int = 16) -> None:
+    tokens = np.random.default_rng(1).integers(0, vocab, 48).tolist()
+    ours, theirs = load(rig), load(source)
+    assert_close(logits(ours, tokens), logits(theirs, tokens))
+    assert greedy(ours, tokens[:5], count) == greedy(theirs, tokens[:5], count)
+
+
+@pytest.mark.parametrize("shape", [PLAIN, GROUPED, SAME])
+def test_logits_and_greedy_tokens_are_the_sources(source: Path, tmp_path: Path, shape: str) -> None:
+    rig = make_rig.write_rig(source, shape, tmp_path / "rig")
+    assert_same_function(source, rig, vocab=320)
+
+
+def test_a_mistral_rig_and_its_shards(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mistral = Shape(hidden=256, layers=4, heads=8, kv_heads=2, head_dim=64, intermediate=128,
+                    model_type="mistral")  # fmt: skip
+    monkeypatch.setitem(SHAPES, "small-mistral", mistral)
+    rig = make_rig.write_rig(source, "small-mistral", tmp_path / "rig", shard_bytes=1_000_000)
+    assert json.loads((rig / "config.json").read_text())["model_type"] == "mistral"
+    assert len(list(rig.glob("model-*-of-*.safetensors"))) > 2
+    assert_same_function(source, rig, vocab=320)
+
+
+def test_the_engine_streams_it(source: Path, tmp_path: Path) -> None:
+    rig = make_rig.write_rig(source, GROUPED, tmp_path / "rig", shard_bytes=300_000)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    model = open_float32(rig)
+    try:
+        streamed = chain_logits(model, tokens)
+    finally:
+        model.close()
+    assert_close(streamed, logits(load(source), tokens))
+
+
+@pytest.mark.skipif(not (DEMO / "model.safetensors").is_file(), reason="no demo weights")
+def test_the_demo_target_in_a_wide_shape(tmp_path: Path) -> None:
+    shape = shape_text(
+        hidden=1280, layers=9, heads=10, kv_heads=10, head_dim=128, intermediate=1024
+    )
+    rig = make_rig.write_rig(DEMO, shape, tmp_path / "rig")
+    assert_same_function(DEMO, rig, vocab=4096, count=8)
+
+
+def test_nothing_is_compressible(source: Path, tmp_path: Path) -> None:
+    rig = make_rig.write_rig(
+        source,
+        shape_text(hidden=1024, layers=3, heads=16, kv_heads=16, head_dim=64, intermediate=2048),
+        tmp_path / "rig",
+    )
+    with safe_open(rig / "model.safetensors", "pt") as file:
+        layers = [file.get_tensor(name) for name in file.keys() if ".layers." in name]  # noqa: SIM118
+    zeros = sum(int((tensor == 0).sum()) for tensor in layers)
+    assert zeros < 0.05 * sum(tensor.numel() for tensor in layers)
+    blocks = torch.cat([t.flatten().view(torch.uint8) for t in layers if t.dim() == 2])
+    blocks = blocks[: len(blocks) // 4096 * 4096].view(-1, 4096)
+    live = blocks[blocks.ne(0).any(1)]
+    assert len(torch.unique(live, dim=0)) == len(live)  # nor would deduplication help
+
+
+def test_the_real_shapes_hold_the_demo_target() -> None:
+    demo = Shape(hidden=256, layers=8, heads=8, kv_heads=4, head_dim=32, intermediate=896)
+    for name in SHAPES:
+        heads, kv_heads, kv_sources = place_heads(demo, parse_shape(name))
+        group = SHAPES[name].group
+        for query, head in enumerate(heads):
+            assert kv_sources[kv_heads.index(head // group)] == query // demo.group
+        assert len(set(heads)) == demo.heads
+    assert place_dims(32, 128).tolist() == [*range(0, 64, 4), *range(64, 128, 4)]
+
+
+def test_tensors_lie_as_in_checkpoints_of_the_hub(source: Path, tmp_path: Path) -> None:
+    rig = make_rig.write_rig(source, PLAIN, tmp_path / "rig", shard_bytes=800_000)
+    index = json.loads((rig / "model.safetensors.index.json").read_text())
+    stored = read_checkpoint(rig)
+    assert index["metadata"]["total_size"] == stored.total_bytes
+    for path in rig.glob("*.safetensors"):
+        in_file = sorted((t for t in stored.values() if t.path == path), key=lambda t: t.start)
+        assert [t.name for t in in_file] == sorted(t.name for t in in_file)
+        assert path.stat().st_size <= 800_000 + 100_000 or len(in_file) == 1
+        assert in_file[-1].stop == path.stat().st_size
+    assert (rig / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ("llama2-7", "Did you mean 'llama2-7b'"),
+        ("hidden=64", "whole numbers"),
+        ("hidden=4096,layers=1,heads=8,kv_heads=8,head_dim=64,intermediate=96", "layers 2"),
+        ("hidden=256,layers=2,heads=4,kv_heads=2,head_dim=32,intermediate=96", "head_dim 32"),
+        ("hidden=256,layers=2,heads=2,kv_heads=2,head_dim=16,intermediate=96", "4 KV heads"),
+        ("hidden=256,layers=2,heads=8,kv_heads=3,head_dim=16,intermediate=96", "multiple"),
+    ],
+)
+def test_what_cannot_be_is_one_line(source: Path, tmp_path: Path, shape: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        make_rig.write_rig(source, shape, tmp_path / "rig")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_refused_before_writing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = make_rig.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(make_rig.shutil, "disk_usage", lambda path: usage._replace(free=100_000))
+    with pytest.raises(ConfigError, match=r"needs .* MB but .* has 100 kB free"):
+        make_rig.write_rig(source, PLAIN, tmp_path / "rig")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_rig_leaves_nothing(source: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_rig.write_rig(source, PLAIN, tmp_path / "rig", progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_kept(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rig").mkdir()
+    code = make_rig.main(["--shape", PLAIN, "--source", str(source), "--out", f"{tmp_path}/rig"])
+    assert code == ConfigError.exit_code
+    assert "exists: give another --out" in capsys.readouterr().err
+
+
+def test_a_source_that_is_not_a_plain_llama_is_refused(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "qwen2", architecture("qwen2"))
+    with pytest.raises(CheckpointError, match="model_type qwen2"):
+        make_rig.write_rig(tmp_path / "qwen2", PLAIN, tmp_path / "rig")
+
+
+def test_same_seed_same_bytes(source: Path, tmp_path: Path) -> None:
+    first, second, other = (
+        make_rig.write_rig(source, PLAIN, tmp_path / str(n), seed=seed)
+        for n, seed in enumerate((0, 0, 1))
+    )
+    read = [np.fromfile(f / "model.safetensors", np.uint8) for f in (first, second, other)]
+    assert np.array_equal(read[0], read[1])
+    assert not np.array_equal(read[0], read[2])
