@@ -129,10 +129,7 @@ class Session:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and text together."""
-        lengths = [self._target.model.context_length]
-        if self._draft is not None:
-            lengths.append(self._draft.context_length)
-        return min(lengths)
+        return self._target.model.context_length
 
     @property
     def layers(self) -> int:

@@ -60,9 +60,11 @@ class ModelDrafter:
 
         Args:
             context: every committed token, at least one; the last is the root.
-            max_depth: longest path; 0 gives an empty tree.
+            max_depth: longest path; 0 gives an empty tree. So does a context that has outgrown
+                the draft model's window, while the target's may be longer.
         """
         self._context = context
+        max_depth = min(max_depth, self.model.context_length - len(context))
         self._reset_tree()
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
@@ -102,7 +104,9 @@ class ModelDrafter:
         """Runs a frontier through the draft model; see search.Expand."""
         if frontier.ids[0] == ROOT:
             pending = list(self._context[len(self.tokens) :])
-            rows = PassRows.chain(pending, len(self.tokens))
+            # the target may emit a padding id that the draft model has no embedding for
+            known = [token if token < self.model.vocab_size else 0 for token in pending]
+            rows = PassRows.chain(known, len(self.tokens))
             logit_rows = range(len(pending) - 1, len(pending))
         else:
             rows = self._tree_rows(frontier)

@@ -15,6 +15,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
+_GROWTH_SLOTS = 256  # an unreserved cache grows by this many, not by every pass
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer, (1, heads, capacity, head_dim) each, filled up to `length`."""
 
@@ -35,7 +38,7 @@ class SlotLayer(CacheLayerMixin):
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
     def _grow(self, needed: int) -> None:
-        capacity = max(needed, self.reserved)
+        capacity = max(-(-needed // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved)
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = self._buffer(old, capacity)

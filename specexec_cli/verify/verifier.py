@@ -65,6 +65,8 @@ class LocalTarget:
         Raises:
             StreamError: the weights could not be read; the cache is as before the call.
         """
+        # a caller that failed or was interrupted before commit() left its rows behind
+        self._cache.crop(len(self.tokens))
         self._pending, self._tree = list(pending), tree
         rows = verification_rows(self._pending, tree, len(self.tokens))
         first = len(self._pending) - 1
