@@ -1,0 +1,65 @@
+"""Noise-aware scores: what they rank first, and how they learn whom to trust."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.drafting.scoring import DraftScorer
+from specexec_cli.sampling import Sampler
+
+VOCAB = 50
+
+
+def scorer(scoring="noise", **settings) -> DraftScorer:
+    return DraftScorer(Sampler(SamplingConfig(**settings)), scoring)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.8}])
+def test_a_perfect_draft_ranks_the_targets_own_token_first(settings):
+    sampler = Sampler(SamplingConfig(seed=5, **settings))
+    drafts = DraftScorer(sampler, "noise")
+    for position in range(3, 40):
+        logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(position)) * 2
+        context = list(range(position))
+        utilities = drafts.utilities(logits[None], [position], context)
+        assert int(utilities.argmax()) == sampler.token(logits, context)
+
+
+def test_rows_of_one_batch_use_the_noise_of_their_own_positions():
+    drafts = scorer(temperature=1.0, seed=1)
+    logits = torch.zeros(2, VOCAB)
+    together = drafts.utilities(logits, [7, 9], [0])
+    assert torch.equal(together[1], drafts.utilities(logits[:1], [9], [0])[0])
+    assert not torch.equal(together[0], together[1])
+
+
+def test_without_noise_scores_are_the_tempered_filtered_probabilities():
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0))
+    plain = scorer("probs", temperature=0.5).utilities(logits, [4], [0])
+    torch.testing.assert_close(plain, (logits / 0.5).log_softmax(-1))
+    torch.testing.assert_close(scorer("noise").utilities(logits, [4], [0]), logits.log_softmax(-1))
+
+
+@pytest.mark.parametrize(("disagreement", "expected"), [(0.0, "sharper"), (6.0, "flatter")])
+def test_sharpness_follows_how_often_the_draft_was_right(disagreement, expected):
+    drafts = scorer(temperature=1.0)
+    start = drafts.sharpness
+    generator = torch.Generator().manual_seed(0)
+    for position in range(200):
+        logits = torch.randn(VOCAB, generator=generator) * 2
+        noise = disagreement * torch.randn(VOCAB, generator=generator)
+        utilities = drafts.utilities(logits[None], [position], [0])[0]
+        drafts.observe(utilities, int((utilities + noise).argmax()))
+    assert (drafts.sharpness < start) == (expected == "sharper")
+    assert drafts.sharpness != start
+
+
+def test_a_token_the_draft_had_filtered_out_teaches_nothing():
+    drafts = scorer(temperature=1.0, top_k=1)
+    utilities = drafts.utilities(torch.arange(VOCAB).float()[None], [3], [0])[0]
+    before = drafts.sharpness
+    for _ in range(100):
+        drafts.observe(utilities, 0)
+    assert drafts.sharpness == before
