@@ -46,6 +46,13 @@ def lanes() -> int:
     return 8 if features.get("avx2") else 4
 
 
+@cache
+def has_bf16_matmul() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
+    features = llvm.get_host_cpu_features()
+    return any(features.get(name) for name in ("amx-bf16", "avx512bf16"))
+
+
 def compile_ir(text: str, name: str) -> Any:
     """Native function `void name(int64 *)` of the IR `text`; names must differ between calls."""
     machine, engine = _machine()

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.linear import MixedLinear, PerExpert
+from specexec_cli.models.quantized import Quantization, replace_linears
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
 # Tested against transformers' own forward, tests/e2e/test_architectures.py.
@@ -80,9 +82,13 @@ def load_config(folder: Path) -> PretrainedConfig:
         raise CheckpointError(f"{path} is not usable: {reason} {supported}") from error
 
 
-def build_skeleton(config: PretrainedConfig, checkpoint: Checkpoint) -> Skeleton:
+def build_skeleton(
+    config: PretrainedConfig, checkpoint: Checkpoint, quantization: Quantization | None = None
+) -> Skeleton:
     """Builds the model on the meta device and finds each of its tensors in the checkpoint.
 
+    Args:
+        quantization: of the checkpoint, if it is quantized.
     Raises:
         CheckpointError: a tensor is missing or of another shape than the config says.
     """
@@ -97,9 +103,14 @@ def build_skeleton(config: PretrainedConfig, checkpoint: Checkpoint) -> Skeleton
         )
     model.eval()
     path, layers = _decoder_layers(model, config.num_hidden_layers)
-    for layer in layers:
-        _replace_modules(layer)
     rename = _RENAMES.get(config.model_type, ())
+    for index, layer in enumerate(layers):
+        _replace_modules(layer)
+        if quantization is not None:
+            stored_name = partial(_stored, renames=rename, prefix=f"{path}.{index}.")
+            replace_linears(layer, MixedLinear, stored_name, quantization)
+    if quantization is not None:
+        replace_linears(model, nn.Linear, lambda name: name, quantization)
     layer_tensors = [
         _find_layer(checkpoint, layer, f"{path}.{index}.", rename)
         for index, layer in enumerate(layers)
@@ -154,11 +165,16 @@ def _find_layer(
 ) -> dict[str, TensorRange]:
     found = {}
     for name, parameter in layer.named_parameters():
-        stored = name
-        for pattern, replacement in renames:
-            stored = re.sub(pattern, replacement, stored)
-        found[name] = _find(checkpoint, prefix + stored, tuple(parameter.shape))
+        found[name] = _find(checkpoint, _stored(name, renames, prefix), tuple(parameter.shape))
     return found
+
+
+def _stored(name: str, renames: tuple[tuple[str, str], ...], prefix: str) -> str:
+    """The name in the checkpoint of a parameter or module inside a layer."""
+    dotted = f"{name}."  # the patterns end where a part of the name ends
+    for pattern, replacement in renames:
+        dotted = re.sub(pattern, replacement, dotted)
+    return prefix + dotted[:-1]
 
 
 def _find_resident(

@@ -18,6 +18,7 @@ from torch.func import functional_call
 
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear
+from specexec_cli.models.quantized import Quantization, QuantizedLinear, config_dict
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
 from specexec_cli.offload.store import TensorRange, read_checkpoint
@@ -58,8 +59,8 @@ class DecoderLayer(nn.Module):
         self._kept = {
             f"{path}.{leaf}"
             for path, module in layer.named_modules()
-            if isinstance(module, MixedLinear)
-            for leaf in ("weight", "bias")
+            if isinstance(module, MixedLinear | QuantizedLinear)
+            for leaf, _ in module.named_parameters()
         }
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -162,7 +163,9 @@ class StreamedModel:
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
-        skeleton = build_skeleton(load_config(folder), read_checkpoint(folder))
+        config, checkpoint = load_config(folder), read_checkpoint(folder)
+        quantization = Quantization.read(checkpoint, config_dict(folder), notice)
+        skeleton = build_skeleton(config, checkpoint, quantization)
         model = cls(skeleton, device, dtype)
         if tiers is None:
             model._load_layers(progress)
@@ -258,6 +261,8 @@ class StreamedModel:
                 _set_module(model, path, MixedEmbedding(module, weight, self.dtype))
             elif isinstance(module, nn.Linear):
                 _set_module(model, path, _resident_linear(weight))
+            elif isinstance(module, QuantizedLinear):
+                setattr(module, leaf, _frozen(weight))
             else:
                 setattr(module, leaf, _frozen(weight.to(self.dtype)))
         if "lm_head.weight" not in tensors:  # tied
@@ -272,9 +277,10 @@ class StreamedModel:
             staged = layer.stage(read_tensors(list(tensors.values())), self.device, self.dtype)
             for name, weight in staged.items():
                 path, _, leaf = name.rpartition(".")
+                module = layer.layer.get_submodule(path)
                 # a copy of its own, so that the buffer it was read into is let go
-                own = weight.to(self.dtype, copy=True)
-                setattr(layer.layer.get_submodule(path), leaf, _frozen(own))
+                dtype = weight.dtype if isinstance(module, QuantizedLinear) else self.dtype
+                setattr(module, leaf, _frozen(weight.to(dtype, copy=True)))
             done += sum(tensor.n_bytes for tensor in tensors.values())
             progress(done, total)
 

@@ -1,0 +1,225 @@
+"""How a checkpoint is quantized, from whichever of its config files says so.
+
+config.json's quantization_config comes first, then quantize_config.json (AutoGPTQ, GPTQModel), then
+quant_config.json (AutoAWQ). Methods, formats and dtypes that cannot be read are refused by name.
+Knows no tensors: models.quantized holds these claims against them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from specexec_cli.errors import CheckpointError
+
+Notice = Callable[[str], None]
+Method = Literal["gptq", "awq"]
+
+_FILES = ("quantize_config.json", "quant_config.json")
+_BITS: Mapping[Method, tuple[int, ...]] = {"gptq": (2, 3, 4, 8), "awq": (4,)}
+_GPTQ_FORMATS = ("gptq", "gptq_v2")
+_TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points without loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantSpec:
+    """How one linear is quantized."""
+
+    method: Method
+    bits: int
+    group_size: int  # inputs per group; -1: all of them
+    desc_act: bool
+    sym: bool | None  # None: the config does not say
+    v2: bool  # GPTQ: zero points are stored as they are, not minus one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantConfig:
+    """How a checkpoint is quantized: one rule, and exceptions by module name."""
+
+    source: Path  # the file that says so
+    spec: QuantSpec
+    lossless_v1: bool  # written by a tool whose asymmetric v1 zero points can be restored
+    rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> overrides, None: plain
+
+    @classmethod
+    def from_checkpoint(
+        cls, folder: Path, config: Mapping[str, Any], notice: Notice
+    ) -> QuantConfig | None:
+        """The quantization of a checkpoint folder, or None for a plain one.
+
+        Args:
+            config: config.json as a dict.
+            notice: told when the config files disagree; the first one is believed.
+        Raises:
+            CheckpointError: a broken file, or a method, format or dtype that cannot be read.
+        """
+        found = [
+            (path, _parse(keys, path))
+            for path, keys in _config_files(folder, config)
+            if isinstance(keys, Mapping)
+        ]
+        if not found:
+            return None
+        path, first = found[0]
+        for other_path, other in found[1:]:
+            differing = _differences(first.spec, other.spec)
+            if differing:
+                notice(
+                    f"{path.name} and {other_path.name} disagree on the quantization "
+                    f"({differing}): {path.name} is believed"
+                )
+        return first
+
+    def for_module(self, name: str) -> QuantSpec | None:
+        """How the linear `name` (full name in the checkpoint) is quantized; None: not at all.
+
+        The first `dynamic` pattern that matches the beginning of the name decides, as in GPTQModel.
+        """
+        for pattern, overrides in self.rules:
+            if re.match(pattern, name):
+                return None if overrides is None else _override(self.spec, overrides, self.source)
+        return self.spec
+
+
+def _config_files(folder: Path, config: Mapping[str, Any]) -> list[tuple[Path, Any]]:
+    files: list[tuple[Path, Any]] = [(folder / "config.json", config.get("quantization_config"))]
+    for name in _FILES:
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            files.append((path, json.loads(path.read_text("utf-8"))))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+    return files
+
+
+def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
+    method = _method(keys, path)
+    pack_dtype = keys.get("pack_dtype", "int32")
+    if pack_dtype != "int32":
+        raise CheckpointError(
+            f"{path}: pack_dtype '{pack_dtype}' is not supported, only int32 is: "
+            "use a checkpoint that was quantized with pack_dtype int32"
+        )
+    stored_format = _format(keys, method, path)
+    sym = keys.get("sym")
+    if sym is None and "zero_point" in keys:
+        sym = not keys["zero_point"]
+    spec = QuantSpec(
+        method=method,
+        bits=_integer(keys, ("bits", "w_bit", "wbits"), path),
+        group_size=_integer(keys, ("group_size", "q_group_size"), path),
+        desc_act=bool(keys.get("desc_act", False)),
+        sym=sym,
+        v2=stored_format == "gptq_v2",
+    )
+    _check(spec, path)
+    return QuantConfig(
+        source=path, spec=spec, lossless_v1=_is_lossless(keys.get("meta")), rules=_rules(keys, path)
+    )
+
+
+def _method(keys: Mapping[str, Any], path: Path) -> Method:
+    name = keys.get("quant_method", keys.get("method"))
+    if name is None:
+        is_awq = path.name == "quant_config.json" or "version" in keys
+        name = "awq" if is_awq else "gptq"
+    name = str(name).lower()
+    if name not in ("gptq", "awq"):
+        raise CheckpointError(
+            f"{path}: quantization method '{name}' is not supported. Supported are gptq and awq: "
+            "use such a checkpoint of the model, or the original weights"
+        )
+    return name  # type: ignore[return-value]
+
+
+def _format(keys: Mapping[str, Any], method: Method, path: Path) -> str:
+    stored = str(keys.get("checkpoint_format", keys.get("format", "")) or "").lower()
+    if keys.get("is_marlin_format"):
+        stored = "marlin"
+    if method == "awq":
+        stored = str(keys.get("version") or stored or "gemm").lower()
+        supported: tuple[str, ...] = ("gemm",)
+    else:
+        stored = stored or "gptq"
+        supported = _GPTQ_FORMATS
+    if stored not in supported:
+        raise CheckpointError(
+            f"{path}: {method} format '{stored}' is not supported. Supported: "
+            f"{', '.join(supported)}; convert the checkpoint with the tool that wrote it"
+        )
+    return stored
+
+
+def _integer(keys: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int:
+    for name in names:
+        value = keys.get(name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+        if value is not None:
+            raise CheckpointError(f"{path}: {name} must be a whole number, not {value!r}")
+    raise CheckpointError(f"{path}: the quantization has no '{names[0]}'; download the file again")
+
+
+def _check(spec: QuantSpec, path: Path) -> None:
+    if spec.bits not in _BITS[spec.method]:
+        known = ", ".join(map(str, _BITS[spec.method]))
+        raise CheckpointError(
+            f"{path}: {spec.method} with {spec.bits} bits is not supported; supported: {known}"
+        )
+    if spec.group_size != -1 and spec.group_size < 1:
+        raise CheckpointError(
+            f"{path}: group_size must be -1 (all inputs) or at least 1, not {spec.group_size}"
+        )
+
+
+def _is_lossless(meta: Any) -> bool:
+    """Whether `meta.quantizer` names GPTQModel 0.9.0 or later."""
+    quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None
+    for entry in [quantizers] if isinstance(quantizers, str) else quantizers or []:
+        name, _, version = str(entry).partition(":")
+        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        if name.strip().lower() == "gptqmodel" and numbers >= _TRUSTED_SINCE:
+            return True
+    return False
+
+
+def _rules(keys: Mapping[str, Any], path: Path) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
+    rules: list[tuple[str, Mapping[str, Any] | None]] = []
+    dynamic = keys.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"{path}: 'dynamic' must map patterns to settings, not {dynamic!r}")
+    for key, overrides in dynamic.items():
+        excluded = key.startswith("-")
+        pattern = re.sub(r"^[-+]:?", "", key)
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise CheckpointError(f"{path}: dynamic rule '{key}' is no regex: {error}") from error
+        rules.append((pattern, None if excluded else overrides or {}))
+    for part in keys.get("modules_to_not_convert") or []:  # AWQ: parts of names
+        rules.append((rf".*{re.escape(part)}", None))
+    return tuple(rules)
+
+
+def _override(spec: QuantSpec, overrides: Mapping[str, Any], path: Path) -> QuantSpec:
+    known = {
+        name: overrides[name]
+        for name in ("bits", "group_size", "desc_act", "sym")
+        if name in overrides
+    }
+    special = replace(spec, **known)
+    _check(special, path)
+    return special
+
+
+def _differences(first: QuantSpec, other: QuantSpec) -> str:
+    names = ("method", "bits", "group_size", "desc_act", "sym", "v2")
+    pairs = [(name, getattr(first, name), getattr(other, name)) for name in names]
+    return ", ".join(f"{name} {one} and {two}" for name, one, two in pairs if one != two)

@@ -1,0 +1,98 @@
+"""Tree attention against dense masked attention: random trees, prefixes, head sizes, groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref, unpack_ancestors
+
+
+def random_tree(nodes: int, seed: int) -> torch.Tensor:
+    """(nodes, nodes) bool: each node sees itself and its ancestors."""
+    rng = torch.Generator().manual_seed(seed)
+    mask = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        parent = int(torch.randint(-1, node, (1,), generator=rng))
+        if parent >= 0:
+            mask[node] |= mask[parent]
+    return mask
+
+
+def inputs(
+    nodes: int, prefix: int, head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    rng = torch.Generator().manual_seed(nodes + prefix)
+    queries = torch.randn(nodes, heads, head_dim, generator=rng)
+    cache = torch.randn(2, kv_heads, prefix + nodes + 3, head_dim, generator=rng)
+    keys, values = cache[:, :, : prefix + nodes]  # views of a larger cache
+    return queries.to(dtype), keys.to(dtype), values.to(dtype)
+
+
+@pytest.mark.parametrize("nodes", [1, 31, 32, 33, 100])
+def test_masks_round_trip(nodes: int) -> None:
+    mask = random_tree(nodes, nodes)
+    words = pack_ancestors(mask)
+    assert words.dtype == torch.int32
+    assert torch.equal(unpack_ancestors(words, nodes), mask)
+
+
+def test_reference_is_scaled_dot_product_attention() -> None:
+    queries, keys, values = inputs(9, 20, 64, 4, 2, torch.float32)
+    tree = random_tree(9, 0)
+    mask = torch.cat([torch.ones(9, 20, dtype=torch.bool), tree], 1)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True
+    )
+    found = tree_attention_ref(queries, keys, values, pack_ancestors(tree), 20)
+    torch.testing.assert_close(found, expected.transpose(0, 1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "prefix", "head_dim", "heads", "kv_heads"),
+    [
+        (1, 0, 64, 2, 2), (5, 0, 80, 2, 1), (40, 0, 128, 4, 2), (33, 1, 64, 4, 4),
+        (7, 63, 96, 6, 2), (20, 65, 80, 8, 1), (70, 300, 128, 4, 4), (3, 1025, 96, 2, 2),
+        (17, 4096, 64, 2, 1), (4, 4096, 128, 2, 1),
+    ],
+)  # fmt: skip
+def test_kernel_equals_dense_attention(
+    nodes: int, prefix: int, head_dim: int, heads: int, kv_heads: int, device: torch.device
+) -> None:
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    tensors = inputs(nodes, prefix, head_dim, heads, kv_heads, torch.float32)
+    words = pack_ancestors(random_tree(nodes, prefix))
+    found = tree_attention(*(t.to(device) for t in (*tensors, words)), prefix)
+    expected = tree_attention_ref(*tensors, words, prefix)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_pending_rows_are_a_chain_in_the_same_mask(device: torch.device) -> None:
+    """A prompt's rows attend causally: a path is a tree too."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    tensors = inputs(50, 10, 64, 2, 2, torch.float32)
+    words = pack_ancestors(torch.ones(50, 50, dtype=torch.bool).tril())
+    found = tree_attention(*(t.to(device) for t in (*tensors, words)), 10).cpu()
+    torch.testing.assert_close(found, tree_attention_ref(*tensors, words, 10), rtol=1e-5, atol=1e-5)
+
+
+def test_half_precision(device: torch.device) -> None:
+    """Error against float32 is at most twice that of PyTorch in the same dtype."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    tensors = inputs(20, 40, 64, 4, 2, torch.float16)
+    words = pack_ancestors(random_tree(20, 1))
+    exact = tree_attention_ref(*(t.float() for t in tensors), words, 40)
+    allowed = 2 * (tree_attention_ref(*tensors, words, 40) - exact).abs().max()
+    found = tree_attention(*(t.to(device) for t in (*tensors, words)), 40).cpu()
+    assert (found - exact).abs().max() <= allowed
+
+
+def test_strided_rows_are_refused() -> None:
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    queries, keys, values = inputs(2, 4, 64, 2, 2, torch.float32)
+    words = pack_ancestors(random_tree(2, 0))
+    with pytest.raises(ValueError, match="contiguous"):
+        tree_attention(queries, keys.transpose(1, 2).contiguous().transpose(1, 2), values, words, 4)
