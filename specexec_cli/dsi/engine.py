@@ -1,0 +1,189 @@
+"""The real models behind DSI's workers: chains of rows through a model with a cache of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.workers import Stale, common_prefix
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.sampling import Sampler
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MEASURED_ROWS = (1, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """What a worker process needs to load its model."""
+
+    folder: Path
+    device: str
+    dtype: str  # torch's name of it
+    tier: Literal["ram", "ssd"] | None  # where layers stream from; None keeps them loaded
+    threads: int  # for arithmetic on the CPU
+    vocab_size: int  # ids from here on are never drawn
+
+
+class StalePass(Exception):
+    """Ends a pass whose result nobody wants; never leaves CachedModel."""
+
+
+class CachedModel:
+    """A model and the cache of one sequence."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self.model = model
+        self.tokens: list[int] = []  # whose rows are in the cache
+        self.cache = model.new_cache()
+        self._stale: Stale = _never
+        for layer in model.skeleton.layers:
+            layer.register_forward_pre_hook(self._poll)
+
+    def logits(self, tokens: Sequence[int], first: int, stale: Stale) -> Tensor | None:
+        """Logits for positions first .. len(tokens); rows the cache has are not run again.
+
+        Args:
+            first: 1 .. len(tokens).
+            stale: polled before each layer.
+        Returns:
+            (len(tokens) + 1 - first, vocab); None if the pass became stale, and then the cache
+            holds the common prefix.
+        """
+        keep = min(common_prefix(self.tokens, list(tokens)), first - 1)
+        del self.tokens[keep:]
+        self.cache.crop(keep)
+        self.cache.reserve(len(tokens) + 256)
+        missing = list(tokens[keep:])
+        self._stale = stale
+        try:
+            rows = PassRows.chain(missing, keep)
+            logits = self.model.forward(rows, self.cache, range(first - 1 - keep, len(missing)))
+        except BaseException as error:
+            # layers before the interruption hold rows of an unfinished pass
+            self.cache.crop(keep)
+            if self.model.source is not None:
+                self.model.source.restart()
+            if isinstance(error, StalePass):
+                return None
+            raise
+        finally:
+            self._stale = _never
+        self.tokens = list(tokens)
+        return logits
+
+    def fill(self, tokens: Sequence[int], stale: Stale) -> bool:
+        """Bring the cache up to `tokens`; False if that became stale."""
+        if common_prefix(self.tokens, list(tokens)) == len(tokens):
+            return True
+        return self.logits(tokens, len(tokens), stale) is not None
+
+    def _poll(self, module: object, args: object) -> None:
+        if self._stale():
+            raise StalePass
+
+    def measure(self) -> dict[int, float]:
+        """Seconds of a pass by its rows, after one to warm up."""
+        seconds = {}
+        for rows in (1, *_MEASURED_ROWS):
+            begin = time.perf_counter()
+            logits = self.logits([0] * rows, rows, _never)
+            assert logits is not None
+            logits.sum().item()  # waits for the device
+            seconds[rows] = time.perf_counter() - begin
+            self.cache.crop(0)
+            self.tokens = []
+        return seconds
+
+
+def _never() -> bool:
+    return False
+
+
+class ModelTarget:
+    """A target server over a real model; see workers.TargetServer."""
+
+    def __init__(self, model: StreamedModel) -> None:
+        self.cached = CachedModel(model)
+        self._sampler = Sampler(SamplingConfig())
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Draw the tokens of later tasks by `sampling`."""
+        self._sampler = Sampler(sampling)
+
+    def verify(self, tokens: Sequence[int], first: int, stale: Stale) -> tuple[int, ...] | None:
+        """The target's draws from position `first` on, up to the first that differs."""
+        if first > len(tokens):
+            return () if self.cached.fill(tokens, stale) else None
+        logits = self.cached.logits(tokens, first, stale)
+        if logits is None:
+            return None
+        draws = []
+        for row, position in enumerate(range(first, len(tokens) + 1)):
+            draws.append(self._sampler.token(logits[row], tokens[:position]))
+            if position < len(tokens) and draws[-1] != tokens[position]:
+                break
+        return tuple(draws)
+
+    def measure(self) -> dict[int, float]:
+        """Seconds of a pass by its rows."""
+        return self.cached.measure()
+
+
+class ModelDrafter:
+    """The draft model: guesses each token with the very noise the target will draw it with."""
+
+    def __init__(self, model: StreamedModel, vocab_size: int) -> None:
+        self.cached = CachedModel(model)
+        self._vocab_size = vocab_size
+        self._sampler = Sampler(SamplingConfig())
+        self._tokens: list[int] = []
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Guess at tokens drawn by `sampling`."""
+        self._sampler = Sampler(sampling)
+
+    def start(self, tokens: Sequence[int]) -> None:
+        """Continue after `tokens`."""
+        self._tokens = list(tokens)
+
+    def next_token(self) -> int:
+        """Draft one more token."""
+        logits = self.cached.logits(self._tokens, len(self._tokens), _never)
+        assert logits is not None
+        self._tokens.append(self._sampler.token(logits[0, : self._vocab_size], self._tokens))
+        return self._tokens[-1]
+
+    def measure(self) -> dict[int, float]:
+        """Seconds of a pass by its rows."""
+        return self.cached.measure()
+
+
+def load_target(spec: ModelSpec) -> ModelTarget:
+    """In a worker's process: the target."""
+    return ModelTarget(_load(spec))
+
+
+def load_drafter(spec: ModelSpec) -> ModelDrafter:
+    """In a worker's process: the draft model."""
+    return ModelDrafter(_load(spec), spec.vocab_size)
+
+
+def _load(spec: ModelSpec) -> StreamedModel:
+    import torch
+
+    torch.set_num_threads(spec.threads)
+    tier = spec.tier
+    return StreamedModel.open(
+        spec.folder,
+        device=torch.device(spec.device),
+        dtype=getattr(torch, spec.dtype),
+        tiers=None if tier is None else lambda skeleton: [tier] * len(skeleton.layers),
+    )
