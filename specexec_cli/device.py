@@ -76,7 +76,12 @@ def usable_cores() -> int:
 
 def total_ram_bytes() -> int:
     """Physical memory, or the smallest limit set on this process."""
-    return min([_meminfo("MemTotal"), *(limit for limit, _ in _memory_limits())])
+    return min([physical_ram_bytes(), *(limit for limit, _ in _memory_limits())])
+
+
+def physical_ram_bytes() -> int:
+    """Memory of the machine, whatever the limits on this process."""
+    return _meminfo("MemTotal")
 
 
 def free_ram_bytes() -> int:

@@ -67,6 +67,42 @@ def fetch(
     return folder
 
 
+def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
+    """The entry's config.json alone: a few kilobytes that tell how big the model is.
+
+    Raises:
+        UnknownModelError: the folder or repository is missing, gated, or not reachable.
+        CheckpointError: it is not JSON.
+    """
+    from huggingface_hub import constants, hf_hub_download
+
+    if entry.folder is not None:
+        path = entry.folder / "config.json"
+    else:
+        offline = offline or constants.is_offline_mode()
+        try:
+            path = Path(
+                hf_hub_download(
+                    entry.repo,
+                    "config.json",
+                    revision=entry.revision,
+                    local_files_only=offline,
+                    tqdm_class=_silent_bar(),
+                )
+            )
+        except Exception as error:  # whatever the hub, the network or the disk did: one line
+            raise _explain(error, entry, entry.revision, offline) from error
+    try:
+        config = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UnknownModelError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}): fetch it again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a JSON object: fetch it again")
+    return config
+
+
 def cached_snapshot(entry: ModelEntry) -> Path | None:
     """The entry's folder in the hub's cache if all its weights are there; opens no connection."""
     from huggingface_hub import constants

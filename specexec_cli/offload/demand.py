@@ -59,9 +59,10 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 
 def mend(biggest: str) -> str:
     """What to change when this part takes the most."""
+    shorter = "Use a shorter context: --context in plan, --max-tokens elsewhere"
     return {
         "draft model": "Use a smaller draft model: --draft",
-        "draft model's KV cache": "Use a shorter prompt and fewer --max-tokens",
-        "target's KV cache": "Use a shorter prompt and fewer --max-tokens",
+        "draft model's KV cache": shorter,
+        "target's KV cache": shorter,
         "activations": "Use a smaller draft tree: --budget",
     }.get(biggest, "Use a smaller or quantized target: --target")

@@ -1,0 +1,105 @@
+"""`specexec doctor`: what this machine is, how fast its links are, and what will be slow."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.device import format_bytes
+from specexec_cli.offload.rates import rates_file, save_rates
+
+if TYPE_CHECKING:
+    from specexec_cli.cli.doctor_report import Report
+
+SCHEMA = 1
+
+
+def doctor(as_json: options.Json = False) -> None:
+    """Look at this machine and measure its disk, memory and arithmetic; takes some seconds.
+
+    What is measured is kept for `specexec plan`.
+    """
+    from specexec_cli.cli.doctor_report import examine, slow_parts
+
+    report = examine(_tell_step if sys.stderr.isatty() and not as_json else lambda step: None)
+    slow = slow_parts(report)
+    try:
+        save_rates(report.rates, rates_file())
+    except OSError as error:
+        slow.append(f"The measured rates cannot be kept in {rates_file()}: {error.strerror}.")
+    if as_json:
+        typer.echo(json.dumps({"schema": SCHEMA, **asdict(report), "slow": slow}))
+        return
+    _show(report, slow)
+
+
+def _tell_step(step: str) -> None:
+    print(f"measuring {step} ...", file=sys.stderr)
+
+
+def _show(report: Report, slow: list[str]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, value in rows(report):
+        table.add_row(name, value)
+    console.print(table)
+    console.print("\n[bold]What will be slow, and why[/bold]")
+    for line in slow or ["Nothing stands out."]:
+        for part in textwrap.wrap(
+            line, min(console.width, 100), initial_indent="- ", subsequent_indent="  ",
+            break_on_hyphens=False, break_long_words=False,
+        ):  # fmt: skip
+            console.print(part, markup=False, soft_wrap=True)
+
+
+def rows(report: Report) -> list[tuple[str, str]]:
+    """The report as (name, value) lines."""
+    rates = report.rates
+    versions = [f"{name} {version}" for name, version in report.versions.items()]
+    found = [
+        ("software", ", ".join(versions)),
+        ("system", report.platform),
+        ("CPU", f"{report.cpu.name}, {report.cpu.cores} cores"),
+        ("", ", ".join(report.cpu.flags) or "no vector instructions known to us"),
+    ]
+    for dtype, points in (rates.flops or {}).items():
+        speeds = ", ".join(f"{rate / 1e9:.3g} ({n})" for n, rate in points)
+        found.append((f"{dtype}", f"GFLOP/s by rows: {speeds}"))
+    memory = (
+        f"{format_bytes(report.free_ram_bytes)} free of {format_bytes(report.ram_bytes)}, "
+        f"huge pages: {report.huge_pages}"
+    )
+    if rates.memory_bytes_per_s:
+        memory += f", copies {format_bytes(rates.memory_bytes_per_s)}/s"
+    found.append(("RAM", memory))
+    for gpu in report.gpus:
+        lanes = f", PCIe {gpu.pcie_gen or '?'} x{gpu.pcie_width or '?'}"
+        found.append(
+            (f"GPU {gpu.index}", f"{gpu.name}, {format_bytes(gpu.free_bytes)} free of "
+             f"{format_bytes(gpu.total_bytes)}{lanes}, driver {gpu.driver}")
+        )  # fmt: skip
+    if not report.gpus:
+        found.append(("GPU", "none"))
+    if rates.link_bytes_per_s:
+        found.append(("RAM to GPU", f"{format_bytes(rates.link_bytes_per_s)}/s"))
+    disk = f"{format_bytes(report.disk_free_bytes)} free"
+    if rates.ssd_bytes_per_s:
+        how = "O_DIRECT" if report.direct_reads else "through the page cache"
+        disk = f"reads {format_bytes(rates.ssd_bytes_per_s)}/s ({how}), {disk}"
+    found += [
+        ("models in", report.cache),
+        ("disk there", disk),
+        ("hub", report.hub + (f": {report.hub_error}" if report.hub_error else ", reachable")),
+    ]
+    return found

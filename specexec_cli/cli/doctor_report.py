@@ -1,0 +1,244 @@
+"""What `specexec doctor` finds out about a machine, and what that means for speed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from specexec_cli import __version__
+from specexec_cli.device import (
+    CpuInfo,
+    GpuInfo,
+    cpu_info,
+    format_bytes,
+    free_ram_bytes,
+    gpus,
+    huge_pages,
+    physical_ram_bytes,
+    total_ram_bytes,
+)
+from specexec_cli.errors import SpecexecError
+from specexec_cli.offload.compute import knee_rows
+from specexec_cli.offload.rates import Rates
+
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numba")
+SLOW_DISK_BYTES_PER_S = 1e9
+LITTLE_DISK_BYTES = 20_000_000_000
+HUB_TIMEOUT_S = 4.0
+# A 7B model in 16-bit weights, the yardstick of the advice.
+_7B_BYTES, _7B_WEIGHTS = 13_000_000_000, 6_476_000_000
+
+Step = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """One machine, as found."""
+
+    versions: dict[str, str]
+    platform: str
+    cpu: CpuInfo
+    load: float  # processes that want to run, average of the last minute
+    ram_bytes: int  # that this process may use at most
+    physical_ram_bytes: int
+    free_ram_bytes: int
+    huge_pages: str
+    gpus: tuple[GpuInfo, ...]
+    torch_sees_gpu: bool
+    cache: str  # folder of downloaded models
+    disk_free_bytes: int
+    direct_reads: bool | None  # O_DIRECT works there; None if the disk could not be measured
+    disk_error: str
+    hub: str  # its address
+    hub_error: str  # empty if reachable
+    rates: Rates
+
+
+def examine(step: Step) -> Report:
+    """Look at everything and measure the links; `step` is told what is being measured."""
+    from huggingface_hub import constants
+
+    step("the disk")
+    cache = Path(constants.HF_HUB_CACHE)
+    disk_rate, direct, disk_error = _measure_disk(_existing(cache))
+    step("memory and arithmetic")
+    memory, flops, link, sees_gpu = _measure_compute()
+    step("the hub")
+    hub_error = "offline mode is set" if constants.is_offline_mode() else ask(constants.ENDPOINT)
+    return Report(
+        versions={"specexec": __version__, "Python": platform.python_version(),
+                  **{name: _version(name) for name in PACKAGES}},
+        platform=platform.platform(),
+        cpu=cpu_info(),
+        load=os.getloadavg()[0],
+        ram_bytes=total_ram_bytes(),
+        physical_ram_bytes=physical_ram_bytes(),
+        free_ram_bytes=free_ram_bytes(),
+        huge_pages=huge_pages(),
+        gpus=tuple(gpus()),
+        torch_sees_gpu=sees_gpu,
+        cache=str(cache),
+        disk_free_bytes=shutil.disk_usage(_existing(cache)).free,
+        direct_reads=direct,
+        disk_error=disk_error,
+        hub=constants.ENDPOINT,
+        hub_error=hub_error,
+        rates=Rates(
+            host=platform.node(), measured=datetime.date.today().isoformat(),
+            ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory, link_bytes_per_s=link,
+            flops=flops,
+        ),
+    )  # fmt: skip
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    return next(path for path in (folder, *folder.parents) if path.is_dir())
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
+    from specexec_cli.offload.probe import probe_folder
+
+    try:
+        found = probe_folder(folder)
+    except SpecexecError as error:  # a full or read-only disk is a finding, not a failure
+        return None, None, str(error)
+    return found.bytes_per_s, found.direct, ""
+
+
+def _measure_compute() -> tuple[
+    float, dict[str, tuple[tuple[int, float], ...]], float | None, bool
+]:
+    """Memory rate, arithmetic of bf16 weights by compute dtype, host to GPU rate, GPU there."""
+    import torch
+
+    from specexec_cli.models.linear import mixed_linear
+    from specexec_cli.offload.probe import probe_flops, probe_link, probe_memory
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return mixed_linear(rows, weight, None)
+
+    flops = {
+        name: probe_flops(torch.bfloat16, getattr(torch, name), linear)
+        for name in ("float32", "bfloat16")
+    }
+    sees_gpu = torch.cuda.is_available()
+    link = probe_link(torch.device("cuda", 0)) if sees_gpu else None
+    return probe_memory(), flops, link, sees_gpu
+
+
+def ask(address: str) -> str:
+    """Why the address does not answer; empty if it does."""
+    request = urllib.request.Request(address, method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S):
+            return ""
+    except urllib.error.HTTPError as error:
+        status = error.code
+        error.close()
+        return "" if status < 500 and status not in (403, 407) else f"it answered {status}"
+    except urllib.error.URLError as error:
+        return str(getattr(error.reason, "strerror", None) or error.reason)
+    except OSError as error:
+        return str(error.strerror or error)
+
+
+def slow_parts(report: Report) -> list[str]:
+    """What will be slow on this machine, why, and what would help; one sentence each."""
+    return [*_slow_compute(report), *_slow_memory(report), *_slow_disk(report)]
+
+
+def _slow_compute(report: Report) -> list[str]:
+    found = []
+    torch = report.versions["torch"]
+    if report.gpus and not report.torch_sees_gpu:
+        found.append(f"torch {torch} cannot use the GPU: install a CUDA build of torch.")
+    elif not report.gpus:
+        found.append("There is no GPU, so the CPU computes.")
+    for gpu in report.gpus:
+        if gpu.pcie_width and gpu.pcie_width < 16:
+            found.append(
+                f"GPU {gpu.index} has {gpu.pcie_width} of 16 PCIe lanes: layers stream to it at "
+                "that share of the rate."
+            )
+    if report.load > 1.5 * report.cpu.cores:
+        found.append(
+            f"The machine is busy (load {report.load:.1f} on {report.cpu.cores} cores): everything "
+            "measured here is less than it can do."
+        )
+    flops = report.rates.flops or {}
+    best = {name: max((rate for _, rate in points), default=0.0) for name, points in flops.items()}
+    if not report.torch_sees_gpu and 0 < best.get("bfloat16", 0.0) < best.get("float32", 0.0):
+        found.append(
+            f"bfloat16 arithmetic is slower than float32 ({best['bfloat16'] / 1e9:.0f} against "
+            f"{best['float32'] / 1e9:.0f} GFLOP/s): caches and activations take twice the memory."
+        )
+    ssd = report.rates.ssd_bytes_per_s
+    points = max(flops.values(), key=lambda item: max(rate for _, rate in item), default=())
+    if not report.torch_sees_gpu and ssd and points:
+        knee = knee_rows(_7B_WEIGHTS, points, _7B_BYTES / ssd)
+        found.append(
+            f"Arithmetic of up to {knee} rows hides behind reading a 7B model from this disk; "
+            "larger draft trees cost time."
+            if knee
+            else "Arithmetic is slower than this disk: a pass waits for it even with one row."
+        )
+    return found
+
+
+def _slow_memory(report: Report) -> list[str]:
+    found = []
+    if report.ram_bytes < 0.95 * report.physical_ram_bytes:
+        found.append(
+            f"This process may use {format_bytes(report.ram_bytes)} of the machine's "
+            f"{format_bytes(report.physical_ram_bytes)} (a cgroup or ulimit)."
+        )
+    if report.huge_pages == "never":
+        found.append(
+            "Huge pages are off, so the disk is read in small requests: write madvise to "
+            "/sys/kernel/mm/transparent_hugepage/enabled."
+        )
+    return found
+
+
+def _slow_disk(report: Report) -> list[str]:
+    found = []
+    ssd = report.rates.ssd_bytes_per_s
+    if report.disk_error:
+        found.append(f"The disk could not be measured: {report.disk_error}.")
+    if ssd and ssd < SLOW_DISK_BYTES_PER_S:
+        found.append(
+            f"The disk reads {format_bytes(ssd)}/s, so a pass over a 7B model takes "
+            f"{_7B_BYTES / ssd:.0f} s: put the model cache on an NVMe disk (HF_HOME)."
+        )
+    if report.direct_reads is False:
+        found.append(
+            f"The file system of {report.cache} refuses O_DIRECT, so reads go through the page "
+            "cache: put the model cache on a local disk (HF_HOME)."
+        )
+    if report.disk_free_bytes < LITTLE_DISK_BYTES:
+        found.append(
+            f"Only {format_bytes(report.disk_free_bytes)} are free where models are stored: "
+            "a 70B model takes 35 GB in 4 bits and 140 GB in 16."
+        )
+    if report.hub_error:
+        found.append(
+            f"{report.hub} cannot be reached ({report.hub_error}): only models that are here can "
+            "be used."
+        )
+    return found

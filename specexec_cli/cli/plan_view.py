@@ -1,0 +1,159 @@
+"""How a plan is shown to a person. Imported when it is shown: rich takes its time to load."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from specexec_cli.device import format_bytes
+from specexec_cli.offload.demand import Parts, Work
+from specexec_cli.offload.plan import Plan
+
+if TYPE_CHECKING:
+    from specexec_cli.cli.plan import Setting, Sized
+
+GENERATION_RATES = (1, 4, 8, 16)
+_PLACES = (("resident", "on the GPU"), ("ram", "in RAM"), ("ssd", "on SSD"))
+
+
+def show_plan(
+    name: str,
+    target: Sized,
+    draft: Sized | None,
+    work: Work,
+    settings: Mapping[str, Setting],
+    plan: Plan,
+    without_ssd: Plan | None,
+) -> None:
+    """Print the plan to stdout."""
+    console = Console(highlight=False)
+    console.print(f"[bold]{name}[/bold]", end="")
+    rows = f"{work.verify_rows} rows a pass" if draft else "one row a pass"
+    console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
+    for table in (
+        _models(target, draft), _memory(settings, plan), _pass(settings, plan), _roofline(plan),
+    ):  # fmt: skip
+        console.print(table)
+        console.print()
+    for line in _findings(settings, plan, without_ssd):
+        for part in textwrap.wrap(line, min(console.width, 100)):
+            console.print(part)
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        right = index and column not in ("where", "from", "layers")
+        table.add_column(column, justify="right" if right else "left", header_style="dim")
+    return table
+
+
+def _models(target: Sized, draft: Sized | None) -> Table:
+    table = _table("model", "size", "layers", "from")
+    for role, model in (("target", target), ("draft", draft)):
+        if model is not None:
+            layers = model.sizes.layers
+            table.add_row(
+                f"{role} {model.entry.name}",
+                format_bytes(model.sizes.total),
+                f"{len(layers)} of {format_bytes(max(layers))}",
+                model.source,
+            )
+    return table
+
+
+def _memory(settings: Mapping[str, Setting], plan: Plan) -> Table:
+    on_gpu = settings["vram"].value > 0
+    table = _table("memory", *(["VRAM"] if on_gpu else []), "RAM")
+    ram, vram = dict(plan.ram), dict(plan.vram)
+    for part in {**vram, **ram}:
+        cells = [format_bytes(ram[part]) if part in ram else ""]
+        if on_gpu:
+            cells.insert(0, format_bytes(vram[part]) if part in vram else "")
+        table.add_row(part, *cells)
+    columns: list[tuple[str, Parts]] = [("vram", plan.vram)] if on_gpu else []
+    columns.append(("ram", plan.ram))
+    totals = [format_bytes(sum(size for _, size in parts)) for _, parts in columns]
+    table.add_row("[bold]together[/bold]", *(f"[bold]{total}[/bold]" for total in totals))
+    limits = [f"{format_bytes(settings[key].value)} {settings[key].source}" for key, _ in columns]
+    table.add_row("of", *limits)
+    return table
+
+
+def _pass(settings: Mapping[str, Setting], plan: Plan) -> Table:
+    on_gpu = settings["vram"].value > 0
+    table = _table("one pass", "bytes", "rate", "time", "from")
+
+    def link(label: str, n_bytes: int, key: str, seconds: float) -> None:
+        bold = "bold" if plan.bottleneck == key else ""
+        table.add_row(
+            label, format_bytes(n_bytes), f"{format_bytes(settings[key].value)}/s",
+            _seconds(seconds), settings[key].source, style=bold,
+        )  # fmt: skip
+
+    if plan.ssd_bytes:
+        link("SSD to RAM", plan.ssd_bytes, "ssd", plan.ssd_s)
+    if plan.link_bytes:
+        link("RAM to GPU", plan.link_bytes, "link", plan.link_s)
+    memory = int(plan.memory_s * settings["memory"].value)
+    link("GPU memory" if on_gpu else "RAM to CPU", memory, "memory", plan.memory_s)
+    if plan.compute_s:
+        bold = "bold" if plan.bottleneck == "compute" else ""
+        table.add_row("arithmetic", "", "", _seconds(plan.compute_s), "measured", style=bold)
+    return table
+
+
+def _roofline(plan: Plan) -> Table:
+    """Most tokens per second by the generation rate that the draft trees reach."""
+    table = _table("tokens per pass", *(str(rate) for rate in GENERATION_RATES))
+    speeds = [plan.tokens_per_s(rate) for rate in GENERATION_RATES]
+    cells = [f"{speed:.2f}" if speed < 10 else f"{speed:,.0f}" for speed in speeds]
+    table.add_row("at most, tok/s", *cells)
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+
+
+def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None) -> list[str]:
+    places = ", ".join(
+        f"{plan.tiers.count(tier)} {where}" for tier, where in _PLACES if tier in plan.tiers
+    )
+    lines = [
+        f"Layers: {places}.",
+        f"A pass takes at least {_seconds(plan.pass_s)}, bound by {_words(plan.bottleneck)}.",
+    ]
+    if plan.knee_rows is not None:
+        lines.append(f"Up to {plan.knee_rows} rows a pass hide behind the stream (the knee).")
+    if without_ssd is not None:
+        lines.append(
+            f"With {format_bytes(without_ssd.peak_ram_bytes)} of RAM nothing would be on the SSD, "
+            f"and a pass would take {_seconds(without_ssd.pass_s)}."
+        )
+    unsure = _unsure(settings, plan)
+    if unsure:
+        lines.append(f"Not measured yet: {', '.join(unsure)}. `specexec doctor` does.")
+    return lines
+
+
+def _unsure(settings: Mapping[str, Setting], plan: Plan) -> list[str]:
+    """What the doctor could measure here and the plan has only assumed."""
+    used = {"ssd": plan.ssd_bytes > 0, "link": plan.link_bytes > 0}
+    if not settings["vram"].value:
+        used["memory"] = True
+    names = [_words(key) for key, is_used in used.items()
+             if is_used and settings[key].source == "assumed"]  # fmt: skip
+    on_cpu_unknown = plan.knee_rows is None and not settings["vram"].value
+    return [*names, "arithmetic"] if on_cpu_unknown else names
+
+
+def _words(key: str) -> str:
+    return {
+        "ssd": "the SSD", "link": "the link to the GPU", "memory": "memory",
+        "compute": "arithmetic",
+    }[key]  # fmt: skip

@@ -1,0 +1,196 @@
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from specexec_cli.cli import doctor as doctor_module
+from specexec_cli.cli import doctor_report
+from specexec_cli.cli.doctor import doctor, rows
+from specexec_cli.cli.doctor_report import Report, ask, slow_parts
+from specexec_cli.device import CpuInfo, GpuInfo
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.probe import SsdProbe
+from specexec_cli.offload.rates import Rates, load_rates
+
+GB = 10**9
+CARD = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "570")
+HEALTHY = Report(
+    versions={"specexec": "0", "Python": "3", "torch": "2+cu130"},
+    platform="Linux",
+    cpu=CpuInfo("A CPU", 16, ("avx512_bf16",)),
+    load=1.0,
+    ram_bytes=64 * GB,
+    physical_ram_bytes=64 * GB,
+    free_ram_bytes=60 * GB,
+    huge_pages="madvise",
+    gpus=(CARD,),
+    torch_sees_gpu=True,
+    cache="/models",
+    disk_free_bytes=500 * GB,
+    direct_reads=True,
+    disk_error="",
+    hub="https://hub",
+    hub_error="",
+    rates=Rates(
+        host="here", measured="2026-01-01", ssd_bytes_per_s=4e9, memory_bytes_per_s=2e10,
+        link_bytes_per_s=2.5e10,
+        flops={"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1.5e10), (128, 7e11))},
+    ),
+)  # fmt: skip
+
+
+def test_nothing_is_slow_on_a_healthy_machine() -> None:
+    assert slow_parts(HEALTHY) == []
+
+
+SLOW_BF16 = {"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1e10), (128, 5e10))}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"torch_sees_gpu": False}, "torch 2+cu130 cannot use the GPU: install a CUDA build"),
+        ({"gpus": (replace(CARD, pcie_width=4),)}, "GPU 0 has 4 of 16 PCIe lanes"),
+        ({"load": 40.0}, "The machine is busy (load 40.0 on 16 cores)"),
+        ({"ram_bytes": 4 * GB}, "may use 4.0 GB of the machine's 64.0 GB (a cgroup or ulimit)"),
+        ({"huge_pages": "never"}, "Huge pages are off"),
+        ({"rates": replace(HEALTHY.rates, ssd_bytes_per_s=5e8)}, "reads 500 MB/s, so a pass over a "
+         "7B model takes 26 s: put the model cache on an NVMe disk"),
+        ({"direct_reads": False}, "file system of /models refuses O_DIRECT"),
+        ({"disk_error": "no space"}, "The disk could not be measured: no space."),
+        ({"disk_free_bytes": GB}, "Only 1.0 GB are free where models are stored"),
+        ({"hub_error": "timed out"}, "https://hub cannot be reached (timed out)"),
+    ],
+)  # fmt: skip
+def test_what_is_slow_is_told_with_its_reason(change: dict, message: str) -> None:
+    found = slow_parts(replace(HEALTHY, **change))
+    found = [line for line in found if not line.startswith("Arithmetic of up to")]
+    assert len(found) == 1
+    assert message in found[0]
+
+
+def test_a_cpu_without_fast_bfloat16() -> None:
+    cpu_only = replace(
+        HEALTHY, gpus=(), torch_sees_gpu=False, rates=replace(HEALTHY.rates, flops=SLOW_BF16)
+    )
+    text = "\n".join(slow_parts(cpu_only))
+    assert "There is no GPU" in text
+    assert "bfloat16 arithmetic is slower than float32 (50 against 200 GFLOP/s)" in text
+    assert "Arithmetic of up to 32 rows hides behind reading a 7B model" in text
+    none = replace(cpu_only.rates, flops={"float32": ((1, 1e9), (128, 2e9))})
+    assert "even with one row" in "\n".join(slow_parts(replace(cpu_only, rates=none)))
+
+
+def test_every_fact_has_a_line() -> None:
+    lines = dict(rows(HEALTHY))
+    assert "23.0 GB free of 24.0 GB, PCIe 4 x16, driver 570" in lines["GPU 0"]
+    assert lines["RAM to GPU"] == "25.0 GB/s"
+    assert lines["disk there"] == "reads 4.0 GB/s (O_DIRECT), 500 GB free"
+    assert lines["hub"] == "https://hub, reachable"
+    bare = replace(HEALTHY, gpus=(), rates=Rates(host="here", measured="today"), hub_error="no")
+    lines = dict(rows(bare))
+    assert lines["GPU"] == "none"
+    assert lines["disk there"] == "500 GB free"
+    assert lines["hub"] == "https://hub: no"
+
+
+@pytest.fixture
+def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The real examination with measurements replaced; returns where rates are kept."""
+    from huggingface_hub import constants
+
+    from specexec_cli.offload import probe
+
+    kept = tmp_path / "kept" / "rates.json"
+    monkeypatch.setattr(doctor_module, "rates_file", lambda: kept)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
+    monkeypatch.setattr(doctor_report, "ask", lambda address: "no network")
+    monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(3e9, True))
+    monkeypatch.setattr(probe, "probe_memory", lambda: 1e10)
+    monkeypatch.setattr(probe, "probe_flops", lambda *args: ((1, 1e9), (128, 1e11)))
+    return kept
+
+
+def run(*args: str) -> str:
+    app = typer.Typer()
+    app.command()(doctor)
+    result = CliRunner().invoke(app, list(args), catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_json_is_one_object_and_rates_are_kept(quick_machine: Path) -> None:
+    found = json.loads(run("--json"))
+    assert found["schema"] == 1
+    assert found["rates"]["ssd_bytes_per_s"] == 3e9
+    assert found["cpu"]["cores"] >= 1
+    assert found["versions"]["torch"]
+    assert any("no network" in line for line in found["slow"])
+    rates = load_rates(quick_machine, found["rates"]["host"])
+    assert rates is not None
+    assert rates.flops == dict.fromkeys(
+        ("float32", "bfloat16"), ((1, 1000000000.0), (128, 100000000000.0))
+    )
+
+
+def test_text_fits_the_terminal(quick_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = run()
+    assert "What will be slow, and why" in text
+    assert "3.0 GB/s (O_DIRECT)" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_a_disk_that_fails_is_a_finding(
+    quick_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexec_cli.offload import probe
+
+    def fail(folder: Path) -> SsdProbe:
+        raise StreamError("cannot write to it")
+
+    monkeypatch.setattr(probe, "probe_folder", fail)
+    quick_machine.parent.write_text("in the way")  # the rates cannot be kept either
+    found = json.loads(run("--json"))
+    assert found["disk_error"] == "cannot write to it"
+    assert any("cannot be kept" in line for line in found["slow"])
+
+
+class _Hub(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(int(self.path.strip("/")))
+        self.end_headers()
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [(200, ""), (404, ""), (503, "it answered 503"), (403, "it answered 403")],
+)
+def test_the_hub_is_asked(hub: str, status: int, answer: str, monkeypatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert ask(f"{hub}/{status}") == answer
+
+
+def test_no_hub_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert ask("http://127.0.0.1:9") == "Connection refused"

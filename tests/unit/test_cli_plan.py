@@ -1,0 +1,190 @@
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from specexec_cli.cli import plan as plan_module
+from specexec_cli.cli.plan import parse_bytes, plan
+from specexec_cli.device import GpuInfo
+from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
+from specexec_cli.offload.rates import Rates, save_rates
+
+GB = 10**9
+APP = typer.Typer()
+APP.command()(plan)
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No GPU, no measured rates, an empty hub cache, no network."""
+    from huggingface_hub import constants
+
+    rates = tmp_path / "rates.json"
+    monkeypatch.setattr(plan_module, "rates_file", lambda: rates)
+    monkeypatch.setattr(plan_module, "gpus", list)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("COLUMNS", "80")
+    return rates
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(APP, list(args), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def as_json(*args: str) -> dict:
+    return json.loads(run(*args, "--json"))
+
+
+def test_a_70b_on_a_small_gpu_before_any_download() -> None:
+    found = as_json(
+        "--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "32GB", "--link", "25GB/s",
+        "--ssd", "3GB/s",
+    )  # fmt: skip
+    assert found["schema"] == 1
+    assert found["target"]["source"] == "models.toml"
+    assert found["target"]["bytes"] == pytest.approx(35.3e9, rel=0.01)
+    assert found["peak_vram_bytes"] <= 24 * GB
+    assert found["peak_ram_bytes"] <= 32 * GB
+    assert len(found["tiers"]) == found["target"]["layers"] == 80
+    assert found["link_s"] == pytest.approx(found["link_bytes"] / 25e9)
+    assert found["bottleneck"] == "link"
+    assert found["machine"]["ssd"] == {"value": 3e9, "source": "given"}
+    assert found["work"]["item_bytes"] == 2
+
+
+def test_the_table_tells_layers_time_and_speed() -> None:
+    text = run(
+        "--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB", "--ssd", "3GB/s",
+        "--context", "512",
+    )  # fmt: skip
+    assert "13.5 GB  32 of 405 MB" in text
+    assert "one row a pass" in text
+    assert "bound by the SSD" in text
+    assert "of RAM nothing would be on the SSD" in text
+    assert "Not measured yet: memory, arithmetic. `specexec doctor` does." in " ".join(text.split())
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> None:
+    save_rates(
+        Rates(
+            host=platform.node(), measured="2026-01-01", ssd_bytes_per_s=4e9,
+            memory_bytes_per_s=12e9,
+            flops=dict.fromkeys(["float32", "bfloat16"], ((1, 2e10), (128, 5e11))),
+        ),
+        bare_machine,
+    )  # fmt: skip
+    args = ("--pair", "llama2-7b-chat", "--ram", "10GB", "--budget", "64", "--context", "256")
+    found = as_json(*args)
+    assert found["machine"]["ssd"] == {"value": 4e9, "source": "measured"}
+    assert found["compute_s"] > 0
+    assert 50 < found["knee_rows"] < 200
+    text = run(*args)
+    assert f"Up to {found['knee_rows']} rows a pass hide behind the stream" in text
+    assert "Not measured" not in text
+
+
+def test_the_gpu_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
+    monkeypatch.setattr(plan_module, "gpus", lambda: [card])
+    found = as_json("--pair", "llama2-70b-chat-gptq", "--ram", "64GB")
+    assert found["machine"]["vram"] == {"value": 23 * GB, "source": "free here"}
+    assert found["machine"]["link"]["source"] == "PCIe 4 x16"
+    assert found["machine"]["link"]["value"] == pytest.approx(25.8e9, rel=0.01)
+    assert as_json("--pair", "demo", "--vram", "0")["peak_vram_bytes"] == 0
+
+
+def test_a_local_folder_is_sized_by_its_files(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "vocab_size": 10,
+        "num_hidden_layers": 1, "num_attention_heads": 2,
+    }))  # fmt: skip
+    save_file(
+        {"model.layers.0.x": torch.zeros(100), "lm_head.weight": torch.zeros(7)},
+        folder / "model.safetensors",
+    )
+    found = as_json("--target", str(folder), "--method", "autoregressive")
+    assert found["target"]["bytes"] == 428
+    assert found["target"]["source"] == "its files"
+    assert found["draft"] is None
+
+
+def test_a_hub_id_is_sized_by_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import huggingface_hub
+
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({
+        "model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "vocab_size": 10,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "torch_dtype": "float32",
+    }))  # fmt: skip
+    asked = []
+
+    def download(repo: str, name: str, **options: object) -> str:
+        asked.append((repo, name))
+        return str(config)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    found = as_json("--target", "org/name", "--method", "autoregressive")
+    assert found["target"]["source"] == "config.json"
+    assert found["target"]["layers"] == 3
+    assert asked == [("org/name", "config.json")]
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
+    with pytest.raises(UnknownModelError, match=r"org/name is not .* in the cache"):
+        run("--target", "org/name", "--method", "autoregressive", "--offline")
+
+
+def test_what_does_not_fit_names_the_mend() -> None:
+    with pytest.raises(OutOfMemoryError, match=r"GB of VRAM .*smaller draft model: --draft"):
+        run("--pair", "llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
+    with pytest.raises(UnknownModelError, match="Did you mean 'llama2-7b-chat'"):
+        run("--pair", "llama2-7b-caht")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("24GB", 24 * GB), ("1.5gb", 3 * GB // 2), ("64 GiB", 64 << 30), ("512M", 512 * 10**6),
+     ("0", 0), ("7", 7), ("2TB", 2000 * GB)],
+)  # fmt: skip
+def test_sizes(text: str, expected: int) -> None:
+    assert parse_bytes(text, "--ram") == expected
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "24 bananas", "1e9", "24GB/s"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--ram .* is not a size: write it as 24GB"):
+        parse_bytes(text, "--ram")
+
+
+@pytest.mark.parametrize("text", ["0GB/s", "fast", "-3GB/s"])
+def test_rates_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"--ssd .* is not a rate above 0: write it as 3GB/s"):
+        run("--pair", "demo", "--ssd", text)
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys, typer; from specexec_cli.cli.plan import plan\n"
+        "app = typer.Typer(); app.command()(plan)\n"
+        "app(['--pair', 'llama2-70b-chat-gptq', '--ram', '64GB'], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'numba', 'triton'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, capture_output=True)
