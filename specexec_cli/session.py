@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
 from specexec_cli.config import (
+    DsiOptions,
     DtypeName,
     GenerationConfig,
     Method,
@@ -90,6 +91,7 @@ class Session:
         device: str = "auto",
         dtype: DtypeName = "auto",
         tokenizer: Path | None = None,
+        dsi: DsiOptions | None = None,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
         download_progress: bool = False,
@@ -110,6 +112,19 @@ class Session:
         torch_dtype = pick_dtype(dtype, torch_device, checkpoint_bytes, config.dtype)
         words = load_tokenizer(tokenizer or folder)
         tiers, offload = _pick_tiers(offload, checkpoint_bytes, torch_dtype)
+        eos_ids = eos_token_ids(folder, config, words)
+        if method == "dsi" and choice.draft is not None:
+            from specexec_cli.dsi_session import choose_devices, open_dsi
+
+            options = dsi or DsiOptions()
+            session = open_dsi(
+                choice, folder,
+                fetch(choice.draft, revision=None, offline=offline, progress=download_progress),
+                options=options, devices=choose_devices(options, device), offload=offload,
+                dtype=torch_dtype, tokenizer=words, eos_ids=eos_ids, notice=notice,
+            )  # fmt: skip
+            if session is not None:
+                return session
         draft_model = None
         if choice.draft is not None:
             draft_model = _open_draft(choice.draft, offline, download_progress, torch_device,
@@ -123,7 +138,6 @@ class Session:
             "device": str(torch_device),
             "dtype": str(torch_dtype).removeprefix("torch."),
         }
-        eos_ids = eos_token_ids(folder, config, words)
         return cls(choice, LocalTarget(target_model), draft_model, words, eos_ids, settings)
 
     @property
@@ -168,6 +182,11 @@ class Session:
             ConfigError: the model has no chat template, or it refuses these messages.
         """
         return self.encode_rendered(self.render_chat(messages))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that text around them never merges with, by their spelling."""
+        return dict(self.tokenizer.get_added_vocab())
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokens of text that spells out its special tokens, as a chat template writes it."""

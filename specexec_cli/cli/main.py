@@ -9,6 +9,7 @@ import typer
 
 from specexec_cli import __version__
 from specexec_cli.cli import models, simulate
+from specexec_cli.cli.chat import chat
 from specexec_cli.cli.generate import generate
 from specexec_cli.errors import SpecexecError
 
@@ -20,6 +21,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(generate)
+app.command()(chat)
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")
 

@@ -1,0 +1,285 @@
+"""A running chat: turns, the context window, and what is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from specexec_cli.chat import transcript as transcripts
+from specexec_cli.chat.conversation import Conversation, Generated, Message, Prompt
+from specexec_cli.chat.reply import Interrupts, Reply, ReplyView, run_reply
+from specexec_cli.chat.settings import ChatSettings
+from specexec_cli.chat.transcript import Transcript
+from specexec_cli.core import GenerationStats
+from specexec_cli.errors import ConfigError, SpecexecError
+
+if TYPE_CHECKING:
+    from specexec_cli.session import Session
+
+LEAST_ROOM = 64  # tokens a reply should at least have
+WARN_AT = 0.8  # of the context window
+
+
+class Screen(Protocol):
+    """Where a chat shows things, and whom it may ask."""
+
+    def notice(self, text: str) -> None:
+        """One line worth knowing."""
+
+    def error(self, text: str) -> None:
+        """One line of what is wrong and how to mend it."""
+
+    def echo(self, text: str) -> None:
+        """A message that nobody typed here."""
+
+    def table(self, rows: Sequence[tuple[str, str]]) -> None:
+        """What a command answers."""
+
+    def reply(self, prompt: str, settings: ChatSettings) -> AbstractContextManager[ReplyView]:
+        """Shows one reply to a rendered prompt."""
+
+    def stats(self, stats: GenerationStats) -> None:
+        """The line behind a reply."""
+
+    def confirm(self, question: str) -> bool:
+        """Asks; True where there is nobody to ask."""
+
+
+@dataclass(slots=True)
+class Chat:
+    """State of a chat and the things one can do to it."""
+
+    session: Session
+    screen: Screen
+    settings: ChatSettings
+    conversation: Conversation = field(default_factory=Conversation)
+    transcript: Transcript | None = None  # None: nothing is written down
+    totals: GenerationStats = field(default_factory=GenerationStats)
+    replies: int = 0
+    attached: list[str] = field(default_factory=list)  # texts of files for the next message
+    prefill: str = ""  # what the input line should hold next
+    multi: bool = False  # Enter breaks the line, Alt-Enter sends
+    interrupted: bool = False  # the last thing that happened was a Ctrl-C
+    leaving: bool = False
+
+    def send(self, text: str) -> None:
+        """Takes a message and shows the reply.
+
+        Raises:
+            SpecexecError: no reply came; the message is in `prefill`.
+            KeyboardInterrupt: Ctrl-C came twice.
+        """
+        text = "\n\n".join([*self.attached, text]).encode("utf-8", "replace").decode()
+        self.attached.clear()
+        if self.conversation.unanswered is not None:
+            self.drop(len(self.conversation.messages) - 1)
+        self._add(Message("user", text))
+        self.answer()
+
+    def answer(self) -> None:
+        """Replies to the last message; see send()."""
+        try:
+            prompt = self._fitting_prompt()
+            with (
+                self.screen.reply(prompt.text, self.settings) as view,
+                Interrupts(view) as interrupts,
+            ):
+                reply = run_reply(self.session, prompt, self.settings, view, interrupts)
+        except SpecexecError:
+            self._take_back()
+            raise
+        self.interrupted = reply.finish == "interrupted"
+        if reply.text or reply.finish == "eos":
+            self._keep(prompt, reply)
+        else:
+            self._take_back()
+        if reply.leave:
+            raise KeyboardInterrupt
+        if reply.stats.target_passes:
+            self.screen.stats(reply.stats)
+        self._explain(reply, len(prompt.tokens) + len(reply.tokens))
+
+    def _keep(self, prompt: Prompt, reply: Reply) -> None:
+        # a stop string may end inside a token, so such a reply has no tokens of its own
+        exact = reply.finish in ("eos", "length") or not (
+            reply.finish == "stop" or self.settings.generation.stop
+        )
+        generated = Generated(
+            prompt.text, (*prompt.tokens, *reply.tokens), ended=reply.finish == "eos"
+        )
+        stats = reply.stats
+        self._add(
+            Message("assistant", reply.text, generated if exact else None),
+            finish_reason=reply.finish, seed=self.settings.sampling.seed,
+            tokens=len(reply.tokens), passes=stats.target_passes, seconds=round(stats.total_s, 3),
+        )  # fmt: skip
+        self.replies += 1
+        add_stats(self.totals, stats)
+
+    def _explain(self, reply: Reply, used: int) -> None:
+        window = self.session.context_length
+        if reply.error is not None:
+            self.screen.error(str(reply.error))
+        if reply.finish == "interrupted":
+            kept = "what there is counts as the reply" if reply.text else "nothing had come yet"
+            self.screen.notice(f"stopped: {kept}. Ctrl-C again leaves")
+        elif reply.finish == "length" and used < window:
+            limit = self.settings.generation.max_tokens
+            self.screen.notice(f"cut at {limit} tokens: /set max_tokens={2 * limit} allows more")
+        if used >= WARN_AT * window:
+            self.screen.notice(
+                f"the context window is {used / window:.0%} full ({used} of {window} tokens): "
+                "/compact drops the oldest turns, /clear all of them"
+            )
+
+    def _fitting_prompt(self) -> Prompt:
+        """The prompt, after making room in the context window if there is none.
+
+        Raises:
+            ConfigError: it does not fit, or the user would rather not lose old turns.
+        """
+        prompt = self.conversation.prompt(self.session)
+        window = self.session.context_length
+        least = min(self.settings.generation.max_tokens, LEAST_ROOM, window // 2)
+        if len(prompt.tokens) + least <= window:
+            return prompt
+        full = f"the conversation takes {len(prompt.tokens)} of {window} tokens"
+        dropped = self.conversation.oldest_turns(self.session, window // 2)
+        shorter = Conversation(self.conversation.system, self.conversation.messages[dropped:])
+        if len(shorter.prompt(self.session).tokens) + least > window:
+            raise ConfigError(
+                f"{full}, and this message alone is too long: shorten it, or the system prompt"
+            )
+        turns = _turns(dropped, self.conversation)
+        if not self.screen.confirm(f"{full}: drop the oldest {turns} to go on?"):
+            raise ConfigError(f"{full}: /compact or /clear makes room")
+        self.drop(0, dropped)
+        self.screen.notice(f"dropped the oldest {turns}: the context window was full")
+        return self.conversation.prompt(self.session)
+
+    def regenerate(self, seed: int | None) -> None:
+        """Replaces the last reply, with the next seed unless told which.
+
+        Raises:
+            ConfigError: there is nothing to reply to.
+        """
+        messages = self.conversation.messages
+        if not messages:
+            raise ConfigError("there is no reply yet: send a message first")
+        sampling = self.settings.sampling
+        sampling = replace(sampling, seed=sampling.seed + 1 if seed is None else seed)
+        self.settings = replace(self.settings, sampling=sampling)
+        if messages[-1].role == "assistant":
+            self.drop(len(messages) - 1)
+        if sampling.temperature == 0:
+            self.screen.notice("at temperature 0 every seed gives the same reply: /set temperature")
+        self.answer()
+
+    def undo(self) -> str:
+        """Takes the last message and its reply back; returns the message.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        starts = self.conversation.turn_starts
+        if not starts:
+            raise ConfigError("there is nothing to take back yet")
+        text = self.conversation.messages[starts[-1]].content
+        self.drop(starts[-1])
+        return text
+
+    def compact(self) -> str:
+        """Drops the oldest turns until at most half the window is used; at least one of them.
+
+        Returns:
+            Which turns, in words.
+        Raises:
+            ConfigError: there is only one.
+        """
+        if len(self.conversation.turn_starts) < 2:
+            raise ConfigError("there are no older turns to drop: /clear starts afresh")
+        dropped = self.conversation.oldest_turns(self.session, self.session.context_length // 2)
+        dropped = dropped or self.conversation.turn_starts[1]
+        turns = _turns(dropped, self.conversation)
+        self.drop(0, dropped)
+        return turns
+
+    def drop(self, start: int, stop: int | None = None) -> None:
+        """Forgets messages."""
+        stop = len(self.conversation.messages) if stop is None else stop
+        if stop > start:
+            del self.conversation.messages[start:stop]
+            self._record({"drop": [start, stop]})
+
+    def set_system(self, text: str | None) -> None:
+        """Replaces the system prompt."""
+        self.conversation.system = text
+        self._record({"role": "system", "content": text})
+
+    def load(self, path: Path) -> None:
+        """Puts a transcript's conversation in the place of this one.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        loaded = transcripts.load(path)
+        if loaded.notice:
+            self.screen.notice(loaded.notice)
+        self.drop(0)
+        self.set_system(loaded.conversation.system)
+        for message in loaded.conversation.messages:
+            self._add(message)
+
+    def used_tokens(self) -> int:
+        """Tokens of the context window that the conversation takes."""
+        messages = self.conversation.messages
+        if messages and (generated := messages[-1].generated) is not None:
+            return len(generated.tokens)
+        plain = self.conversation.plain()
+        return len(self.session.encode_rendered(self.session.render_chat(plain))) if plain else 0
+
+    def check(self) -> None:
+        """Makes sure that the model has a chat template and takes the system prompt.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        system = Conversation(self.conversation.system, [Message("user", "Hello")])
+        self.session.render_chat(system.plain())
+
+    def _take_back(self) -> None:
+        self.prefill = self.undo()
+
+    def _add(self, message: Message, **details: Any) -> None:
+        self.conversation.messages.append(message)
+        self._record({"role": message.role, "content": message.content, **details})
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        if self.transcript is None:
+            return
+        try:
+            self.transcript.append(record)
+        except OSError as error:
+            self.screen.notice(
+                f"the transcript {self.transcript.path} cannot be written ({error.strerror}): "
+                "it ends here. /save FILE writes one elsewhere"
+            )
+            self.transcript = None
+
+
+def _turns(dropped: int, conversation: Conversation) -> str:
+    count = sum(start < dropped for start in conversation.turn_starts)
+    return "turn" if count == 1 else f"{count} turns"
+
+
+def add_stats(total: GenerationStats, one: GenerationStats) -> None:
+    """Sums up, in place."""
+    for name in ("prompt_tokens", "prompt_rows", "generated_tokens", "target_passes", "ttft_s",
+                 "first_tokens", "total_s", "draft_s", "verify_s", "bytes_streamed"):  # fmt: skip
+        setattr(total, name, getattr(total, name) + getattr(one, name))
+    for name in ("peak_ram_bytes", "peak_vram_bytes"):
+        setattr(total, name, max(getattr(total, name), getattr(one, name)))
+    total.link_bytes_per_s = one.link_bytes_per_s

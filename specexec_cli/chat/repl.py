@@ -1,0 +1,93 @@
+"""The loop: read a message or a command, do it, show errors as one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Protocol
+
+from specexec_cli.chat.blocks import is_open, unquoted
+from specexec_cli.chat.chat import Chat
+from specexec_cli.chat.commands import run_command
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+
+
+class Source(Protocol):
+    """Where messages come from."""
+
+    interactive: bool  # somebody is typing
+
+    def read(self, chat: Chat) -> str | None:
+        """The next message or command, None at the end.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C with nothing typed.
+        """
+
+
+class Script:
+    '''Standard input that is not a terminal: a turn a line, or a """ block.'''
+
+    interactive = False
+
+    def __init__(self) -> None:
+        self._lines = self._decoded()
+
+    def _decoded(self) -> Iterator[str]:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            try:
+                yield line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"standard input, line {number}, is not UTF-8 text (byte {error.start + 1}): "
+                    "convert it, for example with iconv"
+                ) from error
+
+    def read(self, chat: Chat) -> str | None:
+        """The next turn."""
+        text = next(self._lines, None)
+        while text is not None and is_open(text):
+            line = next(self._lines, None)
+            if line is None:
+                chat.screen.notice('the last """ block is not closed: it is sent as it is')
+                break
+            text += "\n" + line
+        return text
+
+
+def run(chat: Chat, source: Source) -> int:
+    """Runs the chat to its end.
+
+    Returns:
+        The exit code: 0, 130 after two Ctrl-C, and in a script that of the first error.
+    """
+    first_error = 0
+    while not chat.leaving:
+        try:
+            line = source.read(chat)
+            if line is None:
+                break
+            chat.interrupted = False
+            if line.strip():
+                if not source.interactive:
+                    chat.screen.echo(line)
+                handle(chat, line)
+        except KeyboardInterrupt:
+            if chat.interrupted or not source.interactive:
+                return INTERRUPTED_EXIT_CODE
+            chat.interrupted = True
+            chat.screen.notice("Ctrl-C again leaves, and so does Ctrl-D")
+        except SpecexecError as error:
+            chat.screen.error(str(error))
+            first_error = first_error or error.exit_code
+        if chat.interrupted and not source.interactive:
+            return INTERRUPTED_EXIT_CODE
+    return 0 if source.interactive else first_error
+
+
+def handle(chat: Chat, line: str) -> None:
+    """Does what one message or command asks for."""
+    if line.startswith("/"):
+        run_command(chat, line)
+    else:
+        chat.send(unquoted(line))

@@ -1,0 +1,130 @@
+"""One reply: run the session, show what comes, stop when asked to."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from specexec_cli.chat.conversation import Prompt
+from specexec_cli.chat.settings import ChatSettings
+from specexec_cli.core import GenerationStats, PassProgress, StepResult
+from specexec_cli.errors import SpecexecError
+
+if TYPE_CHECKING:
+    from specexec_cli.session import Session
+
+Finish = Literal["length", "eos", "stop", "interrupted", "failed"]
+
+
+class ReplyView(Protocol):
+    """Where a reply is shown."""
+
+    def layer(self, progress: PassProgress) -> None:
+        """A layer of the target is done."""
+
+    def step(self, step: StepResult) -> None:
+        """A pass is done; `step.text` may be shown."""
+
+    def stopping(self) -> None:
+        """The reply will end as soon as it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came of it."""
+
+    text: str
+    tokens: tuple[int, ...]  # of the reply; nothing of it behind the shown text
+    finish: Finish
+    stats: GenerationStats
+    error: SpecexecError | None = None  # ended it, with finish "failed"
+    leave: bool = False  # Ctrl-C came twice
+
+
+class Interrupts:
+    """While active, a first Ctrl-C sets `stopping`, a second raises KeyboardInterrupt.
+
+    The first one must not raise: between two layers the caches can be put right, in the middle of
+    an update they cannot.
+    """
+
+    def __init__(self, view: ReplyView) -> None:
+        self.stopping = False
+        self._view = view
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.stopping:
+            raise KeyboardInterrupt
+        self.stopping = True
+        self._view.stopping()
+
+    def __enter__(self) -> Interrupts:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+
+class _Stopped(Exception):
+    """Leaves a pass between two layers."""
+
+
+def run_reply(
+    session: Session,
+    prompt: Prompt,
+    settings: ChatSettings,
+    view: ReplyView,
+    interrupts: Interrupts,
+) -> Reply:
+    """Generates a reply and shows it; Ctrl-C keeps what there is.
+
+    Raises:
+        SpecexecError: it failed before its first token.
+    """
+    tokens: list[int] = []
+    pieces: list[str] = []
+    finish: Finish = "interrupted"
+    error: SpecexecError | None = None
+    leave = False
+
+    def on_layer(progress: PassProgress) -> None:
+        if interrupts.stopping:
+            raise _Stopped
+        view.layer(progress)
+
+    session.on_layer(on_layer)
+    try:
+        for step in session.generate(
+            prompt.tokens, sampling=settings.sampling, tree=settings.tree,
+            generation=settings.generation, method=settings.method,
+        ):  # fmt: skip
+            tokens += step.tokens
+            pieces += step.pieces
+            view.step(step)
+            finish = step.finish_reason or finish
+            if interrupts.stopping:
+                break
+    except _Stopped:
+        pass
+    except KeyboardInterrupt:
+        leave = True
+    except SpecexecError as failure:
+        if not tokens:
+            raise
+        finish, error = "failed", failure
+    finally:
+        session.on_layer(lambda progress: None)
+    if finish in ("interrupted", "failed"):
+        # what was held back, half a character or the beginning of a stop string, was not shown
+        while pieces and not pieces[-1]:
+            pieces.pop()
+        del tokens[len(pieces) :]
+    return Reply("".join(pieces), tuple(tokens), finish, session.stats, error, leave)

@@ -1,0 +1,240 @@
+"""`specexec chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast, get_args
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.cli.generate import tree_config
+from specexec_cli.config import (
+    DraftScoring,
+    DtypeName,
+    GenerationConfig,
+    Method,
+    OffloadMode,
+    SamplingConfig,
+)
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.chat.chat import Chat, Screen
+    from specexec_cli.chat.repl import Source
+    from specexec_cli.chat.settings import ChatSettings
+    from specexec_cli.chat.transcript import Loaded, Transcript
+    from specexec_cli.session import Session
+
+
+def chat(
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    system_file: Annotated[
+        Path | None, typer.Option(help="Read the system prompt from a file.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with a transcript, and write on in it.")
+    ] = None,
+    no_history: Annotated[
+        bool, typer.Option("--no-history", help="Write neither transcript nor input history.")
+    ] = False,
+    show_drafts: Annotated[
+        bool,
+        typer.Option(
+            "--show-drafts", help="Paint tokens by origin: draft model green, target yellow."
+        ),
+    ] = False,
+    hide_thinking: Annotated[
+        bool, typer.Option("--hide-thinking", help="Do not show <think> parts of replies.")
+    ] = False,
+    max_tokens: options.MaxTokens = 1024,
+    stop: options.Stop = None,
+    pair: options.Pair = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    method: options.MethodName = "specexec",
+    models_file: options.ModelsFile = None,
+    revision: options.Revision = None,
+    tokenizer: options.Tokenizer = None,
+    offline: options.Offline = False,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = 0,
+    budget: options.Budget = None,
+    depth: options.Depth = None,
+    batch: options.Batch = None,
+    draft_scoring: options.Scoring = "noise",
+    offload: options.Offload = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    quiet: options.Quiet = False,
+) -> None:
+    """Chat with a model. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves.
+
+    Replies go to stdout, everything else to stderr. Standard input that is not a terminal is a
+    script: one message or command a line, or blocks between \"\"\"; the exit code is then that of
+    the first error.
+    """
+    sampling = SamplingConfig(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+        repetition_penalty=repetition_penalty, seed=seed,
+    )  # fmt: skip
+    generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
+    words = {
+        "method": options.one_of(method, "--method", get_args(Method)),
+        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
+        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
+    }
+    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
+
+    from specexec_cli.chat.settings import ChatSettings
+    from specexec_cli.chat.transcript import load
+
+    loaded = load(resume) if resume is not None else None
+    system = _system_prompt(system, system_file)
+
+    from specexec_cli.cli.render import LoadingBar, notice
+    from specexec_cli.session import Session
+
+    bar = LoadingBar(shown=not quiet)
+    try:
+        with Session.open(
+            pair=pair, target=target, draft=draft, method=cast(Method, words["method"]),
+            models_file=models_file, revision=revision, offline=offline,
+            offload=cast(OffloadMode, words["offload"]), device=device,
+            dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
+            notice=(lambda line: None) if quiet else notice, progress=bar,
+            download_progress=not quiet and sys.stderr.isatty(),
+        ) as session:  # fmt: skip
+            bar.close()
+            settings = ChatSettings(
+                sampling=sampling,
+                tree=tree_config(
+                    session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring)
+                ),
+                generation=generation,
+                method=cast(Method, words["method"]),
+                thinking=not hide_thinking,
+                show_drafts=show_drafts,
+            )
+            code = converse(
+                session, settings, system=system, resume=resume, loaded=loaded,
+                history=not no_history, quiet=quiet,
+            )  # fmt: skip
+    except KeyboardInterrupt:  # while the models load
+        code = INTERRUPTED_EXIT_CODE
+    raise typer.Exit(code)
+
+
+def converse(
+    session: Session,
+    settings: ChatSettings,
+    *,
+    system: str | None = None,
+    resume: Path | None = None,
+    loaded: Loaded | None = None,
+    history: bool = True,
+    quiet: bool = False,
+) -> int:
+    """Runs a chat on an open session until the user leaves.
+
+    Args:
+        resume, loaded: the transcript to go on with, and what it holds.
+        history: keep a transcript and the input history.
+    Returns:
+        The exit code.
+    Raises:
+        ConfigError: the model has no chat template, or refuses the system prompt.
+    """
+    from specexec_cli.chat.chat import Chat
+    from specexec_cli.chat.conversation import Conversation
+    from specexec_cli.chat.repl import run
+    from specexec_cli.cli.chat_screen import ConsoleScreen
+
+    interactive = sys.stdin.isatty()
+    screen = ConsoleScreen(quiet=quiet, interactive=interactive)
+    running = Chat(
+        session, screen, settings, loaded.conversation if loaded else Conversation(),
+        _transcript(session, resume, loaded) if history else None,
+    )  # fmt: skip
+    if system is not None and system != running.conversation.system:
+        running.set_system(system)
+    running.check()
+    source = _source(interactive, history, screen)
+    try:
+        if interactive and not quiet:
+            _introduce(running)
+        if loaded is not None:
+            _recall(running, loaded)
+        return run(running, source)
+    finally:
+        if running.transcript is not None:
+            running.transcript.close()
+
+
+def _introduce(chat: Chat) -> None:
+    choice, settings = chat.session.choice, chat.session.settings
+    draft = f" with draft {choice.draft.name}" if choice.draft is not None else ""
+    facts = ", ".join(f"{name} {value}" for name, value in settings.items())
+    chat.screen.notice(
+        f"{choice.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"
+    )
+
+
+def _recall(chat: Chat, loaded: Loaded) -> None:
+    if loaded.notice:
+        chat.screen.notice(loaded.notice)
+    count = len(chat.conversation.turn_starts)
+    chat.screen.notice(f"going on after {count} turn{'' if count == 1 else 's'}")
+    if chat.conversation.unanswered is not None:
+        chat.screen.notice("the last message has no reply yet: send it again, or /regen")
+        chat.prefill = chat.conversation.unanswered
+
+
+def _source(interactive: bool, history: bool, screen: Screen) -> Source:
+    from specexec_cli.chat.repl import Script
+
+    if not interactive:
+        return Script()
+    from specexec_cli.cli.chat_prompt import Prompt
+
+    path = _state_folder() / "chat_history" if history else None
+    try:
+        return Prompt(path)
+    except OSError as error:
+        screen.notice(f"{path} cannot be written ({error.strerror}): no input history is kept")
+        return Prompt(None)
+
+
+def _transcript(session: Session, resume: Path | None, loaded: Loaded | None) -> Transcript:
+    from specexec_cli.chat.transcript import Transcript
+
+    name = session.choice.target.name
+    if resume is not None and loaded is not None:
+        return Transcript(resume, name, loaded.good_bytes)
+    now = datetime.now()
+    # two chats may begin within one second
+    return Transcript(_state_folder() / "chats" / f"{now:%Y%m%d-%H%M%S-%f}.jsonl", name)
+
+
+def _state_folder() -> Path:
+    from platformdirs import user_state_path
+
+    return user_state_path("specexec", appauthor=False)
+
+
+def _system_prompt(text: str | None, file: Path | None) -> str | None:
+    """
+    Raises:
+        ConfigError: both were given, or the file cannot be read.
+    """
+    from specexec_cli.chat.commands import read_text
+
+    if text is not None and file is not None:
+        raise ConfigError("give either --system or --system-file, not both")
+    return read_text(file).strip() if file is not None else text
