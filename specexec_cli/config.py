@@ -7,7 +7,11 @@ from typing import Literal
 
 from specexec_cli.errors import ConfigError
 
-Method = Literal["specexec", "autoregressive"]
+Method = Literal["specexec", "autoregressive", "dsi"]
+# What `bench` measures; all but the first two are baselines.
+BenchMethod = Literal[
+    "autoregressive", "specexec", "chain", "chain-coupled", "specinfer", "beam", "beam-pruned"
+]
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 DraftScoring = Literal["noise", "probs"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,8 +29,11 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature <= 100.0:
-            raise ConfigError(f"temperature must be between 0 and 100, not {self.temperature}")
+        # logits over a smaller one would overflow float32 to infinities, which tie
+        if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:
+            raise ConfigError(
+                f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}"
+            )
         if self.top_k < 0:
             raise ConfigError(f"top-k must be 0 (keep all) or more, not {self.top_k}")
         if not 0.0 < self.top_p <= 1.0:
@@ -74,3 +81,17 @@ class GenerationConfig:
             raise ConfigError(f"max-tokens must be 1 or more, not {self.max_tokens}")
         if any(not text for text in self.stop):
             raise ConfigError("a --stop string must not be empty")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DsiOptions:
+    """Speculation over several devices (--method dsi); what is left out is chosen."""
+
+    sp: int | None = None  # target servers at once
+    lookahead: int | None = None  # draft tokens before each verification
+    devices: tuple[str, ...] = ()  # every GPU, or the CPU
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--sp", self.sp), ("--lookahead", self.lookahead)):
+            if value is not None and not 1 <= value <= 64:
+                raise ConfigError(f"{flag} must be between 1 and 64, or auto, not {value}")

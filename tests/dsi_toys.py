@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.messages import Ready
 
 
 def toy_token(seed: int, sequence: Sequence[int], position: int, vocab: int = 50) -> int:
@@ -29,6 +30,9 @@ class ToyServer:
     exits_at: int = -1  # the pass that ends the process, as a segmentation fault would
     passes: int = 0
     offset: int = 0
+
+    def ready(self) -> Ready:
+        return Ready({1: self.delay_s()}, 1000)
 
     def configure(self, sampling: SamplingConfig) -> None:
         self.offset = sampling.seed
@@ -66,6 +70,9 @@ class ToyDrafter:
     sequence: list[int] = field(default_factory=list)
     drafted: int = 0
     offset: int = 0
+
+    def ready(self) -> Ready:
+        return Ready({1: self.delay_s()}, 1000)
 
     def configure(self, sampling: SamplingConfig) -> None:
         self.offset = sampling.seed

@@ -6,12 +6,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.messages import Ready
 from specexec_cli.dsi.workers import Stale, common_prefix
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.stream import Tier
 from specexec_cli.sampling import Sampler
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class ModelSpec:
     folder: Path
     device: str
     dtype: str  # torch's name of it
-    tier: Literal["ram", "ssd"] | None  # where layers stream from; None keeps them loaded
+    tier: Tier | None  # where layers stream from; None keeps them loaded
     threads: int  # for arithmetic on the CPU
     vocab_size: int  # ids from here on are never drawn
 
@@ -89,8 +91,8 @@ class CachedModel:
         if self._stale():
             raise StalePass
 
-    def measure(self) -> dict[int, float]:
-        """Seconds of a pass by its rows, after one to warm up."""
+    def ready(self) -> Ready:
+        """Seconds of a pass by its rows, after one to warm up, and the context window."""
         seconds = {}
         for rows in (1, *_MEASURED_ROWS):
             begin = time.perf_counter()
@@ -100,7 +102,7 @@ class CachedModel:
             seconds[rows] = time.perf_counter() - begin
             self.cache.crop(0)
             self.tokens = []
-        return seconds
+        return Ready(seconds, self.model.context_length)
 
 
 def _never() -> bool:
@@ -132,9 +134,9 @@ class ModelTarget:
                 break
         return tuple(draws)
 
-    def measure(self) -> dict[int, float]:
-        """Seconds of a pass by its rows."""
-        return self.cached.measure()
+    def ready(self) -> Ready:
+        """Measured latencies and the context window."""
+        return self.cached.ready()
 
 
 class ModelDrafter:
@@ -161,9 +163,9 @@ class ModelDrafter:
         self._tokens.append(self._sampler.token(logits[0, : self._vocab_size], self._tokens))
         return self._tokens[-1]
 
-    def measure(self) -> dict[int, float]:
-        """Seconds of a pass by its rows."""
-        return self.cached.measure()
+    def ready(self) -> Ready:
+        """Measured latencies and the context window."""
+        return self.cached.ready()
 
 
 def load_target(spec: ModelSpec) -> ModelTarget:

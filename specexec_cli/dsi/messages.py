@@ -5,7 +5,7 @@ Plain data, so the same messages cross threads, processes and machines. A messag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +79,14 @@ class WorkerLost:
 
     worker: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """From a worker, once: its model is loaded."""
+
+    pass_s: Mapping[int, float]  # rows of a pass -> seconds, as measured
+    context_length: int  # most tokens of one sequence
 
 
 Event = Drafted | Verified | Aborted | WorkerLost

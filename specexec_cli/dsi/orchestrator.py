@@ -15,7 +15,7 @@ Source: Timor et al., arXiv:2405.14105, algorithm 1.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 from specexec_cli.dsi.messages import (
@@ -96,7 +96,7 @@ class Orchestrator:
         """Tasks sent since the orchestrator began: verifications, prefills and stale ones."""
         return self._tasks
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Iterator[Commit]:
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> Generator[Commit, None, None]:
         """Yield the target's continuation of `prompt`, `max_tokens` tokens in all.
 
         Closing the generator early ends the work; the pool stays usable.

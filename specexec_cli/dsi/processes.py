@@ -13,7 +13,6 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -24,6 +23,7 @@ from specexec_cli.dsi.messages import (
     Configure,
     Draft,
     Event,
+    Ready,
     Verify,
     WorkerLost,
 )
@@ -37,13 +37,6 @@ from specexec_cli.dsi.workers import (
 from specexec_cli.errors import WorkerError
 
 _CLOSED = -2  # no order has this epoch: everything is stale
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """From a worker: its model is loaded."""
-
-    pass_s: dict[int, float]  # rows of a pass -> seconds, as measured; empty if it cannot say
 
 
 class ProcessWorkers:
@@ -209,8 +202,7 @@ def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epoch:
     mailbox = _Mailbox(pipe)
     try:
         server = build()
-        measure = getattr(server, "measure", dict)
-        mailbox.put(Ready(measure()))
+        mailbox.put(server.ready())
         if number == DRAFTER:
             serve_drafter(server, mailbox, mailbox, lambda: int(epoch.value))
         else:

@@ -21,6 +21,7 @@ from specexec_cli.dsi.messages import (
     Draft,
     Drafted,
     Event,
+    Ready,
     Verified,
     Verify,
     WorkerLost,
@@ -33,6 +34,10 @@ Message = TypeVar("Message", covariant=True)
 
 class TargetServer(Protocol):
     """One instance of the target with a KV cache of its own."""
+
+    def ready(self) -> Ready:
+        """What the pool must know before the first task."""
+        ...
 
     def configure(self, sampling: SamplingConfig) -> None:
         """Draw the tokens of later tasks by `sampling`."""
@@ -51,6 +56,10 @@ class TargetServer(Protocol):
 
 class DraftServer(Protocol):
     """The draft model with its KV cache."""
+
+    def ready(self) -> Ready:
+        """What the pool must know before the first task."""
+        ...
 
     def configure(self, sampling: SamplingConfig) -> None:
         """Guess at tokens drawn by `sampling`."""

@@ -1,0 +1,194 @@
+"""A session whose target runs on several devices at once: --method dsi.
+
+The models live in worker processes; this one keeps the tokenizer, the orchestrator and the text.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from specexec_cli.choice import ModelChoice
+from specexec_cli.config import DsiOptions, Method, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.core import GenerationStats, PassProgress, StepResult
+from specexec_cli.device import peak_ram_bytes
+from specexec_cli.dsi.decoding import dsi
+from specexec_cli.dsi.engine import ModelSpec, load_drafter, load_target
+from specexec_cli.dsi.messages import DRAFTER
+from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.dsi.plan import DsiPlan, make_plan
+from specexec_cli.dsi.processes import ProcessWorkers
+from specexec_cli.errors import ConfigError
+from specexec_cli.models.skeleton import load_config
+from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.stream import Tier
+from specexec_cli.session import Notice, Session, pick_device
+
+
+class DsiSession(Session):
+    """Generates through a pool of workers; everything else is a Session's."""
+
+    def __init__(
+        self,
+        choice: ModelChoice,
+        workers: ProcessWorkers,
+        plan: DsiPlan,
+        tokenizer: PreTrainedTokenizerBase,
+        eos_ids: frozenset[int],
+        settings: Mapping[str, str],
+        context_length: int,
+        layers: int,
+        notice: Notice,
+    ) -> None:
+        # not super().__init__: no model is in this process
+        self.choice = choice
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.settings = settings
+        self.stats = GenerationStats()
+        self.context = []
+        self._workers = workers
+        self._orchestrator = Orchestrator(workers, DsiConfig(lookahead=plan.lookahead), notice)
+        self._passes_before = 0
+        self._context_length = context_length
+        self._layers = layers
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of prompt and text together."""
+        return self._context_length
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the target."""
+        return self._layers
+
+    def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
+        """No live status: several passes run at once, none of them here."""
+
+    def _prepare(self, tokens: Sequence[int], limit: int, tree: TreeConfig) -> None:
+        self.context = list(tokens)
+        self.stats = GenerationStats(prompt_tokens=len(tokens))
+        self._passes_before = self._orchestrator.passes
+
+    def _steps(
+        self,
+        tokens: Sequence[int],
+        limit: int,
+        sampling: SamplingConfig,
+        tree: TreeConfig,
+        method: Method | None,
+    ) -> Iterator[StepResult]:
+        return dsi(self._workers, self._orchestrator, sampling, tokens, limit, self.eos_ids)
+
+    def _count(self, step: StepResult, elapsed_s: float) -> None:
+        """Passes are those begun, prefills and stale ones included."""
+        stats = self.stats
+        if stats.target_passes == 0:
+            stats.ttft_s = elapsed_s
+            stats.first_tokens = len(step.tokens)
+            stats.prompt_rows = step.pending_rows
+        stats.add(step)
+        stats.target_passes = self._orchestrator.passes - self._passes_before
+        stats.total_s = elapsed_s
+        stats.peak_ram_bytes = peak_ram_bytes()
+
+    def close(self) -> None:
+        """Ends every worker; idempotent."""
+        self._workers.close()
+
+
+def choose_devices(options: DsiOptions, device: str) -> list[str]:
+    """Where workers run: --devices, else --device, else every GPU, else the CPU.
+
+    Raises:
+        ConfigError: a device that is not here.
+    """
+    named = options.devices or (() if device == "auto" else (device,))
+    if named:
+        return [str(pick_device(name)) for name in named]
+    return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def open_dsi(
+    choice: ModelChoice,
+    target: Path,
+    draft: Path,
+    *,
+    options: DsiOptions,
+    devices: Sequence[str],
+    offload: OffloadMode,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase,
+    eos_ids: frozenset[int],
+    notice: Notice,
+) -> DsiSession | None:
+    """Starts the workers and measures them; None, with a notice, where DSI would not pay.
+
+    Numbers given by the user (--sp, --lookahead) are obeyed whatever the plan says.
+
+    Raises:
+        WorkerError: a worker did not start.
+    """
+    forced = options.sp is not None or options.lookahead is not None
+    if len(devices) < 2 and not forced:
+        notice("DSI needs two devices or more and there is one: using --method specexec")
+        return None
+    # from three devices on, the drafter has one to itself
+    servers = options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
+    configs = load_config(target), load_config(draft)
+    check_same_tokenizer(tokenizer, load_tokenizer(draft), int(configs[1].vocab_size))
+    words = str(dtype).removeprefix("torch.")
+    spec = partial(
+        ModelSpec,
+        dtype=words,
+        threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
+        vocab_size=int(configs[0].vocab_size),
+    )
+    tier: Tier | None = None if offload == "none" else "ram" if offload == "ram" else "ssd"
+    workers = ProcessWorkers(
+        [
+            partial(load_target, spec(folder=target, device=devices[n % len(devices)], tier=tier))
+            for n in range(servers)
+        ],
+        partial(load_drafter, spec(folder=draft, device=devices[-1], tier=None)),
+    )
+    try:
+        plan = _plan(workers, options.lookahead)
+        if not plan.worthwhile and not forced:
+            notice(f"{plan.describe()}: not worth it, using --method specexec")
+            workers.close()
+            return None
+        notice(plan.describe())
+        settings = {
+            "offload": offload,
+            "device": ",".join(devices),
+            "dtype": words,
+            "sp": str(servers),
+            "lookahead": str(plan.lookahead),
+        }
+        length = min(ready.context_length for ready in workers.ready.values())
+        layers = int(configs[0].num_hidden_layers)
+        return DsiSession(
+            choice, workers, plan, tokenizer, eos_ids, settings, length, layers, notice
+        )
+    except BaseException:
+        workers.close()
+        raise
+
+
+def _plan(workers: ProcessWorkers, lookahead: int | None) -> DsiPlan:
+    """From the slowest server's passes and the drafter's single rows, as measured at the start."""
+    slowest: dict[int, float] = {}
+    for server in workers.servers:
+        for rows, seconds in workers.ready[server].pass_s.items():
+            slowest[rows] = max(slowest.get(rows, 0.0), seconds)
+    draft_s = workers.ready[DRAFTER].pass_s[1]
+    if not slowest:
+        raise ConfigError("no DSI target server could be measured")
+    return make_plan(slowest, draft_s, len(workers.servers), lookahead)
