@@ -1,0 +1,136 @@
+"""The real target, drafter, masks and caches over toys: the same tokens, the right slots."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slot_toys import SlotToy, slot_drafter, slot_target
+from test_lossless import samplings, seeds, tokens_of, trees
+from toys import NoisyCopy, ToyLM, ToyTarget
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify import masks
+from specexec_cli.verify.verifier import LocalTarget
+
+prompts = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+
+
+def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) -> None:
+    """Between iterations a cache holds committed tokens in order, and nothing else."""
+    for tokens, cache in ((target.tokens, target._cache), (drafter.tokens, drafter._cache)):
+        assert tokens == context[: len(tokens)]
+        assert cache.slots == [(token, at) for at, token in enumerate(tokens)]  # type: ignore[attr-defined]
+        assert len(tokens) < len(context), "the last token is always run again"
+
+
+def watched(
+    steps: Iterator[StepResult], target: LocalTarget, drafter: ModelDrafter, context: list[int]
+) -> list[int]:
+    tokens: list[int] = []
+    for step in steps:
+        tokens += step.tokens
+        check_slots(target, drafter, context + tokens)
+    return tokens
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    model=seeds, noise=st.sampled_from([0.0, 0.3, 1.0, 10.0]), sampling=samplings, tree=trees(),
+    prompts=st.lists(prompts, min_size=1, max_size=3), max_tokens=st.integers(1, 16),
+    eos_ids=st.sets(st.integers(0, 7), max_size=1), chunk_rows=st.sampled_from([1, 3, 512]),
+    draft_context=st.sampled_from([10, 4096]),
+)  # fmt: skip
+def test_several_prompts_through_the_same_caches(
+    model, noise, sampling, tree, prompts, max_tokens, eos_ids, chunk_rows, draft_context
+):
+    toy = ToyLM(model, order=64)  # logits depend on the whole context
+    target = slot_target(toy, chunk_rows)
+    drafter = slot_drafter(NoisyCopy(toy, 1, noise), sampling, tree, chunk_rows, draft_context)
+    for prompt in prompts:
+        target.crop(shared_prefix(target.tokens, prompt))
+        sampler = Sampler(sampling)
+        steps = specexec(target, drafter, sampler, prompt, max_tokens, eos_ids)
+        oracle = autoregressive(ToyTarget(toy), sampler, prompt, max_tokens, eos_ids)
+        assert watched(steps, target, drafter, prompt) == tokens_of(oracle)
+
+
+def shared_prefix(cached: list[int], prompt: list[int]) -> int:
+    count = 0
+    while count < min(len(cached), len(prompt) - 1) and cached[count] == prompt[count]:
+        count += 1
+    return count
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    model=seeds, sampling=samplings, tree=trees(), prompt=prompts,
+    fail_at=st.integers(0, 12), in_target=st.booleans(), rows_left=st.integers(0, 5),
+)  # fmt: skip
+def test_an_interrupted_generation_leaves_usable_caches(
+    model, sampling, tree, prompt, fail_at, in_target, rows_left
+):
+    """Whatever pass fails, and however many of its rows reached the cache: go on, same text."""
+    toy = ToyLM(model, order=64)
+    target, drafter = slot_target(toy), slot_drafter(NoisyCopy(toy, 1, 0.5), sampling, tree)
+    failing: SlotToy = (target if in_target else drafter).model  # type: ignore[assignment]
+    forward, count = failing.forward, 0
+
+    def interrupted(rows, cache, logit_rows):
+        nonlocal count
+        count += 1
+        if count == fail_at + 1:
+            cache.slots += [(0, 0)] * rows_left
+            raise KeyboardInterrupt
+        return forward(rows, cache, logit_rows)
+
+    failing.forward = interrupted  # type: ignore[method-assign]
+    sampler, context = Sampler(sampling), list(prompt)
+    with contextlib.suppress(KeyboardInterrupt):
+        for step in specexec(target, drafter, sampler, prompt, 12, ()):
+            context += step.tokens
+    left = len(prompt) + 12 - len(context)
+    if left:
+        context += watched(
+            specexec(target, drafter, sampler, context, left, ()), target, drafter, context
+        )
+    oracle = autoregressive(ToyTarget(toy), sampler, prompt, 12, ())
+    assert context[len(prompt) :] == tokens_of(oracle)
+
+
+def test_the_slot_toy_notices_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks above must be able to fail: a node that sees its sibling is caught."""
+    target = slot_target(ToyLM(0))
+    tree = slot_drafter(ToyLM(0), SamplingConfig(), TreeConfig(budget=4, max_depth=1)).grow([1], 1)
+    assert len(tree) == 4
+    monkeypatch.setattr(masks, "ancestor_matrix", lambda parents: np.ones((4, 4), dtype=bool))
+    with pytest.raises(AssertionError, match="a path, from 0 on"):
+        target.verify([1], tree)
+
+
+def test_the_first_pass_carries_prompt_and_tree() -> None:
+    """No pass of its own for the prompt: the first tokens come after one."""
+    toy = ToyLM(0, order=64)
+    target = slot_target(toy)
+    drafter = slot_drafter(toy, SamplingConfig(), TreeConfig(budget=16, max_depth=4, batch=4))
+    step = next(specexec(target, drafter, Sampler(SamplingConfig()), [1] * 40, 20, ()))
+    assert step.pending_rows == 40
+    assert step.tree_nodes == 16
+    assert len(step.tokens) > 1
+    assert target.model.passes == 1  # type: ignore[attr-defined]
+
+
+def test_an_empty_tree_is_a_plain_pass() -> None:
+    target = slot_target(ToyLM(0))
+    assert target.verify([1, 2, 3], DraftTree.empty()).shape == (1, 8)
+    target.commit([])
+    assert target.tokens == [1, 2, 3]

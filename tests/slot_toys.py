@@ -1,0 +1,100 @@
+"""Toy models behind the real slots: what a row attends to is read from its mask and positions.
+
+SlotToy stands where a StreamedModel stands, so the real LocalTarget, ModelDrafter and masks run at
+the speed of a toy. Every row's context is put together from the slots its mask shows; a slot too
+many, too few, or at a wrong position fails at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from toys import NoisyCopy, ToyLM
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.models.rows import PassRows
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import LocalTarget
+
+
+@dataclass
+class SlotList:
+    """A cache of (token, position) instead of keys and values."""
+
+    slots: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.slots)
+
+    def reserve(self, slots: int) -> None:
+        pass
+
+    def crop(self, length: int) -> None:
+        del self.slots[length:]
+
+    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
+        assert list(kept) == sorted(set(kept)), "kept slots rise"
+        assert all(prefix_len <= slot < len(self.slots) for slot in kept)
+        self.slots[prefix_len:] = [self.slots[slot] for slot in kept]
+
+
+@dataclass
+class SlotToy:
+    """A StreamedModel over a toy."""
+
+    model: ToyLM | NoisyCopy
+    chunk_rows: int = 512
+    context_length: int = 4096
+    source: None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    passes: int = 0
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.vocab_size
+
+    def new_cache(self) -> SlotList:
+        return SlotList()
+
+    def close(self) -> None:
+        pass
+
+    def forward(self, rows: PassRows, cache: SlotList, logit_rows: Sequence[int]) -> Tensor:
+        self.passes += 1
+        assert max(rows.positions) < self.context_length
+        logits = []
+        for start in range(0, len(rows.tokens), self.chunk_rows):
+            stop = min(start + self.chunk_rows, len(rows.tokens))
+            cache.slots += zip(
+                list(rows.tokens)[start:stop], list(rows.positions)[start:stop], strict=True
+            )
+            mask = rows.mask(start, stop, None)[0, 0].numpy()
+            assert mask.shape == (stop - start, cache.length)
+            logits += [self.model.logits(self._context(cache, row)) for row in mask]
+        return torch.from_numpy(np.stack([logits[row] for row in logit_rows]))
+
+    def _context(self, cache: SlotList, attended: np.ndarray) -> list[int]:
+        seen = sorted(cache.slots[slot][::-1] for slot in np.flatnonzero(attended))
+        assert [position for position, _ in seen] == list(range(len(seen))), "a path, from 0 on"
+        return [token for _, token in seen]
+
+
+def slot_target(model: ToyLM, chunk_rows: int = 512) -> LocalTarget:
+    return LocalTarget(SlotToy(model, chunk_rows))  # type: ignore[arg-type]
+
+
+def slot_drafter(
+    model: ToyLM | NoisyCopy,
+    sampling: SamplingConfig,
+    tree: TreeConfig,
+    chunk_rows: int = 512,
+    context_length: int = 4096,
+) -> ModelDrafter:
+    toy = SlotToy(model, chunk_rows, context_length)
+    return ModelDrafter(toy, Sampler(sampling), tree, model.vocab_size)  # type: ignore[arg-type]
