@@ -13,6 +13,7 @@ import contextlib
 import importlib
 import inspect
 import io
+import itertools
 import random
 import re
 import sys
@@ -30,8 +31,9 @@ Message = dict[str, str]
 SKIP_DIRS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "ensurepip", "pydoc_data",
              "__pycache__", "lib-dynload", "turtledemo"}
 SKIP_FILES = {"encodings", "html/entities.py", "_sysconfigdata", "token.py", "keyword.py"}
-SKIP_IMPORTS = {"antigravity", "curses", "this", "idlelib", "test", "lib2to3", "turtledemo", "turtle",
-                "tkinter", "ensurepip", "pydoc_data", "distutils", "__main__", "nturl2path"}
+SKIP_IMPORTS = {"antigravity", "curses", "this", "idlelib", "test", "lib2to3", "turtledemo",
+                "turtle", "tkinter", "ensurepip", "pydoc_data", "distutils", "__main__",
+                "nturl2path"}
 HELD_OUT_MODULES = ("calendar", "cmd", "filecmp", "getopt", "graphlib", "imghdr", "netrc",
                     "plistlib", "quopri", "sched", "timeit", "trace")
 COMMON_MODULES = ("os", "os.path", "re", "json", "math", "itertools", "collections", "functools",
@@ -101,7 +103,7 @@ def split_top_level(text: str) -> list[str]:
     starts = [m.start() + 1 for m in re.finditer(r"\n(?=(?:@|def |class |async def ))", text)]
     kept = [s for s in starts if not text[:s].rstrip(" \n").endswith(")") or text[s - 2] == "\n"]
     bounds = [0, *kept, len(text)]
-    return [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False) if text[a:b].strip()]
+    return [text[a:b] for a, b in itertools.pairwise(bounds) if text[a:b].strip()]
 
 
 def function_texts(text: str) -> list[str]:
