@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from specexec_cli.config import DsiOptions
 
 _MODELS, _TREE, _SAMPLING, _MACHINE, _OUTPUT = (
     "Models", "Draft tree", "Sampling", "Machine", "Output",
@@ -35,7 +38,8 @@ Draft = Annotated[
 MethodName = Annotated[
     str,
     typer.Option(
-        help="specexec (draft trees) or autoregressive (one token per pass; the same text).",
+        help="specexec (draft trees), autoregressive (one token per pass) or dsi (several devices "
+        "at once). The text is the same.",
         rich_help_panel=_MODELS,
     ),
 ]
@@ -117,6 +121,26 @@ Dtype = Annotated[
         help="What to compute in: float32, bfloat16, float16, or auto.", rich_help_panel=_MACHINE
     ),
 ]
+Sp = Annotated[
+    str,
+    typer.Option(
+        help="With --method dsi: target servers at once, or auto.", rich_help_panel=_MACHINE
+    ),
+]
+Lookahead = Annotated[
+    str,
+    typer.Option(
+        help="With --method dsi: draft tokens before each verification, or auto.",
+        rich_help_panel=_MACHINE,
+    ),
+]
+Devices = Annotated[
+    str | None,
+    typer.Option(
+        help="With --method dsi: devices of the workers, as in cuda:0,cuda:1. Default: every GPU.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Stats = Annotated[
     bool, typer.Option("--stats", help="A line of statistics at the end.", rich_help_panel=_OUTPUT)
 ]
@@ -144,3 +168,33 @@ def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
         hint = nearest(value, list(allowed))
         raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
     return value
+
+
+def dsi_options(sp: str, lookahead: str, devices: str | None) -> DsiOptions:
+    """--sp, --lookahead and --devices.
+
+    Raises:
+        ConfigError: not a number and not auto, or an empty device.
+    """
+    from specexec_cli.config import DsiOptions
+    from specexec_cli.errors import ConfigError
+
+    names = tuple(name.strip() for name in devices.split(",")) if devices is not None else ()
+    if not all(names):
+        raise ConfigError(f"--devices takes names as in cuda:0,cuda:1, not '{devices}'")
+    return DsiOptions(
+        sp=_number_or_auto(sp, "--sp"),
+        lookahead=_number_or_auto(lookahead, "--lookahead"),
+        devices=names,
+    )
+
+
+def _number_or_auto(text: str, flag: str) -> int | None:
+    from specexec_cli.errors import ConfigError
+
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} takes a whole number or auto, not '{text}'") from error
