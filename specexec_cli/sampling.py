@@ -13,6 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.generation.logits_process import (
     LogitsProcessorList,
@@ -44,6 +45,18 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     words = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), open
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+
+
+def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.float64]:
+    """Uniform numbers of one position, independent of its Gumbel noise and between streams.
+
+    Args:
+        stream: 1 or more.
+    Returns:
+        (count,) in (0, 1), ends excluded.
+    """
+    words = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
+    return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 class Sampler:
@@ -98,13 +111,29 @@ class Sampler:
             NonFiniteLogitsError: the logits hold NaN or infinities.
         """
         position = len(context)
-        if not torch.isfinite(logits).all():
-            raise NonFiniteLogitsError(
-                f"the target's logits for position {position} are not finite: the checkpoint is "
-                "damaged or its values overflow this dtype. Try --dtype float32"
-            )
+        _check_finite(logits, position)
         scores = self.filtered(logits[None], context)[0]
         if self.config.temperature > 0.0:
             noise = gumbel_noise(self.config.seed, position, scores.shape[0])
             scores = scores + noise.to(scores.device)
         return int(scores.argmax())
+
+    def probs(self, logits: Tensor, context: Sequence[int]) -> NDArray[np.float64]:
+        """The distribution that `token` draws from, for a temperature above 0.
+
+        Args, Raises: as for `token`.
+        Returns:
+            (vocab,)
+        """
+        _check_finite(logits, len(context))
+        scores = self.filtered(logits[None], context)[0]
+        probs: NDArray[np.float64] = scores.double().softmax(-1).cpu().numpy()
+        return probs
+
+
+def _check_finite(logits: Tensor, position: int) -> None:
+    if not torch.isfinite(logits).all():
+        raise NonFiniteLogitsError(
+            f"the target's logits for position {position} are not finite: the checkpoint is "
+            "damaged or its values overflow this dtype. Try --dtype float32"
+        )

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
 from specexec_cli.config import (
+    BenchMethod,
     DsiOptions,
     DtypeName,
     GenerationConfig,
@@ -30,7 +31,7 @@ from specexec_cli.config import (
 )
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
-from specexec_cli.decoding.loop import specexec
+from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes, peak_ram_bytes
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import ConfigError, OutOfMemoryError
@@ -74,6 +75,7 @@ class Session:
         self._target = target
         self._draft = draft
         self._drafter: ModelDrafter | None = None
+        self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
 
     @classmethod
@@ -221,7 +223,7 @@ class Session:
         sampling: SamplingConfig | None = None,
         tree: TreeConfig | None = None,
         generation: GenerationConfig | None = None,
-        method: Method | None = None,
+        method: Method | BenchMethod | None = None,
     ) -> Iterator[StepResult]:
         """Yields one step per target pass; `step.text` is what may be shown.
 
@@ -271,7 +273,7 @@ class Session:
         limit: int,
         sampling: SamplingConfig,
         tree: TreeConfig,
-        method: Method | None,
+        method: Method | BenchMethod | None,
     ) -> Iterator[StepResult]:
         sampler = Sampler(sampling)
         method = method or ("specexec" if self._draft is not None else "autoregressive")
@@ -279,10 +281,14 @@ class Session:
             return autoregressive(self._target, sampler, tokens, limit, self.eos_ids)
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
-        if self._drafter is None:
-            self._drafter = ModelDrafter(self._draft, sampler, tree, self._target.model.vocab_size)
+        if (speculative := SPECULATIVE.get(method)) is None:
+            raise ConfigError(f"this session runs on one device, which --method {method} does not")
+        if self._drafter is None or self._drafter_method != method:
+            vocab_size = self._target.model.vocab_size
+            self._drafter = speculative.new_drafter(self._draft, sampler, tree, vocab_size)
+            self._drafter_method = method
         self._drafter.configure(sampler, tree)
-        return specexec(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
+        return speculative.decode(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
 
     def _with_text(
         self, steps: Iterator[StepResult], prompt: Sequence[int], stop: Sequence[str]
@@ -321,6 +327,11 @@ class Session:
         stats.peak_ram_bytes = peak_ram_bytes()
         if self._target.model.device.type == "cuda":
             stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def forget(self) -> None:
+        """Empties the caches: the next prompt is run from its first token."""
+        self._target.crop(0)
+        self._drafter = None
 
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""

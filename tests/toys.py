@@ -11,7 +11,7 @@ import torch
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.scoring import DraftScorer
-from specexec_cli.drafting.search import ROOT, Frontier, grow_tree
+from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
 
 
@@ -87,6 +87,7 @@ class ToyDrafter:
     model: ToyLM | NoisyCopy
     tree: TreeConfig
     sampler: Sampler = field(default_factory=lambda: Sampler(SamplingConfig()))
+    search: Search = grow_tree
 
     def __post_init__(self) -> None:
         self._scorer = DraftScorer(self.sampler, self.tree.scoring)
@@ -117,7 +118,7 @@ class ToyDrafter:
                 tokens.append(best.indices.numpy())
             return np.stack(log_probs), np.stack(tokens)
 
-        return grow_tree(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
+        return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         path = tuple(self._context)

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from specexec_cli.core import FinishReason, StepResult
 from specexec_cli.drafting.drafter import Drafter
 from specexec_cli.sampling import Sampler
-from specexec_cli.verify.accept import accept
+from specexec_cli.verify.accept import Walk, accept
 from specexec_cli.verify.verifier import TargetServer
 
 
@@ -25,12 +25,14 @@ def specexec(
     prompt: Sequence[int],
     max_tokens: int,
     eos_ids: Collection[int],
+    walk: Walk = accept,
 ) -> Iterator[StepResult]:
     """Yields one StepResult per target pass until an EOS token or `max_tokens`.
 
     Args:
         target: its cache must hold a proper prefix of `prompt`, or nothing.
         prompt: at least one token.
+        walk: how a verified tree becomes committed tokens.
     """
     context = list(prompt)
     stop = len(prompt) + max_tokens
@@ -41,7 +43,7 @@ def specexec(
         drafted = time.perf_counter()
         pending = context[len(target.tokens) :]
         logits = target.verify(pending, tree)
-        accepted = accept(tree, logits, sampler, context, stop - len(context), eos_ids)
+        accepted = walk(tree, logits, sampler, context, stop - len(context), eos_ids)
         target.commit(accepted.nodes)
         drafter.commit(accepted.nodes, accepted.tokens)
         context += accepted.tokens

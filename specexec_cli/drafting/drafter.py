@@ -11,7 +11,15 @@ from torch import Tensor
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.scoring import DraftScorer
-from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints, SearchResult, grow_tree
+from specexec_cli.drafting.search import (
+    ROOT,
+    Floats,
+    Frontier,
+    Ints,
+    Search,
+    SearchResult,
+    grow_tree,
+)
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
@@ -40,8 +48,10 @@ class ModelDrafter:
         sampler: Sampler,
         tree: TreeConfig,
         target_vocab_size: int,
+        search: Search = grow_tree,
     ) -> None:
         self.model = model
+        self._search = search
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
@@ -69,7 +79,7 @@ class ModelDrafter:
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
             depth = min(max_depth, self._tree.max_depth)
-            self._result = grow_tree(self._expand, self._tree, depth)
+            self._result = self._search(self._expand, self._tree, depth)
         return self._result.tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -114,8 +124,12 @@ class ModelDrafter:
         logits = self.model.forward(rows, self._cache, logit_rows)
         if frontier.ids[0] == ROOT:
             self.tokens = list(self._context)
+        return self._children(frontier, logits[:, : self._vocab_size], width)
+
+    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """Each node's children, best first, from its (vocab,) row of logits."""
         positions = (len(self._context) + frontier.depths).tolist()
-        utilities = self._scorer.utilities(logits[:, : self._vocab_size], positions, self._context)
+        utilities = self._scorer.utilities(logits, positions, self._context)
         self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
         log_probs = self._scorer.log_probs(utilities)
         best = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)

@@ -48,6 +48,10 @@ class SearchResult:
     ids: Ints
 
 
+# Grows a tree of at most `config.budget` nodes and the given depth.
+Search = Callable[[Expand, TreeConfig, int], SearchResult]
+
+
 def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
     """Finds the `config.budget` most probable continuations of at most `max_depth` tokens.
 

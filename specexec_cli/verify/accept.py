@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -20,6 +20,10 @@ class Accepted:
     nodes: tuple[int, ...]  # accepted draft nodes, root to leaf, rising
     tokens: tuple[int, ...]  # their tokens and the bonus token behind them
     drafted: tuple[bool, ...]  # per token: whether it was in the tree
+
+
+# (tree, logits, sampler, context, limit, eos_ids): accept, or what stands in its place.
+Walk = Callable[[DraftTree, Tensor, Sampler, Sequence[int], int, Collection[int]], Accepted]
 
 
 def accept(

@@ -1,0 +1,1 @@
+"""Benchmarks: datasets, interleaved runs, metrics, reports and the figures of the papers."""

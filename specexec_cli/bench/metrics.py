@@ -1,0 +1,126 @@
+"""The field's numbers, from the steps of one generation and over many. Knows no model.
+
+What each time includes is in TIMING, which every result carries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specexec_cli.core import GenerationStats, StepResult
+
+# Written beside the numbers, so that none is read as something else.
+TIMING: Mapping[str, str] = {
+    "tokens_per_s": "generated tokens over wall time; prefill and first pass included",
+    "ttft_s": "to the end of the first pass: prefill of the prompt and verification of one tree",
+    "tpot_s": "wall time after the first pass, over tokens after the first pass",
+    "draft_s": "all passes", "verify_s": "all passes; streaming the weights included",
+    "generation_rate": "all passes, bonus tokens included",
+    "excluded": "opening the models, warm-up generations, probing the link; caches are emptied "
+    "before each run, so every run prefills its whole prompt",
+    "peak_ram_bytes": "of the process during the run, models included",
+}  # fmt: skip
+
+# Metrics of a run that are averaged over runs; None where a run has no such number.
+AVERAGED = (
+    "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
+    "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s", "bytes_per_pass",
+    "stream_bytes_per_s", "link_share", "roofline_share", "peak_ram_bytes", "peak_vram_bytes",
+)  # fmt: skip
+
+Metrics = dict[str, float | int | None]
+
+
+def improvement_factor(acceptance: float, length: int, cost_ratio: float) -> float:
+    """Speedup of a chain over plain decoding that theory expects.
+
+    Args:
+        acceptance: probability that a draft token that is tested is kept; `token_acceptance_rate`.
+        length: draft tokens per iteration.
+        cost_ratio: time of a draft pass over that of a target pass.
+    Source: Leviathan et al., arXiv:2211.17192, theorem 3.8.
+    """
+    committed: float = sum(acceptance**i for i in range(length + 1))
+    return committed / (length * cost_ratio + 1)
+
+
+def run_metrics(
+    steps: Sequence[StepResult],
+    stats: GenerationStats,
+    *,
+    link_bytes_per_s: float | None,
+    is_chain: bool,
+) -> Metrics:
+    """Numbers of one generation.
+
+    Args:
+        link_bytes_per_s: what the probe measured, for the shares of it.
+        is_chain: whether acceptance rates mean something.
+    """
+    passes = stats.target_passes
+    bytes_per_pass = stats.bytes_streamed / passes
+    streams = link_bytes_per_s is not None and stats.bytes_streamed > 0
+    link_share = roofline_share = None
+    if streams and link_bytes_per_s:
+        link_share = stats.stream_bytes_per_s / link_bytes_per_s
+        roofline = stats.generation_rate * link_bytes_per_s / bytes_per_pass
+        roofline_share = stats.tokens_per_s / roofline
+    accepted, proposed, tested = _chain_counts(steps) if is_chain else (0, 0, 0)
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "generated_tokens": stats.generated_tokens,
+        "target_passes": passes,
+        "total_s": stats.total_s,
+        "tokens_per_s": stats.tokens_per_s,
+        "ttft_s": stats.ttft_s,
+        "tpot_s": stats.tpot_s if passes > 1 else None,
+        "generation_rate": stats.generation_rate,
+        "acceptance_rate": accepted / proposed if proposed else None,
+        "token_acceptance_rate": accepted / tested if tested else None,
+        "tree_nodes": sum(step.tree_nodes for step in steps) / passes,
+        "tree_depth": sum(step.tree_depth for step in steps) / passes,
+        "draft_s": stats.draft_s,
+        "verify_s": stats.verify_s,
+        "bytes_per_pass": bytes_per_pass,
+        "stream_bytes_per_s": stats.stream_bytes_per_s if stats.bytes_streamed else None,
+        "link_share": link_share,
+        "roofline_share": roofline_share,
+        "peak_ram_bytes": stats.peak_ram_bytes,
+        "peak_vram_bytes": stats.peak_vram_bytes,
+    }
+
+
+def _chain_counts(steps: Sequence[StepResult]) -> tuple[int, int, int]:
+    """Draft tokens accepted, proposed, and tested: those behind a rejection are not tested."""
+    accepted = proposed = tested = 0
+    for step in steps:
+        kept = sum(step.drafted)
+        accepted += kept
+        proposed += step.tree_nodes
+        tested += kept + (kept < step.tree_nodes and not step.drafted[-1])
+    return accepted, proposed, tested
+
+
+def spread(samples: Sequence[float]) -> dict[str, Any]:
+    """Mean, standard deviation, quantiles and the samples themselves; at least one sample."""
+    mean = sum(samples) / len(samples)
+    squares = sum((sample - mean) ** 2 for sample in samples)
+    return {
+        "mean": mean,
+        "sd": math.sqrt(squares / (len(samples) - 1)) if len(samples) > 1 else 0.0,
+        "p20": quantile(samples, 0.2),
+        "p50": quantile(samples, 0.5),
+        "p80": quantile(samples, 0.8),
+        "samples": list(samples),
+    }
+
+
+def quantile(samples: Sequence[float], share: float) -> float:
+    """Linear interpolation between the sorted samples."""
+    ordered = sorted(samples)
+    at = share * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])

@@ -1,0 +1,109 @@
+"""Tree shapes of the methods SpecExec is compared with; arithmetic on arrays, torch-free.
+
+All grow level by level: the nodes that joined last go through the draft model in one batch. With
+`width` = budget // max_depth a full tree has at most `budget` nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.search import ROOT, Expand, Floats, Frontier, Ints, SearchResult
+
+# scores (parents, children) of a level, -inf where there is no child -> which of them join
+_Choose = Callable[[Floats], NDArray[np.bool_]]
+
+
+def grow_chain(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+    """One path: each node's first child. Leviathan et al., arXiv:2211.17192, algorithm 1."""
+    length = min(config.budget, max_depth)
+    return _grow_levels(expand, lambda level: 1, np.isfinite, length)
+
+
+def grow_bundle(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+    """`width` children of the root, and one path below each of them.
+
+    The shape SpecExec's reference code gives SpecInfer (specdec/spec_SI.py): sequences that part
+    at the root and never branch again; SpecInfer's expansion <w, 1, 1, ...>.
+    """
+    width = _width(config)
+    return _grow_levels(expand, lambda level: width if level == 0 else 1, np.isfinite, max_depth)
+
+
+def grow_beam(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+    """Beam search of `width` beams; every node that ever was a beam stays in the tree."""
+    width = _width(config)
+    return _grow_levels(expand, lambda level: width, lambda scores: _best(scores, width), max_depth)
+
+
+def grow_beam_pruned(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+    """Beam search that keeps the final beams and their ancestors alone, as a decoder would."""
+    tree = grow_beam(expand, config, max_depth).tree
+    kept = tree.depths == tree.depths.max(initial=0)
+    for node in range(len(tree) - 1, -1, -1):
+        if kept[node] and tree.parents[node] != ROOT:
+            kept[tree.parents[node]] = True
+    ids = np.flatnonzero(kept).astype(np.int64)
+    renumbered = np.full(len(tree) + 1, ROOT, dtype=np.int64)  # last entry: the root's own
+    renumbered[ids] = np.arange(len(ids))
+    parents = renumbered[tree.parents[ids]]
+    return SearchResult(
+        DraftTree(tree.tokens[ids], parents, tree.depths[ids], tree.log_probs[ids]), ids
+    )
+
+
+def _width(config: TreeConfig) -> int:
+    return max(1, config.budget // config.max_depth)
+
+
+def _best(scores: Floats, count: int) -> NDArray[np.bool_]:
+    """Marks the `count` best finite scores of all rows together; ties go to the first."""
+    order = np.argsort(-scores, axis=None, kind="stable")[:count]
+    chosen = np.zeros(scores.size, dtype=bool)
+    chosen[order] = True
+    return chosen.reshape(scores.shape) & np.isfinite(scores)
+
+
+def _grow_levels(
+    expand: Expand, width: Callable[[int], int], choose: _Choose, max_depth: int
+) -> SearchResult:
+    """Grows `max_depth` levels; the tree's ids are its indices.
+
+    Args:
+        width: children asked for per node of a level, the root being level 0.
+        choose: which of the scored children join.
+    """
+    root = np.array([ROOT], dtype=np.int64)
+    frontier, frontier_scores = Frontier(root, root, root, np.zeros(1, dtype=np.int64)), np.zeros(1)
+    levels: list[tuple[Frontier, Floats]] = []
+    count = 0
+    for level in range(max_depth):
+        log_probs, tokens = expand(frontier, width(level))
+        scores = frontier_scores[:, None] + log_probs
+        rows, columns = np.nonzero(choose(scores))
+        if len(rows) == 0:
+            break
+        ids = np.arange(count, count + len(rows), dtype=np.int64)
+        depths = np.full(len(rows), level + 1, dtype=np.int64)
+        frontier = Frontier(ids, tokens[rows, columns], frontier.ids[rows], depths)
+        frontier_scores = scores[rows, columns]
+        levels.append((frontier, frontier_scores))
+        count += len(rows)
+    if not levels:
+        return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
+    tree = DraftTree(
+        _joined([nodes.tokens for nodes, _ in levels]),
+        _joined([nodes.parents for nodes, _ in levels]),
+        _joined([nodes.depths for nodes, _ in levels]),
+        np.concatenate([scores for _, scores in levels]),
+    )
+    return SearchResult(tree, np.arange(count, dtype=np.int64))
+
+
+def _joined(parts: list[Ints]) -> Ints:
+    return np.concatenate(parts)

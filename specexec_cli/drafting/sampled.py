@@ -1,0 +1,119 @@
+"""Drafters that draw their trees from the draft model's distribution instead of searching it.
+
+A node's children are drawn without replacement, and what they were drawn from is remembered for
+the rejection walk. With greedy decoding nothing is random: the children are the most probable
+tokens, and the usual acceptance walk applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.search import Floats, Frontier, Ints
+from specexec_cli.sampling import Sampler, uniforms
+from specexec_cli.verify.accept import Accepted, accept
+from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_walk
+
+
+class SampledChildren:
+    """Draws children of nodes, and walks trees of what it drew. Knows no model."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._probs: dict[int, Tensor] = {}  # expanded node -> (vocab,) float32
+
+    def reset(self) -> None:
+        """Forgets the last tree."""
+        self._probs.clear()
+
+    def children(
+        self, frontier: Frontier, logits: Tensor, context: Sequence[int], width: int
+    ) -> tuple[Floats, Ints]:
+        """Draws `width` tokens per node; see search.Expand.
+
+        Args:
+            logits: (n, vocab) the draft model's.
+            context: committed tokens.
+        """
+        log_probs = self._sampler.filtered(logits, context).log_softmax(-1)
+        width = min(width, log_probs.shape[-1])
+        if self._sampler.config.temperature == 0.0:
+            best = log_probs.topk(width, dim=-1)
+            return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
+        tokens = np.zeros((len(log_probs), width), dtype=np.int64)
+        scores = np.full((len(log_probs), width), -np.inf)
+        for row, (node, depth) in enumerate(
+            zip(frontier.ids.tolist(), frontier.depths.tolist(), strict=True)
+        ):
+            self._probs[node] = probs = log_probs[row].exp()
+            drawn = self._drawn(probs, len(context) + depth, width)
+            tokens[row, : len(drawn)] = drawn
+            scores[row, : len(drawn)] = log_probs[row, drawn].double().cpu().numpy()
+        return scores, tokens
+
+    def _drawn(self, probs: Tensor, position: int, width: int) -> list[int]:
+        """At most `width` different tokens of probability above 0."""
+        left = probs.double().cpu().numpy()
+        numbers = uniforms(self._sampler.config.seed, position, DRAFT_STREAM, width)
+        drawn: list[int] = []
+        for uniform in numbers.tolist():
+            if not left.any():
+                break
+            drawn.append(draw(left, uniform))
+            left[drawn[-1]] = 0.0
+        return drawn
+
+    def walk(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampler: Sampler,
+        context: Sequence[int],
+        limit: int,
+        eos_ids: Collection[int],
+    ) -> Accepted:
+        """What a pass over the last tree commits; in the place of accept()."""
+        if sampler.config.temperature == 0.0:
+            return accept(tree, logits, sampler, context, limit, eos_ids)
+        children: dict[int, list[int]] = {}
+        for node, parent in enumerate(tree.parents.tolist()):  # nodes are in the order drawn
+            children.setdefault(parent, []).append(node)
+        draws = {node: Draws(tuple(c), self._probs[node]) for node, c in children.items()}
+        return rejection_walk(tree, draws, logits, sampler, context, limit, eos_ids)
+
+
+class SampledDrafter(ModelDrafter):
+    """A draft model that draws its trees."""
+
+    def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
+        """Settings of the next generation; what the cache holds stays."""
+        super().configure(sampler, tree)
+        self._sampled = SampledChildren(sampler)
+
+    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        """A tree drawn from the draft model; see ModelDrafter.grow."""
+        self._sampled.reset()
+        return super().grow(context, max_depth)
+
+    def walk(
+        self,
+        tree: DraftTree,
+        logits: Tensor,
+        sampler: Sampler,
+        context: Sequence[int],
+        limit: int,
+        eos_ids: Collection[int],
+    ) -> Accepted:
+        """What a pass over the last tree commits; see SampledChildren.walk."""
+        return self._sampled.walk(tree, logits, sampler, context, limit, eos_ids)
+
+    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        with torch.no_grad():
+            return self._sampled.children(frontier, logits, self._context, width)

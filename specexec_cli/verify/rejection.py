@@ -1,0 +1,106 @@
+"""The rejection walk: keep a draft token with the probability that makes the text the target's.
+
+Here the text follows the target's distribution, and is not, as with verify/accept.py, the very
+text of autoregressive decoding with the same seed. It is how speculative decoding was published,
+and the baseline that SpecExec is measured against.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specexec_cli.core import DraftTree
+from specexec_cli.sampling import Sampler, uniforms
+from specexec_cli.verify.accept import ROOT, Accepted
+
+Probs = NDArray[np.float64]  # (vocab,), sums to 1
+
+# Independent sequences of random numbers at one position.
+DRAFT_STREAM, _ACCEPT_STREAM, _RESIDUAL_STREAM = 1, 2, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """Children of one node, drawn one after another without replacement."""
+
+    nodes: tuple[int, ...]  # in the order they were drawn
+    draft_probs: Tensor  # (vocab,) the first was drawn from these
+
+
+def draw(probs: Probs, uniform: float) -> int:
+    """The token at which the cumulative distribution passes `uniform`, in (0, 1)."""
+    cumulative = np.cumsum(probs)
+    token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
+    # rounding may carry the product up to the total, behind which there is no token
+    return min(token, int(np.flatnonzero(probs)[-1]))
+
+
+def rejection_walk(
+    tree: DraftTree,
+    draws: Mapping[int, Draws],
+    logits: Tensor,
+    sampler: Sampler,
+    context: Sequence[int],
+    limit: int,
+    eos_ids: Collection[int],
+) -> Accepted:
+    """Follows accepted draft tokens from the root, and ends with a token of the target's own.
+
+    At each node its children are tested in the order they were drawn: a token x drawn from
+    draft_probs is kept with probability min(1, target_probs[x] / draft_probs[x]); otherwise the
+    test goes on with the residual, target_probs - draft_probs where positive, and with draft_probs
+    without x. If none is kept, the token is drawn from the last residual. With one child per node
+    this is the chain of Leviathan et al.
+
+    The random numbers depend on (seed, position) alone and no test looks at those of a later
+    position, so that a second draft of a position may use them again.
+
+    Args:
+        draws: by node, ROOT included; a node without an entry has no children.
+        logits: (1 + nodes, vocab), row 0 the root's, row i + 1 node i's.
+        context, limit, eos_ids: as for accept().
+    Source: Leviathan et al., arXiv:2211.17192, algorithm 1; multi-branch: Miao et al. (SpecInfer),
+        arXiv:2305.09781, algorithm 2; without replacement: Jeon et al., arXiv:2402.14160.
+    """
+    nodes: list[int] = []
+    tokens: list[int] = []
+    drafted: list[bool] = []
+    extended = list(context)
+    node = ROOT
+    while True:
+        target_probs = sampler.probs(logits[node + 1], extended)
+        token, kept = _settle(target_probs, draws.get(node), tree, sampler.config.seed, extended)
+        tokens.append(token)
+        extended.append(token)
+        drafted.append(kept is not None)
+        if len(tokens) == limit or token in eos_ids or kept is None:
+            return Accepted(tuple(nodes), tuple(tokens), tuple(drafted))
+        node = kept
+        nodes.append(node)
+
+
+def _settle(
+    target_probs: Probs, draws: Draws | None, tree: DraftTree, seed: int, context: Sequence[int]
+) -> tuple[int, int | None]:
+    """The token of one position, and the node it is, if it is one."""
+    position = len(context)
+    if draws is not None:
+        draft_probs = np.zeros(len(target_probs))
+        stored = draws.draft_probs.double().cpu().numpy()
+        draft_probs[: len(stored)] = stored / stored.sum()
+        tests = uniforms(seed, position, _ACCEPT_STREAM, len(draws.nodes))
+        for node, uniform in zip(draws.nodes, tests.tolist(), strict=True):
+            token = int(tree.tokens[node])
+            if uniform * draft_probs[token] < target_probs[token]:
+                return token, node
+            residual = np.maximum(target_probs - draft_probs, 0.0)
+            if residual.sum() > 0:  # but for rounding a rejection leaves some
+                target_probs = residual / residual.sum()
+            draft_probs[token] = 0.0
+            draft_probs /= max(draft_probs.sum(), np.finfo(np.float64).tiny)
+    return draw(target_probs, float(uniforms(seed, position, _RESIDUAL_STREAM, 1)[0])), None

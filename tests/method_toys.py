@@ -1,0 +1,83 @@
+"""Toy drafters that draw their trees, and a clock on which only model passes take time."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from toys import NoisyCopy, ToyLM, ToyTarget
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.sampled import SampledChildren
+from specexec_cli.drafting.search import ROOT, Frontier, Search
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.accept import Accepted
+
+
+@dataclass
+class Clock:
+    """Virtual seconds."""
+
+    now: float = 0.0
+
+
+@dataclass
+class TimedTarget(ToyTarget):
+    """A target whose pass takes one second."""
+
+    clock: Clock = field(default_factory=Clock)
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> torch.Tensor:
+        self.clock.now += 1.0
+        return super().verify(pending, tree)
+
+
+@dataclass
+class ToySampledDrafter:
+    """Draws trees from a toy model; each of its passes takes `pass_s`."""
+
+    model: ToyLM | NoisyCopy
+    tree: TreeConfig
+    sampler: Sampler
+    search: Search
+    clock: Clock = field(default_factory=Clock)
+    pass_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._sampled = SampledChildren(self.sampler)
+
+    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+        paths: dict[int, list[int]] = {ROOT: list(context)}
+
+        def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+            self.clock.now += self.pass_s
+            for node, token, parent in zip(
+                frontier.ids.tolist(),
+                frontier.tokens.tolist(),
+                frontier.parents.tolist(),
+                strict=True,
+            ):
+                if node != ROOT:
+                    paths[node] = [*paths[parent], token]
+            logits = np.stack([self.model.logits(paths[node]) for node in frontier.ids.tolist()])
+            return self._sampled.children(frontier, torch.from_numpy(logits), context, width)
+
+        self._sampled.reset()
+        return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
+
+    def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        pass
+
+    def walk(
+        self,
+        tree: DraftTree,
+        logits: torch.Tensor,
+        sampler: Sampler,
+        context: Sequence[int],
+        limit: int,
+        eos_ids: Collection[int],
+    ) -> Accepted:
+        return self._sampled.walk(tree, logits, sampler, context, limit, eos_ids)

@@ -1,0 +1,196 @@
+"""Chains, sampled trees and beams: same tokens, or same distribution, as their method promises."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from method_toys import Clock, TimedTarget, ToySampledDrafter
+from scipy.stats import chisquare
+from test_lossless import samplings, seeds, tokens_of
+from toys import NoisyCopy, ToyDrafter, ToyLM, ToyTarget
+
+from specexec_cli.bench.metrics import improvement_factor
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.decoding.rejection import rejection_sampling
+from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned, grow_bundle, grow_chain
+from specexec_cli.sampling import Sampler
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TreeConfig:
+    depth = draw(st.integers(1, 5))
+    return TreeConfig(budget=draw(st.integers(depth, 20)), max_depth=depth)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    target=seeds,
+    draft=seeds,
+    noise=st.sampled_from([0.0, 0.3, 1.0]),
+    search=st.sampled_from([grow_chain, grow_beam, grow_beam_pruned]),
+    sampling=samplings,
+    tree=shapes(),
+    max_tokens=st.integers(1, 12),
+)
+def test_chains_and_beams_yield_the_autoregressive_tokens(
+    target, draft, noise, search, sampling, tree, max_tokens
+):
+    model, sampler = ToyLM(target), Sampler(sampling)
+    drafter = ToyDrafter(NoisyCopy(model, draft, noise), tree, sampler, search)
+    steps = list(specexec(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, ()))
+    plain = list(autoregressive(ToyTarget(model), sampler, (1, 2), max_tokens, ()))
+    assert tokens_of(steps) == tokens_of(plain)
+    assert all(step.tree_nodes <= tree.budget for step in steps)
+    assert all(step.tree_depth <= tree.max_depth for step in steps)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    target=seeds,
+    draft=seeds,
+    search=st.sampled_from([grow_chain, grow_bundle]),
+    tree=shapes(),
+    max_tokens=st.integers(1, 12),
+    eos_ids=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_greedy_rejection_sampling_yields_the_autoregressive_tokens(
+    target, draft, search, tree, max_tokens, eos_ids
+):
+    model, sampler = ToyLM(target), Sampler(SamplingConfig())
+    drafter = ToySampledDrafter(NoisyCopy(model, draft, 0.5), tree, sampler, search)
+    steps = rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids)
+    plain = autoregressive(ToyTarget(model), sampler, (1, 2), max_tokens, eos_ids)
+    assert tokens_of(steps) == tokens_of(plain)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    target=seeds,
+    draft=seeds,
+    search=st.sampled_from([grow_chain, grow_bundle]),
+    sampling=samplings,
+    tree=shapes(),
+    max_tokens=st.integers(1, 12),
+    eos_ids=st.sets(st.integers(0, 7), max_size=2),
+)
+def test_sampled_trees_end_where_they_should(
+    target, draft, search, sampling, tree, max_tokens, eos_ids
+):
+    model, sampler = ToyLM(target), Sampler(sampling)
+
+    def run() -> list:
+        drafter = ToySampledDrafter(NoisyCopy(model, draft, 0.5), tree, sampler, search)
+        return list(
+            rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids)
+        )
+
+    tokens = tokens_of(run())
+    assert tokens == tokens_of(run()), "the seed decides"
+    assert 1 <= len(tokens) <= max_tokens
+    assert not eos_ids & set(tokens[:-1]), "nothing follows an EOS"
+    assert len(tokens) == max_tokens or tokens[-1] in eos_ids
+
+
+_VOCAB, _LENGTH, _SAMPLES = 4, 3, 2500
+_TARGET = ToyLM(11, vocab_size=_VOCAB)
+_SAMPLING = {"temperature": 0.9, "top_p": 0.95}
+
+
+def _exact() -> np.ndarray:
+    """Probability of every text of _LENGTH tokens behind the prompt (1, 2)."""
+    sampler = Sampler(SamplingConfig(**_SAMPLING))
+    probs = []
+    for text in itertools.product(range(_VOCAB), repeat=_LENGTH):
+        context, prob = [1, 2], 1.0
+        for token in text:
+            logits = torch.from_numpy(_TARGET.logits(context))
+            prob *= float(sampler.probs(logits, context)[token])
+            context.append(token)
+        probs.append(prob)
+    return np.array(probs)
+
+
+def _p_value(counts: np.ndarray, exact: np.ndarray) -> float:
+    """Chi-square test; texts expected fewer than 5 times are taken together."""
+    assert counts[exact == 0].sum() == 0, "a text that the target excludes"
+    expected = exact * counts.sum()
+    rare = expected < 5
+    observed = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    kept = expected > 0
+    return float(chisquare(observed[kept], expected[kept]).pvalue)
+
+
+def _counts(draft: ToyLM | NoisyCopy, search, tree: TreeConfig, target=_TARGET) -> np.ndarray:
+    counts = np.zeros(_VOCAB**_LENGTH)
+    for seed in range(_SAMPLES):
+        sampler = Sampler(SamplingConfig(seed=seed, **_SAMPLING))
+        drafter = ToySampledDrafter(draft, tree, sampler, search)
+        steps = rejection_sampling(ToyTarget(target), drafter, sampler, (1, 2), _LENGTH, ())
+        counts[np.ravel_multi_index(tokens_of(steps), (_VOCAB,) * _LENGTH)] += 1
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("search", "tree"),
+    [
+        (grow_chain, TreeConfig(budget=1, max_depth=1)),
+        (grow_chain, TreeConfig(budget=2, max_depth=2)),
+        (grow_bundle, TreeConfig(budget=4, max_depth=2)),
+        (grow_bundle, TreeConfig(budget=6, max_depth=2)),
+    ],
+)
+def test_sampled_text_has_the_distribution_of_the_target(search, tree):
+    draft = NoisyCopy(_TARGET, 5, 1.0)
+    assert _p_value(_counts(draft, search, tree), _exact()) > 1e-3
+
+
+def test_the_chi_square_test_tells_a_draft_from_the_target():
+    """The test above must be able to fail: the text of another model does not pass."""
+    other = NoisyCopy(_TARGET, 5, 0.3)
+    counts = _counts(other, grow_chain, TreeConfig(budget=2, max_depth=2), target=other)
+    assert _p_value(counts, _exact()) < 1e-6
+
+
+def test_more_branches_commit_more_tokens():
+    """Rejected children must not only be harmless: further ones must be of use."""
+    passes = {}
+    for width in (1, 2, 4):
+        passes[width] = 0
+        for seed in range(12):
+            sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed))
+            target, model = ToyTarget(ToyLM(seed)), NoisyCopy(ToyLM(seed), 7, 0.5)
+            tree = TreeConfig(budget=4 * width, max_depth=4)
+            drafter = ToySampledDrafter(model, tree, sampler, grow_bundle)
+            list(rejection_sampling(target, drafter, sampler, (1, 2), 40, ()))
+            passes[width] += target.passes
+    assert passes[1] > passes[2] > passes[4]
+
+
+@pytest.mark.parametrize("length", [1, 3, 6])
+@pytest.mark.parametrize("noise", [0.15, 0.4, 1.0])
+@pytest.mark.parametrize("cost_ratio", [0.02, 0.2])
+def test_the_improvement_factor_predicts_the_measured_speedup(length, noise, cost_ratio):
+    clock, accepted, tested, generated = Clock(), 0, 0, 0
+    for seed in range(5):
+        model = ToyLM(seed, scale=1.5)
+        sampler = Sampler(SamplingConfig(temperature=1.0, seed=seed))
+        tree = TreeConfig(budget=length, max_depth=length)
+        draft = NoisyCopy(model, seed, noise)
+        drafter = ToySampledDrafter(draft, tree, sampler, grow_chain, clock, cost_ratio)
+        for step in rejection_sampling(TimedTarget(model, clock=clock), drafter, sampler,
+                                       (1, 2), 150, ()):  # fmt: skip
+            kept = sum(step.drafted)
+            accepted += kept
+            tested += kept + (kept < step.tree_nodes)
+            generated += len(step.tokens)
+    measured = generated / clock.now  # the baseline takes one second per token
+    predicted = improvement_factor(accepted / tested, length, cost_ratio)
+    assert measured == pytest.approx(predicted, rel=0.1)
