@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import io
 import json
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +163,38 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> StreamedModel:
     """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay)."""
-    tiers = None if tier is None else (lambda skeleton: [tier] * len(skeleton.layers))
     return StreamedModel.open(
-        folder, device=torch.device("cpu"), dtype=torch.float32, tiers=tiers, **options
+        folder, device=torch.device("cpu"), dtype=torch.float32, tiers=tier, **options
     )
 
 
 def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
     """(len(tokens), vocab) in one pass from an empty cache."""
     return model.forward(PassRows.chain(tokens, 0), model.new_cache(), range(len(tokens)))
+
+
+def sentencepiece_model() -> bytes:
+    """A BPE model with byte fallback, as Llama-2 and Mistral ship, trained in a moment."""
+    import sentencepiece  # its import is slow and few tests need it
+
+    lines = [
+        line
+        for module in (textwrap, argparse, inspect)
+        for line in inspect.getsource(module).splitlines()
+        if line.strip()
+    ]
+    written = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_writer=written, vocab_size=600, model_type="bpe",
+        byte_fallback=True, normalization_rule_name="identity", remove_extra_whitespaces=False,
+        split_digits=True, num_threads=1, minloglevel=2,
+        unk_id=0, bos_id=1, eos_id=2, pad_id=-1,
+    )  # fmt: skip
+    return written.getvalue()
+
+
+def save_sentencepiece_tokenizer(folder: Path, config: dict[str, Any] | None) -> None:
+    """tokenizer.model alone, beside `config` as tokenizer_config.json; no tokenizer.json."""
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model())
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
-# A character is at most four bytes, hence four byte tokens: more pending bytes are plain garbage.
-_MOST_UNFINISHED_TOKENS = 4
 
 
 class TextStream:
     """Decodes one generation's tokens as they come.
 
     A token alone may be half a character, and SentencePiece drops a leading space at the start of
-    a text, so each decode starts a few tokens back and only the difference counts.
+    a text, so each decode starts a few tokens back and only the difference counts. Text that ends
+    in a replacement character waits, however long: later bytes may change all of its tail.
     """
 
     def __init__(
@@ -32,25 +31,33 @@ class TextStream:
     def push(self, token: int) -> str:
         """Takes one token; returns the text it releases. `stopped` tells of a stop string."""
         self._tokens.append(token)
-        before = self._decode(self._prefix, self._read)
-        now = self._decode(self._prefix, len(self._tokens))
-        waiting = len(self._tokens) - self._read
-        if now.endswith(_UNFINISHED) and waiting < _MOST_UNFINISHED_TOKENS:
+        new, unfinished = self._unread()
+        if unfinished:
             return ""
         self._prefix, self._read = self._read, len(self._tokens)
-        return self._release(now[len(before) :])
+        return self._release(new)
 
     def finish(self) -> str:
         """Everything still held back, once no more tokens come."""
         if self.stopped:
             return ""
-        before = self._decode(self._prefix, self._read)
-        now = self._decode(self._prefix, len(self._tokens))
+        new, _ = self._unread()
         self._read = len(self._tokens)
-        rest = self._release(now[len(before) :])
+        rest = self._release(new)
         if not self.stopped:
             rest, self._held = rest + self._held, ""
         return rest
+
+    def _unread(self) -> tuple[str, bool]:
+        """The text of the tokens whose text has not been taken, and whether more may change it."""
+        before = self._decode(self._prefix, self._read)
+        now = self._decode(self._prefix, len(self._tokens))
+        # not simply len(before): a prompt may end inside a character that these tokens complete
+        same = next(
+            (at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old != new),
+            min(len(before), len(now)),
+        )
+        return now[same:], now.endswith(_UNFINISHED)
 
     def _decode(self, start: int, stop: int) -> str:
         text = self._tokenizer.decode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from specexec_cli.errors import CheckpointError, TokenizerMismatchError
 
@@ -22,7 +22,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): "
             "copy the original model's, or name a folder that has one with --tokenizer"
         )
+    # SentencePiece alone: AutoTokenizer would leave out the leading space and the <s>
+    alone = not any((folder / name).is_file() for name in _FILES if name != "tokenizer.model")
     try:
+        if alone:
+            return LlamaTokenizer.from_pretrained(folder, local_files_only=True, add_bos_token=True)
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizer libraries raise bare Exceptions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
