@@ -1,0 +1,264 @@
+"""Timed pieces of work on a streamed target, for bench_offload.py. Prints nothing.
+
+A pass is timed as it recurs: from its first layer at hand to the next pass's first layer at hand,
+after the ring was emptied, so that nothing read earlier is had for free.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from specexec_cli.config import Method, SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.stream import LayerStream
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import LocalTarget
+
+RAW_PIECE_BYTES = 8 << 20
+PREFIX_TOKENS = 64
+
+
+class RawReader:
+    """The floor: the same files read in sequence with O_DIRECT, nothing done with the bytes."""
+
+    def __init__(self, paths: Sequence[Path], readers: int = 2) -> None:
+        """Open the files; where O_DIRECT is refused they are read through the page cache."""
+        self.direct = hasattr(os, "O_DIRECT")
+        self._pieces: list[tuple[int, int]] = []
+        self._fds = []
+        for path in sorted(paths):
+            fd = self._open(path)
+            self._fds.append(fd)
+            size = os.fstat(fd).st_size
+            self._pieces += [(fd, start) for start in range(0, size, RAW_PIECE_BYTES)]
+        self._next = 0
+        self._buffers = [
+            HugeBuffer(RAW_PIECE_BYTES, "a raw read", "Close other programs")
+            for _ in range(readers)
+        ]
+
+    def _open(self, path: Path) -> int:
+        if self.direct:
+            try:
+                return os.open(path, os.O_RDONLY | os.O_DIRECT)
+            except OSError:  # tmpfs and the like
+                self.direct = False
+        return os.open(path, os.O_RDONLY)
+
+    def read(self, share: float) -> tuple[int, float]:
+        """Read on, `share` of all files, from where the last call ended; bytes and seconds."""
+        count = max(1, round(share * len(self._pieces)))
+        first = self._next
+        self._next = (first + count) % len(self._pieces)
+        work = iter([self._pieces[(first + i) % len(self._pieces)] for i in range(count)])
+        lock = threading.Lock()
+        done: list[int] = []
+
+        def run(buffer: HugeBuffer) -> None:
+            while True:
+                with lock:
+                    piece = next(work, None)
+                if piece is None:
+                    return
+                done.append(os.preadv(piece[0], [buffer.view], piece[1]))
+
+        threads = [threading.Thread(target=run, args=(b,)) for b in self._buffers]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(done), time.perf_counter() - started
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        for buffer in self._buffers:
+            buffer.close()
+
+
+class TimedSource:
+    """A LayerSource that notes when the first layer of a pass was at hand."""
+
+    def __init__(self, stream: LayerStream) -> None:
+        self.stream = stream
+        self.first_layer_at = 0.0
+
+    @property
+    def bytes_streamed(self) -> int:
+        return self.stream.bytes_streamed
+
+    @bytes_streamed.setter
+    def bytes_streamed(self, value: int) -> None:
+        self.stream.bytes_streamed = value
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
+        with self.stream.layer(index) as tensors:
+            if index == 0:
+                self.first_layer_at = time.perf_counter()
+            yield tensors
+
+    def restart(self) -> None:
+        self.stream.restart()
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+@dataclass
+class _OneLayer:
+    """A LayerSource that hands out one layer's weights for every layer."""
+
+    model: StreamedModel
+    held: Mapping[str, Tensor]
+    bytes_streamed: int = 0
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
+        ranges = self.model.skeleton.layer_tensors
+        yield {ranges[index][name].name: self.held[ranges[0][name].name] for name in ranges[index]}
+
+    def restart(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Measure:
+    """What can be timed on an opened target and draft model."""
+
+    def __init__(self, target: StreamedModel, draft: StreamedModel, seed: int) -> None:
+        assert isinstance(target.source, LayerStream)
+        self.target = LocalTarget(target)
+        self._model, self._draft = target, draft
+        self._stream = target.source
+        self._source = TimedSource(target.source)
+        target.source = self._source
+        self._layers = len(target.skeleton.layers)
+        self._random = np.random.default_rng(seed)
+        self._prefix = self._tokens(PREFIX_TOKENS)
+
+    def streaming_pass(self) -> float:
+        """Seconds of a pass that only takes and releases every layer."""
+
+        def run() -> None:
+            for index in range(self._layers):
+                with self._source.layer(index):
+                    pass
+
+        return self._cycle(run)
+
+    def streamed_pass(self, rows: int) -> float:
+        """Seconds of a pass over the last committed token and a random tree, `rows` in all."""
+        self._fill_prefix()
+        seconds = self._cycle(lambda: self._verify(rows))
+        self.target.crop(len(self._prefix))
+        return seconds
+
+    def compute_alone(self, rows: int) -> float:
+        """Seconds of the same pass with its weights in memory: one layer's, for every layer."""
+        self._fill_prefix()
+        with self._first_layer() as held:
+            self.wait_for_full_ring()
+            self._model.source = _OneLayer(self._model, held)
+            try:
+                started = time.perf_counter()
+                self._verify(rows)
+                seconds = time.perf_counter() - started
+            finally:
+                self._model.source = self._source
+        self.target.crop(len(self._prefix))
+        return seconds
+
+    def iterations(
+        self,
+        method: Method,
+        prompt: Sequence[int],
+        count: int,
+        tree: TreeConfig,
+        eos: Collection[int],
+    ) -> tuple[float, list[tuple[StepResult, float]]]:
+        """Decode greedily until the text ends or `count` steps behind the first are done.
+
+        Returns:
+            seconds of the first step, which prefills, and all steps with their seconds.
+        """
+        sampler = Sampler(SamplingConfig())
+        room = (count + 2) * (tree.max_depth + 1)
+        self.target.crop(0)
+        self.target.reserve(len(prompt) + room + tree.budget)
+        if method == "specexec":
+            drafter = ModelDrafter(self._draft, sampler, tree, self._model.vocab_size)
+            steps = specexec(self.target, drafter, sampler, prompt, room, eos)
+        else:
+            steps = autoregressive(self.target, sampler, prompt, room, eos)
+        timed = []
+        started = time.perf_counter()
+        for step in islice(steps, count + 1):
+            now = time.perf_counter()
+            timed.append((step, now - started))
+            started = now
+        return timed[0][1], timed
+
+    def wait_for_full_ring(self) -> None:
+        """Wait until the reader has nothing to read ahead, so that it disturbs nobody."""
+        before = -1
+        while before != self._stream.bytes_read:
+            before = self._stream.bytes_read
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        """Close both models."""
+        self._model.close()
+        self._draft.close()
+
+    def _cycle(self, run: Callable[[], None]) -> float:
+        with self._first_layer():
+            pass  # leaving it empties the ring
+        run()
+        started = self._source.first_layer_at
+        with self._first_layer():
+            return time.perf_counter() - started
+
+    @contextmanager
+    def _first_layer(self) -> Iterator[Mapping[str, Tensor]]:
+        """Layer 0, taken outside a pass; the stream begins again behind it."""
+        with self._stream.layer(0) as tensors:
+            yield tensors
+        self._stream.restart()
+
+    def _fill_prefix(self) -> None:
+        if self.target.tokens != self._prefix:
+            self.target.crop(0)
+            self.target.verify(self._prefix, DraftTree.empty())
+            self.target.commit([])
+
+    def _verify(self, rows: int) -> None:
+        nodes = rows - 1
+        parents = np.array([self._random.integers(-1, node) for node in range(nodes)], np.int64)
+        depths = np.ones(nodes, np.int64)
+        for node, parent in enumerate(parents):
+            depths[node] = 1 if parent < 0 else depths[parent] + 1
+        tree = DraftTree(np.array(self._tokens(nodes), np.int64), parents, depths, -1.0 * depths)
+        self.target.verify(self._tokens(1), tree)
+
+    def _tokens(self, count: int) -> list[int]:
+        tokens: list[int] = self._random.integers(0, self._model.vocab_size, count).tolist()
+        return tokens

@@ -1,0 +1,125 @@
+"""What scripts/bench_offload.py reports, on a rig so small that only the form means anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
+from torch import bfloat16
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import bench_offload
+import make_rig
+from memory_cap import KIND_VARIABLE, run_capped
+
+SHAPE = "hidden=128,layers=5,heads=4,kv_heads=2,head_dim=8,intermediate=64"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A rig, and as its draft model the very model it computes."""
+    folder = tmp_path_factory.mktemp("bench")
+    save_checkpoint(folder / "draft", byte_llama(head_dim=8), std=0.12, dtype=bfloat16)
+    save_byte_tokenizer(folder / "draft")
+    return make_rig.write_rig(folder / "draft", SHAPE, folder / "rig"), folder / "draft"
+
+
+@pytest.fixture(scope="module")
+def report(folders: tuple[Path, Path]) -> dict[str, Any]:
+    rig, draft = folders
+    config = bench_offload.parse(
+        ["--rig", str(rig), "--draft", str(draft), "--cap", "none", "--rows", "1,3", "--repeats",
+         "2", "--steps", "2", "--budget", "6", "--depth", "4", "--batch", "2"]
+    )  # fmt: skip
+    return bench_offload.run(config)
+
+
+def assert_spread(values: dict[str, float]) -> None:
+    assert set(values) == {"p20", "p50", "p80"}
+    assert 0 < values["p20"] <= values["p50"] <= values["p80"]
+
+
+def test_it_says_what_was_measured_where(
+    report: dict[str, Any], folders: tuple[Path, Path]
+) -> None:
+    assert report["bench"] == "offload"
+    assert report["schema"] == 1
+    assert report["rig"] == {"shape": SHAPE, "source_hidden_size": 32, "source_layers": 4}
+    assert report["config"]["rows"] == (1, 3)
+    assert report["config"]["compute_dtype"] == "float32"
+    assert report["hardware"]["cores"] >= 1
+    assert report["seed"] == 0
+    assert {"python", "torch", "transformers", "specexec", "kernel"} == set(report["versions"])
+    json.dumps(report)
+
+
+def test_passes_are_held_against_their_floor(report: dict[str, Any]) -> None:
+    # bfloat16 weights of 5 layers, without embeddings and head
+    layer = 128 * (2 * 32 + 2 * 16) + 3 * 64 * 128
+    assert report["bytes_per_pass"] == 5 * 2 * (layer + 2 * 128)
+    assert_spread(report["raw"]["bytes_per_s"])
+    assert [row["rows"] for row in report["passes"]] == [1, 3, 7]  # 7: a full tree and its root
+    for row in [report["stream"], *report["passes"], *report["decode"].values()]:
+        assert_spread(row["s"])
+        assert_spread(row["ratio"])
+    for row in report["passes"]:
+        assert_spread(row["compute_s"])
+        expected = 2 * 5 * layer * row["rows"] / row["compute_s"]["p50"]
+        assert row["flop_per_s"] == pytest.approx(expected)
+
+
+def test_decoding_is_held_against_the_roofline(report: dict[str, Any]) -> None:
+    plain, tree = report["decode"]["autoregressive"], report["decode"]["specexec"]
+    assert plain["tau"] == 1.0
+    assert plain["iterations"] == 4
+    assert tree["tau"] > 1.5  # the draft model is the target itself
+    assert report["speedup"] == pytest.approx(tree["tokens_per_s"] / plain["tokens_per_s"])
+    assert report["speedup_over_tau"] == pytest.approx(report["speedup"] / tree["tau"])
+    assert tree["of_roofline"] == pytest.approx(
+        tree["tokens_per_s"] / tree["roofline_tokens_per_s"]
+    )
+    assert report["same_tokens"] is True
+
+
+def test_memory_is_held_against_the_plan(report: dict[str, Any]) -> None:
+    assert report["memory"]["cap_bytes"] is None
+    assert report["memory"]["peak_rss_bytes"] > 0
+    assert report["memory"]["planned_bytes"] > 0
+    assert set(report["knee"]) == {"measured_rows", "planned_rows"}
+
+
+def test_the_last_line_is_json(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_offload, "run", lambda config: report)
+    assert bench_offload.main(["--rig", "anywhere", "--cap", "none"]) == 0
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert lines[0].startswith(f"a speed rig of shape {SHAPE}")
+    assert json.loads(lines[-1])["bench"] == "offload"
+
+
+def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert bench_offload.main(["--rig", str(tmp_path / "none"), "--cap", "none"]) == 5
+    assert bench_offload.main(["--rig", ".", "--cap", "4 apples"]) == 2
+    assert bench_offload.main(["--rig", ".", "--rows", "0"]) == 2
+    errors = capsys.readouterr().err.strip().splitlines()
+    assert len(errors) == 3
+    assert all(line.startswith("error: ") for line in errors)
+
+
+def test_a_cap_is_a_cap(tmp_path: Path) -> None:
+    """A child may take what it is allowed, no more, and is told what holds it."""
+    out = tmp_path / "kind"
+    code = (
+        "import os, sys; block = bytearray(int(sys.argv[1])); block[::4096] = b'1' * "
+        f"len(block[::4096]); open({str(out)!r}, 'w').write(os.environ[{KIND_VARIABLE!r}])"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    assert run_capped([*command, "400_000_000"], 200_000_000) != 0
+    assert not out.exists()
+    assert run_capped([*command, "50_000_000"], 200_000_000) == 0
+    assert out.read_text() in ("cgroup", "rlimit")
