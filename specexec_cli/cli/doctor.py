@@ -12,6 +12,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.device import format_bytes
+from specexec_cli.dsi.plan import advise
 from specexec_cli.offload.rates import rates_file, save_rates
 
 if TYPE_CHECKING:
@@ -63,6 +64,16 @@ def _show(report: Report, slow: list[str]) -> None:
             console.print(part, markup=False, soft_wrap=True)
 
 
+# A 7B target in 16-bit weights and a draft model of a hundredth of it; a common GPU's memory.
+_7B_BYTES, _DRAFT_BYTES, _GPU_BYTES_PER_S = 13_000_000_000, 130_000_000, 1e12
+
+
+def _dsi_advice(report: Report) -> str:
+    """Whether speculation over several devices would pay for the yardstick pair."""
+    memories = [gpu.total_bytes for gpu in report.gpus]
+    return advise(_7B_BYTES, _DRAFT_BYTES, memories, _GPU_BYTES_PER_S)
+
+
 def rows(report: Report) -> list[tuple[str, str]]:
     """The report as (name, value) lines."""
     rates = report.rates
@@ -91,6 +102,7 @@ def rows(report: Report) -> list[tuple[str, str]]:
         )  # fmt: skip
     if not report.gpus:
         found.append(("GPU", "none"))
+    found.append(("DSI for 7B", _dsi_advice(report)))
     if rates.link_bytes_per_s:
         found.append(("RAM to GPU", f"{format_bytes(rates.link_bytes_per_s)}/s"))
     disk = f"{format_bytes(report.disk_free_bytes)} free"

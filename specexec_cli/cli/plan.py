@@ -13,6 +13,7 @@ import typer
 from specexec_cli.choice import choose_models
 from specexec_cli.cli import options
 from specexec_cli.device import cpu_info, free_ram_bytes, gpus
+from specexec_cli.dsi.plan import advise
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.models_file import ModelEntry
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan
@@ -106,12 +107,24 @@ def plan(
     draft_sizes = draft_model.sizes if draft_model else None
     found = make_plan(target_model.sizes, draft_sizes, work, machine)
     more = without_ssd(target_model.sizes, draft_sizes, work, machine, found)
+    dsi = dsi_advice(target_model.sizes, draft_sizes, settings)
     if as_json:
-        typer.echo(json.dumps(_as_json(target_model, draft_model, work, settings, found)))
+        shown = _as_json(target_model, draft_model, work, settings, found)
+        typer.echo(json.dumps({**shown, "dsi": dsi}))
         return
     from specexec_cli.cli.plan_view import show_plan
 
-    show_plan(choice.name, target_model, draft_model, work, settings, found, more)
+    show_plan(choice.name, target_model, draft_model, work, settings, found, more, dsi)
+
+
+def dsi_advice(
+    target: ModelBytes, draft: ModelBytes | None, settings: dict[str, Setting]
+) -> str | None:
+    """Whether speculation over this machine's GPUs (--method dsi) would pay; None undrafted."""
+    if draft is None:
+        return None
+    rate = settings["memory"].value if settings["vram"].value else _ASSUMED["GPU memory"]
+    return advise(target.total, draft.total, [gpu.total_bytes for gpu in gpus()], rate)
 
 
 def sized(entry: ModelEntry, offline: bool) -> Sized:

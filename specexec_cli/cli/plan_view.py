@@ -28,6 +28,7 @@ def show_plan(
     settings: Mapping[str, Setting],
     plan: Plan,
     without_ssd: Plan | None,
+    dsi: str | None,
 ) -> None:
     """Print the plan to stdout."""
     console = Console(highlight=False)
@@ -39,7 +40,8 @@ def show_plan(
     ):  # fmt: skip
         console.print(table)
         console.print()
-    for line in _findings(settings, plan, without_ssd):
+    lines = [*_findings(settings, plan, without_ssd), *([dsi] if dsi else [])]
+    for line in lines:
         for part in textwrap.wrap(line, min(console.width, 100)):
             console.print(part)
 
