@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
@@ -29,21 +30,23 @@ from specexec_cli.config import (
     SamplingConfig,
     TreeConfig,
 )
-from specexec_cli.core import GenerationStats, PassProgress, StepResult
+from specexec_cli.core import DraftTree, GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
-from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes, peak_ram_bytes
+from specexec_cli.device import cpu_info, format_bytes, peak_ram_bytes
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.errors import ConfigError
 from specexec_cli.hub import fetch
 from specexec_cli.models.checkpoint_info import eos_token_ids
-from specexec_cli.models.skeleton import Skeleton, load_config
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.text import TextStream
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.demand import Work
+from specexec_cli.offload.placement import place_on_cpu
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.offload.stream import Tier
-from specexec_cli.registry import ModelEntry, load_registry
+from specexec_cli.registry import load_registry
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -52,6 +55,8 @@ Progress = Callable[[int, int], None]
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 _SMALL_MODEL_BYTES = 1_000_000_000
+# Caches are planned for this many tokens, or the model's window if that is shorter.
+_PLANNED_CONTEXT = 4096
 
 
 class Session:
@@ -71,6 +76,7 @@ class Session:
         self.eos_ids = eos_ids
         self.settings = settings  # what "auto" became: offload, device, dtype
         self.stats = GenerationStats()
+        self.link_bytes_per_s: float | None = None  # the SSD's read rate, where it is used
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self._target = target
         self._draft = draft
@@ -108,39 +114,58 @@ class Session:
         folder = fetch(
             choice.target, revision=revision, offline=offline, progress=download_progress
         )
-        checkpoint_bytes = read_checkpoint(folder).total_bytes
+        checkpoint = read_checkpoint(folder)
         config = load_config(folder)
         torch_device = pick_device(device)
-        torch_dtype = pick_dtype(dtype, torch_device, checkpoint_bytes, config.dtype)
+        torch_dtype = pick_dtype(dtype, torch_device, checkpoint.total_bytes, config.dtype)
         words = load_tokenizer(tokenizer or folder)
-        tiers, offload = _pick_tiers(offload, checkpoint_bytes, torch_dtype)
+        draft_folder, draft_checkpoint = None, None
+        if choice.draft is not None:
+            draft_folder = fetch(
+                choice.draft, revision=None, offline=offline, progress=download_progress
+            )
+            draft_checkpoint = read_checkpoint(draft_folder)
+        work = Work(
+            context_tokens=min(int(config.max_position_embeddings), _PLANNED_CONTEXT),
+            budget=choice.tree.budget if draft_folder is not None else 0,
+            item_bytes=torch_dtype.itemsize,
+        )
+        placement = place_on_cpu(offload, checkpoint, draft_checkpoint, work)
         eos_ids = eos_token_ids(folder, config, words)
-        if method == "dsi" and choice.draft is not None:
+        if method == "dsi" and draft_folder is not None:
             from specexec_cli.dsi_session import choose_devices, open_dsi
 
             options = dsi or DsiOptions()
-            session = open_dsi(
-                choice, folder,
-                fetch(choice.draft, revision=None, offline=offline, progress=download_progress),
-                options=options, devices=choose_devices(options, device), offload=offload,
+            distributed = open_dsi(
+                choice, folder, draft_folder,
+                options=options, devices=choose_devices(options, device),
+                offload="none" if placement.tiers is None else placement.tiers[0],
                 dtype=torch_dtype, tokenizer=words, eos_ids=eos_ids, notice=notice,
             )  # fmt: skip
-            if session is not None:
-                return session
+            if distributed is not None:
+                return distributed
         draft_model = None
-        if choice.draft is not None:
-            draft_model = _open_draft(choice.draft, offline, download_progress, torch_device,
-                                      torch_dtype, words, checkpoint_bytes, notice)  # fmt: skip
+        if draft_folder is not None:
+            draft_model = _open_draft(
+                draft_folder, torch_device, torch_dtype, words, checkpoint.total_bytes, notice
+            )
         target_model = StreamedModel.open(
-            folder, device=torch_device, dtype=torch_dtype, tiers=tiers, notice=notice,
+            folder,
+            device=torch_device,
+            dtype=torch_dtype,
+            tiers=placement.tiers,
+            slots=placement.slots,
+            notice=notice,
             progress=progress,
-        )  # fmt: skip
+        )
         settings = {
-            "offload": offload,
+            "offload": placement.label,
             "device": str(torch_device),
             "dtype": str(torch_dtype).removeprefix("torch."),
         }
-        return cls(choice, LocalTarget(target_model), draft_model, words, eos_ids, settings)
+        session = cls(choice, LocalTarget(target_model), draft_model, words, eos_ids, settings)
+        session.link_bytes_per_s = placement.link_bytes_per_s
+        return session
 
     @property
     def context_length(self) -> int:
@@ -265,7 +290,9 @@ class Session:
         self._target.crop(common)
         self._target.reserve(len(tokens) + limit + tree.budget)
         self.context = list(tokens)
-        self.stats = GenerationStats(prompt_tokens=len(tokens))
+        self.stats = GenerationStats(
+            prompt_tokens=len(tokens), link_bytes_per_s=self.link_bytes_per_s
+        )
 
     def _steps(
         self,
@@ -328,6 +355,26 @@ class Session:
         if self._target.model.device.type == "cuda":
             stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
 
+    def score(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
+        """What target and draft model predict at each position of a text from `first` on.
+
+        Args:
+            first: at least 1 and below len(tokens).
+        Returns:
+            Logits, (len(tokens) - first, vocab) each; the vocabularies may differ in padding.
+        Raises:
+            ConfigError: there is no draft model.
+        """
+        if self._draft is None:
+            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        self.forget()
+        rows = range(first - 1, len(tokens) - 1)
+        chain = DraftTree.chain(tokens[first:-1])
+        target_logits = self._target.verify(tokens[:first], chain)
+        self._target.commit([])
+        draft_rows = PassRows.chain(tokens[:-1], 0)
+        return target_logits, self._draft.forward(draft_rows, self._draft.new_cache(), rows)
+
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
         self._target.crop(0)
@@ -347,16 +394,13 @@ class Session:
 
 
 def _open_draft(
-    entry: ModelEntry,
-    offline: bool,
-    download_progress: bool,
+    folder: Path,
     device: torch.device,
     dtype: torch.dtype,
     target_words: PreTrainedTokenizerBase,
     target_bytes: int,
     notice: Notice,
 ) -> StreamedModel:
-    folder = fetch(entry, revision=None, offline=offline, progress=download_progress)
     config = load_config(folder)
     check_same_tokenizer(target_words, load_tokenizer(folder), int(config.vocab_size))
     draft_bytes = read_checkpoint(folder).total_bytes
@@ -403,22 +447,3 @@ def pick_dtype(
     if fast_bf16 and checkpoint_bytes >= _SMALL_MODEL_BYTES:
         return torch.bfloat16
     return torch.float32
-
-
-def _pick_tiers(
-    mode: OffloadMode, checkpoint_bytes: int, dtype: torch.dtype
-) -> tuple[Callable[[Skeleton], Sequence[Tier]] | None, OffloadMode]:
-    """Where the layers live, and what "auto" became."""
-    free = free_ram_bytes()
-    converted = checkpoint_bytes * (2 if dtype == torch.float32 else 1)
-    if mode == "auto":
-        mode = "none" if converted < free // 4 else "ram" if checkpoint_bytes < free // 2 else "ssd"
-    if mode == "none":
-        if converted > free:
-            raise OutOfMemoryError(
-                f"target needs {format_bytes(converted)} of RAM but {format_bytes(free)} are "
-                "free. Stream it from SSD instead: --offload ssd"
-            )
-        return None, mode
-    tier: Tier = "ram" if mode == "ram" else "ssd"
-    return (lambda skeleton: [tier] * len(skeleton.layers)), mode

@@ -10,12 +10,14 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from specexec_cli.core import DraftTree
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 
@@ -198,3 +200,21 @@ def save_sentencepiece_tokenizer(folder: Path, config: dict[str, Any] | None) ->
     (folder / "tokenizer.model").write_bytes(sentencepiece_model())
     if config is not None:
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def random_tree(nodes: int, seed: int, depth: int = 6) -> DraftTree:
+    rng = np.random.default_rng(seed)
+    parents, depths = [], []
+    for node in range(nodes):
+        parent = int(rng.integers(-1, node)) if node else -1
+        while parent >= 0 and depths[parent] == depth:
+            parent = int(rng.integers(-1, node))
+        parents.append(parent)
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return DraftTree(
+        rng.integers(0, VOCAB, nodes), np.array(parents), np.array(depths), np.zeros(nodes)
+    )
+
+
+def random_tokens(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()

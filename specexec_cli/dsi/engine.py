@@ -182,10 +182,9 @@ def _load(spec: ModelSpec) -> StreamedModel:
     import torch
 
     torch.set_num_threads(spec.threads)
-    tier = spec.tier
     return StreamedModel.open(
         spec.folder,
         device=torch.device(spec.device),
         dtype=getattr(torch, spec.dtype),
-        tiers=None if tier is None else lambda skeleton: [tier] * len(skeleton.layers),
+        tiers=spec.tier,
     )

@@ -151,7 +151,7 @@ class StreamedModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tiers: Callable[[Skeleton], Sequence[Tier]] | None,
+        tiers: Tier | Sequence[Tier] | None,
         slots: int = 3,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -159,7 +159,8 @@ class StreamedModel:
         """Opens a checkpoint folder.
 
         Args:
-            tiers: chooses where each layer is streamed from; None loads them to stay.
+            tiers: where layers are streamed from, one for all or one for each; None loads them
+                to stay.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -172,7 +173,7 @@ class StreamedModel:
         else:
             model.source = LayerStream(
                 [list(layer.values()) for layer in skeleton.layer_tensors],
-                tiers(skeleton),
+                [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers,
                 slots=slots,
                 notice=notice,
                 progress=progress,

@@ -1,0 +1,87 @@
+"""Where a session's layers will live on this machine: the plan with measured numbers put in."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexec_cli.config import OffloadMode
+from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.plan import Machine, Work, make_plan, slot_bytes
+from specexec_cli.offload.probe import probe_ssd
+from specexec_cli.offload.rates import load_rates, rates_file
+from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
+from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.stream import Tier
+
+_PROBE_S = 0.3
+# Reading less than this to find out how fast reading is would measure the start-up alone.
+_PROBE_WORTH_BYTES = 1_000_000_000
+_STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What --offload came to."""
+
+    label: str  # none, ram, ssd, or ram+ssd
+    tiers: tuple[Tier, ...] | None  # per layer; None: loaded to stay
+    slots: int  # of the ring
+    link_bytes_per_s: float | None  # read rate of the SSD, where it is used and known
+
+
+def model_sizes(checkpoint: Checkpoint) -> ModelBytes:
+    """Sizes of a checkpoint on disk."""
+    config = json.loads((checkpoint.folder / "config.json").read_text("utf-8"))
+    return checkpoint_bytes(checkpoint, config)
+
+
+def place_on_cpu(
+    mode: OffloadMode, target: Checkpoint, draft: Checkpoint | None, work: Work
+) -> Placement:
+    """Chooses each layer's tier for a CPU session.
+
+    Raises:
+        OutOfMemoryError: what was asked for does not fit; says what to do.
+    """
+    sizes = model_sizes(target)
+    free = free_ram_bytes()
+    converted = sizes.layer_params * work.item_bytes + sizes.resident
+    if mode == "none" or (mode == "auto" and converted < free // _STAY_SHARE):
+        if converted > free:
+            raise OutOfMemoryError(
+                f"target needs {format_bytes(converted)} of RAM but {format_bytes(free)} are "
+                "free. Stream it from SSD instead: --offload ssd"
+            )
+        return Placement("none", None, 2, None)
+    if mode == "ram":
+        return Placement("ram", _all("ram", sizes), 2, None)
+    files = sorted({tensor.path for tensor in target.values()})
+    link = _ssd_rate(files, target.total_bytes)
+    if mode == "ssd":
+        slots = 3 if 4 * slot_bytes(sizes.layers) < free else 2
+        return Placement("ssd", _all("ssd", sizes), slots, link)
+    draft_sizes = model_sizes(draft) if draft is not None else None
+    # this process is loaded already, so its memory is no longer among what is free
+    plan = make_plan(sizes, draft_sizes, work, Machine(ram_bytes=free, base_bytes=0))
+    tiers: tuple[Tier, ...] = tuple("ram" if tier == "ram" else "ssd" for tier in plan.tiers)
+    label = "+".join(sorted(set(tiers)))
+    return Placement(label, tiers, max(2, plan.ssd_slots), link if "ssd" in tiers else None)
+
+
+def _all(tier: Tier, sizes: ModelBytes) -> tuple[Tier, ...]:
+    return (tier,) * len(sizes.layers)
+
+
+def _ssd_rate(files: Sequence[Path], total_bytes: int) -> float | None:
+    """What the doctor measured, or a short probe where the model is large enough for one."""
+    rates = load_rates(rates_file(), platform.node())
+    if rates is not None and rates.ssd_bytes_per_s is not None:
+        return rates.ssd_bytes_per_s
+    if total_bytes < _PROBE_WORTH_BYTES:
+        return None
+    return probe_ssd(files, _PROBE_S).bytes_per_s
