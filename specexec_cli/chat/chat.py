@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LEAST_ROOM = 64  # tokens a reply should at least have
 WARN_AT = 0.8  # of the context window
+_SHORT = 400  # characters that fit into the input line without filling the screen
 
 
 class Screen(Protocol):
@@ -62,6 +63,8 @@ class Chat:
     attached: list[str] = field(default_factory=list)  # texts of files for the next message
     prefill: str = ""  # what the input line should hold next
     multi: bool = False  # Enter breaks the line, Alt-Enter sends
+    _typed: str = ""  # the last message, and what went in front of it
+    _files: list[str] = field(default_factory=list)
     interrupted: bool = False  # the last thing that happened was a Ctrl-C
     leaving: bool = False
 
@@ -72,6 +75,7 @@ class Chat:
             SpecexecError: no reply came; the message is in `prefill`.
             KeyboardInterrupt: Ctrl-C came twice.
         """
+        self._typed, self._files = text, list(self.attached)
         text = "\n\n".join([*self.attached, text]).encode("utf-8", "replace").decode()
         self.attached.clear()
         if self.conversation.unanswered is not None:
@@ -251,7 +255,14 @@ class Chat:
         self.session.render_chat(system.plain())
 
     def _take_back(self) -> None:
-        self.prefill = self.undo()
+        """The last message goes back to where it came from."""
+        text = self.undo()
+        if self._files and text.endswith(self._typed):
+            self.attached, text = self._files, self._typed
+        if len(text) <= _SHORT:
+            self.prefill = text
+        else:  # it would push what went wrong off the screen
+            self.screen.notice("the message was not sent: Up brings it back")
 
     def _add(self, message: Message, **details: Any) -> None:
         self.conversation.messages.append(message)

@@ -8,9 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import Condition
+from prompt_toolkit.formatted_text import AnyFormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
@@ -21,6 +23,7 @@ from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.commands import COMMANDS
 from specexec_cli.chat.settings import KEYS
 
+_PROMPT: AnyFormattedText = [("", "\n"), ("bold", "> ")]
 _FILE_COMMANDS = ("/save ", "/load ", "/read ")
 
 
@@ -58,27 +61,29 @@ class Prompt:
         self._multi = chat.multi
         default, chat.prefill = chat.prefill, ""
         hint = "Alt-Enter sends" if chat.multi else "Send a message (/help lists commands)"
+
+        def placeholder() -> AnyFormattedText:
+            # what stays on the screen afterwards is the message alone
+            return "" if get_app().is_done else [("class:placeholder", hint)]
+
         try:
-            return self._session.prompt(
-                "> ", default=default, placeholder=[("class:placeholder", hint)]
-            )
+            return self._session.prompt(_PROMPT, default=default, placeholder=placeholder)
         except EOFError:
             return None
 
     def _bindings(self) -> KeyBindings:
         bindings = KeyBindings()
 
-        @Condition
-        def breaks_line() -> bool:
-            return self._multi or is_open(self._session.default_buffer.text)
+        multi = Condition(lambda: self._multi)
+        breaks_line = multi | Condition(lambda: is_open(self._session.default_buffer.text))
 
         @bindings.add("enter", filter=breaks_line)
-        @bindings.add("escape", "enter", filter=~breaks_line)
+        @bindings.add("escape", "enter", filter=~multi)
         def _break(event: KeyPressEvent) -> None:
             event.current_buffer.newline(copy_margin=False)
 
         @bindings.add("enter", filter=~breaks_line)
-        @bindings.add("escape", "enter", filter=breaks_line)
+        @bindings.add("escape", "enter", filter=multi)
         def _send(event: KeyPressEvent) -> None:
             event.current_buffer.validate_and_handle()
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich.theme import Theme
 
 from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.cli.chat_reply import PlainReply, TerminalReply
@@ -22,14 +23,14 @@ class ConsoleScreen:
     def __init__(self, *, quiet: bool, interactive: bool) -> None:
         self._quiet = quiet
         self._interactive = interactive
-        self._out = Console(highlight=False)
+        self._out = Console(highlight=False, theme=Theme({"markdown.code": "cyan"}))
         self._aside = Console(stderr=True, highlight=False)
         self._lively = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
     def notice(self, text: str) -> None:
         """One line worth knowing."""
         if not self._quiet:
-            self._say(f"notice: {text}", "dim")
+            self._say(text if self._aside.is_terminal else f"notice: {text}", "dim")
 
     def error(self, text: str) -> None:
         """One line of what is wrong and how to mend it."""
@@ -62,7 +63,7 @@ class ConsoleScreen:
         """The line behind a reply."""
         if self._quiet:
             return
-        line = stats_line(stats)
+        line = stats_line(stats, brief=True)
         if self._aside.is_terminal:
             self._aside.print(Text("\n".join(_wrapped(line, self._aside.width)), "dim"))
         else:

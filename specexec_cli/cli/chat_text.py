@@ -53,6 +53,8 @@ class _Lines:
         lines = [_PADDING.sub(r"\1", line) for line in capture.get().split("\n")]
         while lines and not Text.from_ansi(lines[-1]).plain:
             lines.pop()
+        while lines and not Text.from_ansi(lines[0]).plain:
+            del lines[0]
         return lines
 
     def _settled(self, lines: list[str]) -> list[str]:

@@ -25,15 +25,21 @@ def notice(text: str) -> None:
     print(f"notice: {text}", file=sys.stderr)
 
 
-def stats_line(stats: GenerationStats) -> str:
-    """The field's numbers of one generation on one line."""
+def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
+    """The field's numbers of one generation on one line.
+
+    Args:
+        brief: without the number of passes and the split between drafting and verifying.
+    """
+    passes = "" if brief else f" ({stats.target_passes} passes)"
     new = f" ({stats.prompt_rows} new)" if stats.prompt_rows < stats.prompt_tokens else ""
     parts = [
         f"prompt {stats.prompt_tokens} tok{new}, first text {stats.ttft_s:.2f} s",
         f"{stats.generated_tokens} tok at {stats.tokens_per_s:.2f} tok/s",
-        f"{stats.generation_rate:.2f} tok/pass ({stats.target_passes} passes)",
-        f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s",
+        f"{stats.generation_rate:.2f} tok/pass{passes}",
     ]
+    if not brief:
+        parts.append(f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s")
     if stats.bytes_streamed:
         streamed = (
             f"{stats.bytes_streamed / 1e9:.2f} GB at {stats.stream_bytes_per_s / 1e9:.2f} GB/s"
