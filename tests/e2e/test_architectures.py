@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,6 +16,8 @@ from checkpoints import (
     chain_logits,
     edit_json,
     open_float32,
+    random_tokens,
+    random_tree,
     save_byte_tokenizer,
     save_checkpoint,
 )
@@ -32,24 +33,6 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.masks import verification_rows
-
-
-def random_tree(nodes: int, seed: int, depth: int = 6) -> DraftTree:
-    rng = np.random.default_rng(seed)
-    parents, depths = [], []
-    for node in range(nodes):
-        parent = int(rng.integers(-1, node)) if node else -1
-        while parent >= 0 and depths[parent] == depth:
-            parent = int(rng.integers(-1, node))
-        parents.append(parent)
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return DraftTree(
-        rng.integers(0, VOCAB, nodes), np.array(parents), np.array(depths), np.zeros(nodes)
-    )
-
-
-def random_tokens(count: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB, count).tolist()
 
 
 @torch.no_grad()
