@@ -29,11 +29,14 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rig_gptq import GptqRig
 from rig_shapes import SHAPES, parse_shape
 from rig_tensors import RandomPool, Rig, Source
+from specexec_kernels.packing import BITS
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+from specexec_cli.offload.store import ITEM_BYTES
 
 SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
@@ -52,20 +55,19 @@ class Entry:
 
     @property
     def n_bytes(self) -> int:
-        return math.prod(self.size) * (4 if self.dtype == "F32" else 2)
+        return math.prod(self.size) * ITEM_BYTES[self.dtype]
 
     @property
     def stop(self) -> int:
         return self.start + self.n_bytes
 
 
-def cut_shards(rig: Rig, shard_bytes: int) -> list[list[Entry]]:
+def cut_shards(rig: Rig | GptqRig, shard_bytes: int) -> list[list[Entry]]:
     """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
-    for name, size in rig.tensors():
-        norm = name.endswith("norm.weight")
-        entry = Entry(name, size, "F32" if norm and rig.norms_in_float32 else "BF16")
+    for name, size, dtype in rig.tensors():
+        entry = Entry(name, size, dtype)
         if entry.n_bytes > room and shards[-1]:
             shards.append([])
             room = shard_bytes
@@ -80,7 +82,9 @@ def cut_shards(rig: Rig, shard_bytes: int) -> list[list[Entry]]:
     return shards
 
 
-def write_shard(path: Path, entries: list[Entry], rig: Rig, done: Callable[[int], None]) -> None:
+def write_shard(
+    path: Path, entries: list[Entry], rig: Rig | GptqRig, done: Callable[[int], None]
+) -> None:
     """One safetensors file, tensor after tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -109,6 +113,7 @@ def write_rig(
     out: Path,
     *,
     layers: int | None = None,
+    bits: int = 16,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -118,6 +123,7 @@ def write_rig(
     Args:
         shape_name: see parse_shape().
         layers: instead of the shape's own number.
+        bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
         CheckpointError: the source cannot be used.
@@ -127,7 +133,8 @@ def write_rig(
         shape = replace(shape, layers=layers)
     if out.exists():
         raise ConfigError(f"{out} exists: give another --out, or remove it first")
-    rig = Rig(Source(source_folder), shape, RandomPool(seed))
+    source, pool = Source(source_folder), RandomPool(seed)
+    rig = Rig(source, shape, pool) if bits == 16 else GptqRig(source, shape, pool, bits)
     shards = cut_shards(rig, shard_bytes)
     total = sum(entry.n_bytes for shard in shards for entry in shard)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +156,11 @@ def write_rig(
 
 
 def _write_folder(
-    rig: Rig, shape_name: str, shards: list[list[Entry]], folder: Path, done: Callable[[int], None]
+    rig: Rig | GptqRig,
+    shape_name: str,
+    shards: list[list[Entry]],
+    folder: Path,
+    done: Callable[[int], None],
 ) -> None:
     for pattern in COPIED:
         for path in rig.source.folder.glob(pattern):
@@ -183,7 +194,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
     parser.add_argument("--source", type=Path, default=DEMO, metavar="FOLDER",
                         help="checkpoint to compute; the demo target by default")  # fmt: skip
-    parser.add_argument("--bits", type=int, choices=(16,), default=16, help="per weight")
+    parser.add_argument(
+        "--bits",
+        type=int,
+        choices=(16, *BITS),
+        default=16,
+        help="per weight; below 16 in GPTQ format",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     args = parser.parse_args(argv)
     console = Console(stderr=True)
@@ -193,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         with bar:
             task = bar.add_task("rig", total=None)
             write_rig(
-                args.source, args.shape, args.out, layers=args.layers, seed=args.seed,
+                args.source, args.shape, args.out, layers=args.layers, bits=args.bits,
+                seed=args.seed,
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
     except SpecexecError as error:

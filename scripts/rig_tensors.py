@@ -91,9 +91,17 @@ class Source:
             name = "model.embed_tokens.weight"
         return self._tensors[name].view(torch.uint16).numpy()
 
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint."""
+        return list(self._tensors)
+
     def scaled(self, name: str, factor: float) -> NDArray[np.float32]:
         """A weight times a factor, rounded once to float32."""
         return (self._tensors[name].double() * factor).float().numpy()
+
+    def scaled_words(self, name: str, factor: float) -> Words:
+        """A weight's bits times a factor that is a power of two."""
+        return (self.scaled(name, factor).view(np.uint32) >> 16).astype(np.uint16)
 
 
 class RandomPool:
@@ -170,8 +178,13 @@ class Rig:
             config["sliding_window"] = None  # the source attends to everything
         return config
 
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes in the order of transformers' state dict."""
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
+        for name, size in self._sizes():
+            norm = name.endswith("norm.weight")
+            yield name, size, "F32" if norm and self.norms_in_float32 else "BF16"
+
+    def _sizes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         shape, vocab = self.shape, int(self.source.config["vocab_size"])
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         wide, inner = shape.hidden, shape.intermediate
@@ -230,8 +243,8 @@ class Rig:
             self.shape.head_dim
         )
         array[every_dim.reshape(-1), :width] = 0
-        scaled = self.source.scaled(name, self._query_scale)
-        array[self._rows(self._heads), :width] = scaled.view(np.uint32) >> 16
+        scaled = self.source.scaled_words(name, self._query_scale)
+        array[self._rows(self._heads), :width] = scaled
 
     def _fill_k_proj(self, array: Words, name: str) -> None:
         small = self.source.shape

@@ -73,13 +73,20 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
         (n * bits / 32, columns) int32.
     """
     n, columns = codes.shape
-    words = torch.zeros(n * bits // 32 + 1, columns, dtype=torch.int64, device=codes.device)
-    for k in range(n):
-        word, shift = divmod(k * bits, 32)
-        value = codes[k].long() << shift
-        words[word] |= value & 0xFFFFFFFF
-        words[word + 1] |= value >> 32
-    return _as_int32(words[:-1])
+    if bits != 3:  # codes do not straddle words
+        runs = codes.int().reshape(-1, 32 // bits, columns)
+        packed = runs[:, 0].clone()
+        for j in range(1, 32 // bits):
+            packed |= runs[:, j] << (j * bits)
+        return packed.contiguous()
+    wide = codes.long().reshape(n // 32, 32, columns)
+    words = torch.zeros(n // 32, 4, columns, dtype=torch.int64, device=codes.device)
+    for j in range(32):
+        word, shift = divmod(j * bits, 32)
+        value = wide[:, j] << shift
+        words[:, word] |= value & 0xFFFFFFFF
+        words[:, word + 1] |= value >> 32
+    return _as_int32(words[:, :-1].reshape(-1, columns))
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
