@@ -266,7 +266,7 @@ class StreamedModel:
                 setattr(module, leaf, _frozen(weight))
             else:
                 setattr(module, leaf, _frozen(weight.to(self.dtype)))
-        if "lm_head.weight" not in tensors:  # tied
+        if not any(name.startswith("lm_head.") for name in tensors):  # tied
             embedding = model.get_input_embeddings()
             _set_module(model, "lm_head", _resident_linear(embedding.table))
 
