@@ -40,7 +40,7 @@ from specexec_cli.offload.probe import probe_flops
 from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import Tier
-from specexec_cli.session import pick_dtype
+from specexec_cli.opening import pick_dtype
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 METHODS: tuple[Method, ...] = ("autoregressive", "specexec")

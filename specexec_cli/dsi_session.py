@@ -8,13 +8,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
-from specexec_cli.choice import ModelChoice
-from specexec_cli.config import DsiOptions, Method, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.config import BenchMethod, DsiOptions, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.dsi.decoding import dsi
@@ -24,10 +21,8 @@ from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
-from specexec_cli.models.skeleton import load_config
-from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
-from specexec_cli.offload.stream import Tier
-from specexec_cli.session import Notice, Session, pick_device
+from specexec_cli.opening import Found, Notice, pick_device
+from specexec_cli.session import Session
 
 
 class DsiSession(Session):
@@ -35,28 +30,24 @@ class DsiSession(Session):
 
     def __init__(
         self,
-        choice: ModelChoice,
+        found: Found,
         workers: ProcessWorkers,
         plan: DsiPlan,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_ids: frozenset[int],
         settings: Mapping[str, str],
-        context_length: int,
-        layers: int,
         notice: Notice,
     ) -> None:
         # not super().__init__: no model is in this process
-        self.choice = choice
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.settings = settings
+        self.choice = found.choice
+        self.tokenizer = found.tokenizer
+        self.eos_ids = found.eos_ids
+        self.settings = {**found.settings, **settings}
         self.stats = GenerationStats()
         self.context = []
         self._workers = workers
         self._orchestrator = Orchestrator(workers, DsiConfig(lookahead=plan.lookahead), notice)
         self._passes_before = 0
-        self._context_length = context_length
-        self._layers = layers
+        self._context_length = min(ready.context_length for ready in workers.ready.values())
+        self._layers = int(found.config.num_hidden_layers)
 
     @property
     def context_length(self) -> int:
@@ -82,7 +73,7 @@ class DsiSession(Session):
         limit: int,
         sampling: SamplingConfig,
         tree: TreeConfig,
-        method: Method | None,
+        method: Method | BenchMethod | None,
     ) -> Iterator[StepResult]:
         return dsi(self._workers, self._orchestrator, sampling, tokens, limit, self.eos_ids)
 
@@ -115,19 +106,7 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
     return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
 
 
-def open_dsi(
-    choice: ModelChoice,
-    target: Path,
-    draft: Path,
-    *,
-    options: DsiOptions,
-    devices: Sequence[str],
-    offload: OffloadMode,
-    dtype: torch.dtype,
-    tokenizer: PreTrainedTokenizerBase,
-    eos_ids: frozenset[int],
-    notice: Notice,
-) -> DsiSession | None:
+def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
     Numbers given by the user (--sp, --lookahead) are obeyed whatever the plan says.
@@ -135,22 +114,25 @@ def open_dsi(
     Raises:
         WorkerError: a worker did not start.
     """
+    if found.draft is None:
+        return None
+    found.check_tokenizers()
+    devices = choose_devices(options, device)
     forced = options.sp is not None or options.lookahead is not None
     if len(devices) < 2 and not forced:
         notice("DSI needs two devices or more and there is one: using --method specexec")
         return None
     # from three devices on, the drafter has one to itself
     servers = options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
-    configs = load_config(target), load_config(draft)
-    check_same_tokenizer(tokenizer, load_tokenizer(draft), int(configs[1].vocab_size))
-    words = str(dtype).removeprefix("torch.")
     spec = partial(
         ModelSpec,
-        dtype=words,
+        dtype=found.settings["dtype"],
         threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
-        vocab_size=int(configs[0].vocab_size),
+        vocab_size=int(found.config.vocab_size),
     )
-    tier: Tier | None = None if offload == "none" else "ram" if offload == "ram" else "ssd"
+    target, draft = found.target.folder, found.draft.folder
+    tiers = found.placement.tiers
+    tier = None if tiers is None else tiers[0]
     workers = ProcessWorkers(
         [
             partial(load_target, spec(folder=target, device=devices[n % len(devices)], tier=tier))
@@ -166,17 +148,12 @@ def open_dsi(
             return None
         notice(plan.describe())
         settings = {
-            "offload": offload,
+            "offload": tier or "none",
             "device": ",".join(devices),
-            "dtype": words,
             "sp": str(servers),
             "lookahead": str(plan.lookahead),
         }
-        length = min(ready.context_length for ready in workers.ready.values())
-        layers = int(configs[0].num_hidden_layers)
-        return DsiSession(
-            choice, workers, plan, tokenizer, eos_ids, settings, length, layers, notice
-        )
+        return DsiSession(found, workers, plan, settings, notice)
     except BaseException:
         workers.close()
         raise

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
-from specexec_cli.choice import ModelChoice, choose_models
 from specexec_cli.config import (
     BenchMethod,
     DsiOptions,
@@ -33,30 +31,15 @@ from specexec_cli.config import (
 from specexec_cli.core import DraftTree, GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
-from specexec_cli.device import cpu_info, format_bytes, peak_ram_bytes
+from specexec_cli.device import peak_ram_bytes
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import ConfigError
-from specexec_cli.hub import fetch
-from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.rows import PassRows
-from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.text import TextStream
-from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
-from specexec_cli.offload.demand import Work
-from specexec_cli.offload.placement import place_on_cpu
-from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.registry import load_registry
+from specexec_cli.opening import Found, Notice, Progress, find
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
-
-Notice = Callable[[str], None]
-Progress = Callable[[int, int], None]
-
-# Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
-_SMALL_MODEL_BYTES = 1_000_000_000
-# Caches are planned for this many tokens, or the model's window if that is shorter.
-_PLANNED_CONTEXT = 4096
 
 
 class Session:
@@ -64,19 +47,16 @@ class Session:
 
     def __init__(
         self,
-        choice: ModelChoice,
+        found: Found,
         target: LocalTarget,
         draft: StreamedModel | None,
-        tokenizer: PreTrainedTokenizerBase,
-        eos_ids: frozenset[int],
-        settings: Mapping[str, str],
     ) -> None:
-        self.choice = choice
-        self.tokenizer = tokenizer
-        self.eos_ids = eos_ids
-        self.settings = settings  # what "auto" became: offload, device, dtype
+        self.choice = found.choice
+        self.tokenizer = found.tokenizer
+        self.eos_ids = found.eos_ids
+        self.settings: Mapping[str, str] = found.settings  # what "auto" became
         self.stats = GenerationStats()
-        self.link_bytes_per_s: float | None = None  # the SSD's read rate, where it is used
+        self._link_bytes_per_s = found.placement.link_bytes_per_s
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self._target = target
         self._draft = draft
@@ -109,63 +89,19 @@ class Session:
         Raises:
             SpecexecError: whatever is wrong, in one line.
         """
-        registry = load_registry(models_file)
-        choice = choose_models(registry, pair=pair, target=target, draft=draft, method=method)
-        folder = fetch(
-            choice.target, revision=revision, offline=offline, progress=download_progress
-        )
-        checkpoint = read_checkpoint(folder)
-        config = load_config(folder)
-        torch_device = pick_device(device)
-        torch_dtype = pick_dtype(dtype, torch_device, checkpoint.total_bytes, config.dtype)
-        words = load_tokenizer(tokenizer or folder)
-        draft_folder, draft_checkpoint = None, None
-        if choice.draft is not None:
-            draft_folder = fetch(
-                choice.draft, revision=None, offline=offline, progress=download_progress
-            )
-            draft_checkpoint = read_checkpoint(draft_folder)
-        work = Work(
-            context_tokens=min(int(config.max_position_embeddings), _PLANNED_CONTEXT),
-            budget=choice.tree.budget if draft_folder is not None else 0,
-            item_bytes=torch_dtype.itemsize,
-        )
-        placement = place_on_cpu(offload, checkpoint, draft_checkpoint, work)
-        eos_ids = eos_token_ids(folder, config, words)
-        if method == "dsi" and draft_folder is not None:
-            from specexec_cli.dsi_session import choose_devices, open_dsi
+        found = find(
+            pair=pair, target=target, draft=draft, method=method, models_file=models_file,
+            revision=revision, offline=offline, offload=offload, device=device, dtype=dtype,
+            tokenizer=tokenizer, download_progress=download_progress,
+        )  # fmt: skip
+        if method == "dsi":
+            from specexec_cli.dsi_session import open_dsi
 
-            options = dsi or DsiOptions()
-            distributed = open_dsi(
-                choice, folder, draft_folder,
-                options=options, devices=choose_devices(options, device),
-                offload="none" if placement.tiers is None else placement.tiers[0],
-                dtype=torch_dtype, tokenizer=words, eos_ids=eos_ids, notice=notice,
-            )  # fmt: skip
+            distributed = open_dsi(found, dsi or DsiOptions(), device, notice)
             if distributed is not None:
                 return distributed
-        draft_model = None
-        if draft_folder is not None:
-            draft_model = _open_draft(
-                draft_folder, torch_device, torch_dtype, words, checkpoint.total_bytes, notice
-            )
-        target_model = StreamedModel.open(
-            folder,
-            device=torch_device,
-            dtype=torch_dtype,
-            tiers=placement.tiers,
-            slots=placement.slots,
-            notice=notice,
-            progress=progress,
-        )
-        settings = {
-            "offload": placement.label,
-            "device": str(torch_device),
-            "dtype": str(torch_dtype).removeprefix("torch."),
-        }
-        session = cls(choice, LocalTarget(target_model), draft_model, words, eos_ids, settings)
-        session.link_bytes_per_s = placement.link_bytes_per_s
-        return session
+        draft_model = found.open_draft(notice)
+        return cls(found, LocalTarget(found.open_target(notice, progress)), draft_model)
 
     @property
     def context_length(self) -> int:
@@ -291,7 +227,7 @@ class Session:
         self._target.reserve(len(tokens) + limit + tree.budget)
         self.context = list(tokens)
         self.stats = GenerationStats(
-            prompt_tokens=len(tokens), link_bytes_per_s=self.link_bytes_per_s
+            prompt_tokens=len(tokens), link_bytes_per_s=self._link_bytes_per_s
         )
 
     def _steps(
@@ -391,59 +327,3 @@ class Session:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _open_draft(
-    folder: Path,
-    device: torch.device,
-    dtype: torch.dtype,
-    target_words: PreTrainedTokenizerBase,
-    target_bytes: int,
-    notice: Notice,
-) -> StreamedModel:
-    config = load_config(folder)
-    check_same_tokenizer(target_words, load_tokenizer(folder), int(config.vocab_size))
-    draft_bytes = read_checkpoint(folder).total_bytes
-    if draft_bytes > target_bytes:
-        notice(
-            f"the draft model ({format_bytes(draft_bytes)}) is larger than the target "
-            f"({format_bytes(target_bytes)}): drafting will cost more than it saves. "
-            "Were --target and --draft swapped?"
-        )
-    return StreamedModel.open(folder, device=device, dtype=dtype, tiers=None, notice=notice)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device of a --device option; "auto" is the first GPU, or the CPU.
-
-    Raises:
-        ConfigError: no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device. Try cpu, cuda or cuda:1") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
-    return device
-
-
-def pick_dtype(
-    name: DtypeName, device: torch.device, checkpoint_bytes: int, stored: torch.dtype | None
-) -> torch.dtype:
-    """The compute dtype. "auto": the checkpoint's own on a GPU; on a CPU bfloat16 where it has
-    matrix instructions for it, float32 elsewhere and for small models."""
-    if name != "auto":
-        dtype = getattr(torch, name)
-        assert isinstance(dtype, torch.dtype)
-        return dtype
-    if device.type == "cuda":
-        return stored if stored in (torch.float16, torch.bfloat16) else torch.float32
-    fast_bf16 = {"avx512_bf16", "amx_bf16"} & set(cpu_info().flags)
-    if fast_bf16 and checkpoint_bytes >= _SMALL_MODEL_BYTES:
-        return torch.bfloat16
-    return torch.float32
