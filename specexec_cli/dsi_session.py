@@ -25,6 +25,9 @@ from specexec_cli.opening import Found, Notice, pick_device
 from specexec_cli.session import Session
 
 
+_PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
+
+
 class DsiSession(Session):
     """Generates through a pool of workers; everything else is a Session's."""
 
@@ -44,7 +47,8 @@ class DsiSession(Session):
         self.stats = GenerationStats()
         self.context = []
         self._workers = workers
-        self._orchestrator = Orchestrator(workers, DsiConfig(lookahead=plan.lookahead), notice)
+        config = DsiConfig(lookahead=plan.lookahead, timeout_s=_PATIENCE * plan.long_pass_s + 60.0)
+        self._orchestrator = Orchestrator(workers, config, notice)
         self._passes_before = 0
         self._context_length = min(ready.context_length for ready in workers.ready.values())
         self._layers = int(found.config.num_hidden_layers)

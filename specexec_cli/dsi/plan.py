@@ -9,6 +9,7 @@ from itertools import pairwise
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 
 MAX_LOOKAHEAD = 32
+LONG_PASS_ROWS = 4096
 TYPICAL_ACCEPTANCE = 0.7  # of the papers' pairs; nothing is known before the first text
 _WORTHWHILE = 1.05  # below it, scheduling and messages eat the gain
 
@@ -38,6 +39,7 @@ class DsiPlan:
     dsi_token_s: float
     speculative_token_s: float
     plain_token_s: float
+    long_pass_s: float  # of a pass with LONG_PASS_ROWS rows, such as a long prompt's
 
     @property
     def gain(self) -> float:
@@ -90,7 +92,8 @@ def make_plan(
 
     best = lookahead or min(range(1, MAX_LOOKAHEAD + 1), key=cost)
     needed = servers_needed(pass_seconds(target_s, best * servers + 1), draft_s, best)
-    return DsiPlan(best, min(needed, servers), cost(best), speculative, plain_s)
+    long_pass_s = pass_seconds(target_s, LONG_PASS_ROWS)
+    return DsiPlan(best, min(needed, servers), cost(best), speculative, plain_s, long_pass_s)
 
 
 def advise(

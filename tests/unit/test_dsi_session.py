@@ -1,0 +1,92 @@
+"""--method dsi through a Session: worker processes with real (tiny) models, or a fallback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+from checkpoints import save_pair
+
+from specexec_cli.cli.options import dsi_options
+from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig
+from specexec_cli.dsi_session import DsiSession
+from specexec_cli.errors import ConfigError
+from specexec_cli.session import Session
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
+
+
+def tokens_of(session: Session, temperature: float, max_tokens: int) -> list[int]:
+    steps = session.generate(
+        "def f(x):",
+        sampling=SamplingConfig(temperature=temperature, seed=4),
+        generation=GenerationConfig(max_tokens=max_tokens),
+    )
+    return [token for step in steps for token in step.tokens]
+
+
+def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
+    target, draft = map(str, pair)
+    notices: list[str] = []
+    with Session.open(target=target, method="autoregressive", device="cpu") as plain:
+        expected = [tokens_of(plain, temperature, 24) for temperature in (0.0, 1.0)]
+    children = set(psutil.Process().children(recursive=True))
+    with Session.open(
+        target=target, draft=draft, method="dsi", device="cpu", notice=notices.append,
+        dsi=DsiOptions(sp=2, lookahead=2),
+    ) as session:  # fmt: skip
+        assert isinstance(session, DsiSession)
+        for temperature, tokens in zip((0.0, 1.0), expected, strict=True):
+            assert tokens_of(session, temperature, 24) == tokens
+        assert tokens_of(session, 0.0, 3) == expected[0][:3]
+        assert session.stats.generated_tokens == 3
+        assert session.stats.target_passes >= 1
+        assert session.settings["sp"] == "2"
+        assert session.context_length == 4096
+        workers = set(psutil.Process().children(recursive=True)) - children
+        assert len(workers) >= 3
+    assert not [worker for worker in workers if "spawn_main" in _command(worker)]
+    assert notices[0].startswith("DSI: lookahead 2, ")
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def test_one_device_falls_back_and_says_so(pair):
+    target, draft = map(str, pair)
+    notices: list[str] = []
+    with Session.open(
+        target=target, draft=draft, method="dsi", device="cpu", notice=notices.append
+    ) as session:
+        assert not isinstance(session, DsiSession)
+        assert len(tokens_of(session, 0.0, 4)) == 4
+    assert notices == ["DSI needs two devices or more and there is one: using --method specexec"]
+
+
+def test_options_are_numbers_or_auto():
+    assert dsi_options("auto", "auto", None) == DsiOptions()
+    assert dsi_options("3", "7", "cpu, cpu") == DsiOptions(
+        sp=3, lookahead=7, devices=("cpu", "cpu")
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("two", "auto", None), "--sp takes a whole number or auto, not 'two'"),
+        (("auto", "0", None), "--lookahead must be between 1 and 64, or auto, not 0"),
+        (("99", "auto", None), "--sp must be between 1 and 64, or auto, not 99"),
+        (("auto", "auto", "cuda:0,"), "--devices takes names as in cuda:0,cuda:1"),
+    ],
+)
+def test_bad_options_are_one_clear_error(words, message):
+    with pytest.raises(ConfigError, match=message):
+        dsi_options(*words)
