@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,6 +33,12 @@ class DraftTree:
         """The tree of plain autoregressive decoding: no node at all."""
         ints = np.zeros(0, dtype=np.int64)
         return cls(ints, ints, ints, np.zeros(0, dtype=np.float64))
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int]) -> DraftTree:
+        """One path of these tokens, probabilities not known."""
+        ids = np.arange(len(tokens), dtype=np.int64)
+        return cls(np.array(tokens, dtype=np.int64), ids - 1, ids + 1, np.zeros(len(tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
