@@ -24,7 +24,6 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.opening import Found, Notice, pick_device
 from specexec_cli.session import Session
 
-
 _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
 
 
