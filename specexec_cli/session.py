@@ -208,6 +208,12 @@ class Session:
     def _room(self, tokens: Sequence[int]) -> int:
         if not tokens:
             raise ConfigError("the prompt is empty: give at least one token to continue from")
+        rows = self._target.model.vocab_size
+        if not 0 <= min(tokens) <= max(tokens) < rows:
+            raise ConfigError(
+                f"the prompt has token {max(tokens)} but the target knows only {rows}: "
+                "its tokenizer belongs to another model"
+            )
         room = self.context_length - len(tokens)
         if room < 1:
             raise ConfigError(

@@ -129,20 +129,26 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     """
     if prompt is not None and file is not None:
         raise ConfigError("give the prompt either as an argument or with -f, not both")
-    if prompt is None and file is None and sys.stdin.isatty():
+    if prompt is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ConfigError("no prompt: give it as an argument, with -f FILE, or on standard input")
     if prompt is None:
         prompt = _read_file(file or "-")
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one character to continue from")
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        # how Python spells bytes of an argument that the terminal's encoding does not have
+        raise ConfigError("the prompt is not UTF-8 text: put it in a file and use -f")
     return prompt
 
 
 def _read_file(name: str) -> str:
     where = "standard input" if name == "-" else name
     try:
-        data = sys.stdin.buffer.read() if name == "-" else Path(name).read_bytes()
-        return data.decode("utf-8")
+        if name != "-":
+            return Path(name).read_bytes().decode("utf-8")
+        if sys.stdin is None:
+            raise ConfigError("cannot read the prompt from standard input: it is closed")
+        return sys.stdin.buffer.read().decode("utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the prompt from {where}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,9 @@ from specexec_cli.cli import models, simulate
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.generate import generate
 from specexec_cli.errors import SpecexecError
+
+# the base of all mistakes on the command line, which typer does not name itself
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="specexec",
@@ -42,12 +45,20 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line; a SpecexecError becomes one line and its exit code."""
+    """Runs the command line; a SpecexecError or a wrong option becomes one line and its code."""
     try:
-        app()
+        code = app(standalone_mode=False)
     except SpecexecError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        code = error.exit_code
+    except _UsageError as error:
+        code = error.exit_code
+        message = error.format_message().rstrip(".")
+        if message:  # without any argument the help has been printed, and there is none
+            command = error.ctx.command_path if error.ctx is not None else "specexec"
+            stop = "" if message.endswith("?") else "."
+            print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 if __name__ == "__main__":
