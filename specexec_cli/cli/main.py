@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli import __version__
-from specexec_cli.cli import models, simulate
+from specexec_cli.cli import bench, models, simulate
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.generate import generate
 from specexec_cli.errors import SpecexecError
@@ -25,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")
 

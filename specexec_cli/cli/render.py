@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
@@ -137,3 +138,35 @@ class LiveStatus:
         trace: TracebackType | None,
     ) -> None:
         self.hide()
+
+
+class CountBar:
+    """Runs done, the last one's name and the time left; silent unless stderr is a terminal."""
+
+    def __init__(self, title: str, total: int, *, done: int = 0, shown: bool) -> None:
+        self._progress: Progress | None = None
+        if shown and sys.stderr.isatty():
+            self._progress = Progress(
+                TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+                TextColumn("{task.fields[last]}"), console=Console(stderr=True), transient=True,
+            )  # fmt: skip
+            self._progress.add_task(title, total=total, completed=done, last="")
+
+    def advance(self, last: str) -> None:
+        """One more is done."""
+        if self._progress is not None:
+            self._progress.update(self._progress.task_ids[0], advance=1, last=last)
+
+    def __enter__(self) -> CountBar:
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._progress is not None:
+            self._progress.stop()

@@ -1,0 +1,95 @@
+"""The cross-product of a bench: methods, trees and temperatures. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, get_args
+
+from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
+from specexec_cli.errors import ConfigError, nearest
+
+METHODS: tuple[BenchMethod, ...] = get_args(BenchMethod)
+BASELINE: BenchMethod = "autoregressive"
+CHAINS: tuple[BenchMethod, ...] = ("chain", "chain-coupled")
+# Their text has the target's distribution; all others' is the baseline's own.
+SAME_DISTRIBUTION: tuple[BenchMethod, ...] = ("chain", "specinfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cell of the cross-product."""
+
+    method: BenchMethod
+    tree: TreeConfig | None  # None for the baseline
+    sampling: SamplingConfig
+    max_tokens: int
+
+    @property
+    def label(self) -> str:
+        """'specexec 64/16', 'chain 8'."""
+        if self.tree is None:
+            return self.method
+        if self.method in CHAINS:
+            return f"{self.method} {self.tree.budget}"
+        return f"{self.method} {self.tree.budget}/{self.tree.max_depth}"
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that decides the result, for the row and its key; the seed is the row's."""
+        sampling = asdict(self.sampling)
+        del sampling["seed"]
+        tree = asdict(self.tree) if self.tree is not None else {}
+        return {"method": self.method, **tree, **sampling, "max_tokens": self.max_tokens}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Comma lists of the command line, taken apart."""
+
+    methods: Sequence[str]
+    budgets: Sequence[int]  # empty: the recommended tree's
+    depths: Sequence[int]  # likewise
+    lengths: Sequence[int]  # of chains: draft tokens per iteration
+    sampling: Sequence[SamplingConfig]
+    max_tokens: int
+    baseline_tokens: int
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ConfigError(
+                    f"--method '{method}' is not one of {', '.join(METHODS)}."
+                    f"{nearest(method, list(METHODS))}"
+                )
+        if any(length < 1 for length in self.lengths):
+            raise ConfigError("--speculation-length must be 1 or more")
+        if min(self.max_tokens, self.baseline_tokens) < 1:
+            raise ConfigError("--max-tokens and --baseline-tokens must be 1 or more")
+
+    def cases(self, recommended: TreeConfig) -> list[Case]:
+        """Every combination once, the baseline of each sampling first.
+
+        Raises:
+            ConfigError: a tree that cannot be.
+        """
+        found: dict[Case, None] = {}
+        for sampling in self.sampling:
+            found[Case(BASELINE, None, sampling, self.baseline_tokens)] = None
+            for method in dict.fromkeys(self.methods):
+                if method != BASELINE:
+                    name = METHODS[METHODS.index(method)]
+                    for tree in self._trees(name, recommended):
+                        found[Case(name, tree, sampling, self.max_tokens)] = None
+        return list(found)
+
+    def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:
+        if method in CHAINS:
+            return [
+                replace(recommended, budget=length, max_depth=length) for length in self.lengths
+            ]
+        trees = []
+        for budget in self.budgets or (recommended.budget,):
+            # a depth that was not given yields to the budget, as in `generate`
+            depths = self.depths or (min(recommended.max_depth, max(budget, 1)),)
+            trees += [replace(recommended, budget=budget, max_depth=depth) for depth in depths]
+        return trees

@@ -1,0 +1,153 @@
+"""Results compared: tables, coverage, the papers' rows beside ours, and figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specexec_cli.bench.coverage import Coverage
+from specexec_cli.bench.datasets import Dataset
+from specexec_cli.bench.environment import environment
+from specexec_cli.bench.paper import PaperRow, rows_for
+from specexec_cli.bench.results import Row, read_results, row_key
+from specexec_cli.bench.schema import SCHEMA
+from specexec_cli.bench.summary import Summary, summarize
+from specexec_cli.bench.tables import aligned, markdown, render
+from specexec_cli.config import SamplingConfig
+from specexec_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.session import Session
+
+
+def make_report(
+    paths: Sequence[Path], form: str, figures: Path | None, figure_format: str
+) -> tuple[str, list[Path]]:
+    """The report's text, and the figures that were drawn.
+
+    Args:
+        figures: folder to draw into, or None.
+    Raises:
+        ConfigError: a file that cannot be read, no result in any of them, or no matplotlib.
+    """
+    rows = [row for path in paths for row in read_results(path)]
+    if not rows:
+        raise ConfigError(f"no result in {', '.join(map(str, paths))}")
+    summaries = summarize(rows)
+    coverages = [row for row in rows if row["kind"] == "coverage"]
+    drawn: list[Path] = []
+    if figures is not None:
+        from specexec_cli.bench.plots import draw_all
+
+        drawn = draw_all(summaries, coverages, figures, figure_format)
+    notes = sorted({_origin(row) for row in rows})
+    if form in ("json", "csv"):
+        return _machine_readable(summaries, coverages, form, notes), drawn
+    parts = [render(summaries, form, notes)] if summaries else []
+    parts += [coverage_table(coverages, form)] if coverages else []
+    parts += _beside_papers(summaries, form)
+    return "\n\n".join(parts), drawn
+
+
+def _machine_readable(
+    summaries: Sequence[Summary], coverages: Sequence[Row], form: str, notes: Sequence[str]
+) -> str:
+    if form == "csv":
+        if not summaries:
+            raise ConfigError("these results hold no run; coverage is printed with -o json or md")
+        return render(summaries, form, notes)
+    return json.dumps({**json.loads(render(summaries, form, notes)), "coverage": list(coverages)})
+
+
+def _origin(row: Row) -> str:
+    """Where a result comes from, for the notes."""
+    config, environment = row["config"], row["environment"]
+    hardware = environment["hardware"]
+    devices = ", ".join(hardware["gpus"]) or f"{hardware['cpu']}, {hardware['cores']} cores"
+    return (
+        f"{config['pair']}: {config['dtype']} on {config['device']} ({devices}), offload "
+        f"{config['offload']}, commit {(environment['commit'] or 'unknown')[:12]}"
+    )
+
+
+def coverage_row(
+    session: Session, dataset: Dataset, sampling: SamplingConfig, max_tokens: int, found: Coverage
+) -> Row:
+    """A coverage measurement as a row of the results file."""
+    choice = session.choice
+    config = {
+        "pair": choice.name,
+        "target": choice.target.repo,
+        "draft": choice.draft.repo if choice.draft else None,
+        **session.settings,
+        "dataset": dataset.name,
+        "prompts_sha256": dataset.sha256,
+    }
+    case = {
+        "temperature": sampling.temperature, "max_tokens": max_tokens, "seed": sampling.seed,
+    }  # fmt: skip
+    env = environment()
+    ranks = list(found.top_k)
+    return {
+        "schema": SCHEMA,
+        "kind": "coverage",
+        "key": row_key({"config": config, "case": case, "top_k": ranks, "environment": env}),
+        "config": config,
+        "case": case,
+        "top_k": ranks,
+        "draft_mass": list(found.draft_mass),
+        "target_mass": list(found.target_mass),
+        "positions": found.positions,
+        "environment": env,
+    }
+
+
+def coverage_table(rows: Sequence[Row], form: str) -> str:
+    """Mass of the target's distribution by k: on the draft's first tokens, and on its own."""
+    header = ["pair", "temp", "k", "draft's top k", "target's top k"]
+    cells = [
+        [row["config"]["pair"], f"{row['case']['temperature']:g}", str(k), f"{d:.1%}", f"{t:.1%}"]
+        for row in rows
+        for k, d, t in zip(row["top_k"], row["draft_mass"], row["target_mass"], strict=True)
+    ]
+    if form == "csv":
+        return "\n".join(",".join(line) for line in [header, *cells])
+    title = "Probability of the target covered"
+    lines = markdown(header, cells) if form == "md" else aligned(header, cells)
+    return "\n".join([title, "", *lines])
+
+
+def _beside_papers(summaries: Sequence[Summary], form: str) -> list[str]:
+    """The papers' rows of our targets and ours, one table per target."""
+    parts = []
+    header = ["from", "method", "data", "temp", "budget", "tok/pass", "tok/s", "speedup"]
+    for target in dict.fromkeys(summary["config"]["target"] for summary in summaries):
+        published = [_paper_cells(row) for row in rows_for(target)]
+        if published:
+            ours = [_our_cells(s) for s in summaries if s["config"]["target"] == target]
+            cells = [*published, *ours]
+            lines = markdown(header, cells) if form == "md" else aligned(header, cells)
+            parts.append("\n".join([f"{target}: published and measured", "", *lines]))
+    return parts
+
+
+def _paper_cells(row: PaperRow) -> list[str]:
+    return [
+        f"{row.source}, {row.hardware}", "specexec", row.dataset, f"{row.temperature:g}",
+        str(row.budget or "-"), f"{row.generation_rate or '-'}", f"{row.tokens_per_s:.2f}",
+        f"{row.speedup}x" if row.speedup else "-",
+    ]  # fmt: skip
+
+
+def _our_cells(summary: Summary) -> list[str]:
+    metrics, hardware = summary["metrics"], summary["environment"]["hardware"]
+    speedup = summary["speedup"]
+    return [
+        f"here, {(hardware['gpus'] or [hardware['cpu']])[0]}", summary["case"]["method"],
+        summary["config"]["dataset"], f"{summary['case']['temperature']:g}",
+        str(summary["case"].get("budget", "-")), f"{metrics['generation_rate']['mean']:.2f}",
+        f"{metrics['tokens_per_s']['mean']:.2f}",
+        f"{speedup['overall']:.1f}x" if speedup else "-",
+    ]  # fmt: skip

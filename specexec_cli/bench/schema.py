@@ -1,0 +1,88 @@
+"""What a row of the results file holds, and a check of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any
+
+SCHEMA = 1
+
+_NUMBER = (int, float)
+_MAYBE_NUMBER = (int, float, NoneType)
+_MAYBE_TEXT = (str, NoneType)
+
+_COMMON: Mapping[str, Any] = {
+    "schema": int,
+    "kind": str,  # run or coverage
+    "key": str,
+    "config": {
+        "pair": str, "target": str, "draft": _MAYBE_TEXT, "offload": str, "device": str,
+        "dtype": str, "dataset": str, "prompts_sha256": str,
+    },
+    "environment": {
+        "commit": _MAYBE_TEXT, "versions": dict,
+        "hardware": {"cpu": str, "cores": int, "ram_bytes": int, "gpus": list},
+    },
+}  # fmt: skip
+
+FIELDS: Mapping[str, Mapping[str, Any]] = {
+    "run": {
+        **_COMMON,
+        "label": str,
+        "case": {"method": str, "temperature": _NUMBER, "top_p": _NUMBER, "max_tokens": int},
+        "seed": int,
+        "repeat": int,
+        "prompt": {"id": str, "sha256": str, "tokens": int, "form": str},
+        "link": {"io": str, "link_bytes_per_s": _MAYBE_NUMBER},
+        "started": str,
+        "finish_reason": str,
+        "tokens_sha256": str,  # of the generated tokens
+        "tokens": list,
+        "metrics": {
+            **dict.fromkeys(
+                ("generated_tokens", "target_passes", "total_s", "tokens_per_s", "ttft_s",
+                 "generation_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s",
+                 "bytes_per_pass", "peak_ram_bytes", "peak_vram_bytes"), _NUMBER),
+            **dict.fromkeys(
+                ("tpot_s", "acceptance_rate", "token_acceptance_rate", "stream_bytes_per_s",
+                 "link_share", "roofline_share"), _MAYBE_NUMBER),
+        },
+        "passes": {"tokens": list, "tree_nodes": list, "draft_s": list, "verify_s": list},
+        "timing": dict,
+    },
+    "coverage": {
+        **_COMMON,
+        "case": {"temperature": _NUMBER, "max_tokens": int},
+        "top_k": list,
+        "draft_mass": list,
+        "target_mass": list,
+        "positions": int,
+    },
+}  # fmt: skip
+
+
+def problems(row: object) -> list[str]:
+    """What is wrong with a row; nothing, if it is a result."""
+    if not isinstance(row, Mapping) or row.get("kind") not in FIELDS:
+        return [f"'kind' is not one of {', '.join(FIELDS)}"]
+    found = _compare(row, FIELDS[row["kind"]], "")
+    if not found and row["schema"] != SCHEMA:
+        found.append(f"schema {row['schema']} is not {SCHEMA}: written by another version")
+    return found
+
+
+def _compare(value: Any, expected: Any, where: str) -> list[str]:
+    if isinstance(expected, Mapping):
+        if not isinstance(value, Mapping):
+            return [f"'{where}' is not an object"]
+        found = []
+        for name, inner in expected.items():
+            path = f"{where}.{name}" if where else name
+            found += (
+                _compare(value[name], inner, path) if name in value else [f"'{path}' is missing"]
+            )
+        return found
+    if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
+        return [f"'{where}' is {type(value).__name__}"]
+    return []

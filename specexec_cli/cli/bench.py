@@ -1,0 +1,326 @@
+"""`specexec bench`: measure methods against plain decoding, and report what was measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.config import DraftScoring, DtypeName, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.bench.datasets import Dataset
+    from specexec_cli.bench.runner import Bench, BenchPrompt, Run
+    from specexec_cli.session import Session
+
+app = typer.Typer(
+    help="Measure decoding methods against plain decoding on the same prompts.",
+    invoke_without_command=True,
+)
+
+_GRID, _DATA = "Cross-product (comma lists)", "Prompts"
+
+DatasetNames = Annotated[
+    str,
+    typer.Option(
+        "--dataset",
+        help="demo, oasst, wikitext2, c4, mt-bench, humaneval, mbpp, cnn-dailymail, alpaca, a "
+        "FILE, or NAME=FILE.",
+        rich_help_panel=_DATA,
+    ),
+]
+Data = Annotated[Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)]
+Prompts = Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)]
+Results = Annotated[
+    Path, typer.Option(help="Rows are appended here as runs end; finished ones are not repeated.")
+]
+Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or csv.")]
+
+
+@app.callback()
+def bench(
+    ctx: typer.Context,
+    pair: options.Pair = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    models_file: options.ModelsFile = None,
+    tokenizer: options.Tokenizer = None,
+    offline: options.Offline = False,
+    method: Annotated[
+        str,
+        typer.Option(
+            help="autoregressive (always), specexec, chain, chain-coupled, specinfer, beam, "
+            "beam-pruned.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "specexec",
+    budget: Annotated[
+        str, typer.Option(help="Tree nodes. Default: the pair's.", rich_help_panel=_GRID)
+    ] = "",
+    depth: Annotated[
+        str, typer.Option(help="Longest path. Default: the pair's.", rich_help_panel=_GRID)
+    ] = "",
+    speculation_length: Annotated[
+        str, typer.Option(help="Draft tokens per iteration of chains.", rich_help_panel=_GRID)
+    ] = "4,8",
+    temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0",
+    batch: options.Batch = None,
+    draft_scoring: options.Scoring = "noise",
+    dataset: DatasetNames = "demo",
+    data: Data = Path("data"),
+    prompts: Prompts = 10,
+    max_tokens: options.MaxTokens = 128,
+    baseline_tokens: Annotated[
+        int | None,
+        typer.Option(help="Fewer tokens for the baseline, which is slow. Default: as many."),
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="Runs of each combination and prompt.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Short unmeasured runs of each combination.")] = 1,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    offload: options.Offload = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    results: Results = Path("bench.jsonl"),
+    output: Output = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure decoding methods on the same prompts, beside the autoregressive baseline.
+
+    Runs take turns; each is one line of the results file. Stopped by Ctrl-C, the same command
+    goes on where it was.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from specexec_cli.bench.cases import Grid
+    from specexec_cli.bench.datasets import load_dataset
+    from specexec_cli.bench.results import ResultsFile
+    from specexec_cli.bench.tables import FORMATS
+
+    options.one_of(output, "--output", FORMATS)
+    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
+    for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
+                               ("--prompts", prompts, 1)):  # fmt: skip
+        if value < least:
+            raise ConfigError(f"{flag} must be {least} or more, not {value}")
+    grid = Grid(
+        methods=_words(method, "--method"),
+        budgets=_numbers(budget, "--budget", int),
+        depths=_numbers(depth, "--depth", int),
+        lengths=_numbers(speculation_length, "--speculation-length", int),
+        sampling=[
+            SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
+            for value in _numbers(temperature, "--temperature", float)
+        ],
+        max_tokens=max_tokens,
+        baseline_tokens=max_tokens if baseline_tokens is None else baseline_tokens,
+    )
+    sets = [load_dataset(name, data_folder=data, count=prompts)
+            for name in _words(dataset, "--dataset")]  # fmt: skip
+    file = ResultsFile(results)
+    with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
+               quiet) as session:  # fmt: skip
+        recommended = session.choice.tree
+        tree = TreeConfig(
+            budget=recommended.budget, max_depth=recommended.max_depth,
+            batch=recommended.batch if batch is None else batch,
+            scoring=cast(DraftScoring, scoring),
+        )  # fmt: skip
+        _measure(session, grid.cases(tree), sets, max_tokens, repeats, warmup, file, output, quiet)
+
+
+def _measure(
+    session: Session,
+    cases: list[Any],
+    sets: list[Dataset],
+    max_tokens: int,
+    repeats: int,
+    warmup: int,
+    file: Any,
+    output: str,
+    quiet: bool,
+) -> None:
+    """Runs what is missing and prints the table of all; Ctrl-C prints what there is."""
+    from specexec_cli.bench.environment import environment, link
+    from specexec_cli.bench.runner import Bench, encode_prompts, interleaved
+    from specexec_cli.bench.summary import summarize
+    from specexec_cli.bench.tables import render
+    from specexec_cli.cli.render import notice
+
+    encoded, notes = [], []
+    for one in sets:
+        usable, skipped = encode_prompts(session, one, max_tokens)
+        encoded.append((one, usable))
+        notes.append(f"{one.name}: {len(usable)} prompts from {one.source}")
+        if skipped:
+            notes[-1] += f"; {len(skipped)} too long for the context window, skipped"
+    measured_link = link(session)
+    notes.append(f"weights: {measured_link['io']}")
+    bench = Bench(session, file, environment(), measured_link)
+    runs = list(interleaved(cases, encoded, repeats))
+    keys = [bench.key(run) for run in runs]
+    finished = sum(key in file.rows for key in keys)
+    if finished and not quiet:
+        notice(f"{finished} of {len(runs)} runs are in {file.path} already and are not repeated")
+    interrupted = False
+    try:
+        _run(bench, runs, finished, cases, encoded[0][1][0], warmup, quiet)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = [file.rows[key] for key in keys if key in file.rows]
+    if rows:
+        notes.append(f"{len(rows)} of {len(runs)} runs, rows in {file.path}")
+        print(render(summarize(rows), output, notes))
+    if interrupted:
+        if not quiet:
+            notice(f"stopped after {len(rows)} of {len(runs)} runs; the same command goes on")
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _run(
+    bench: Bench,
+    runs: list[Run],
+    finished: int,
+    cases: list[Any],
+    prompt: BenchPrompt,
+    warmup: int,
+    quiet: bool,
+) -> None:
+    from specexec_cli.cli.render import CountBar
+
+    with CountBar("measuring", len(runs), done=finished, shown=not quiet) as bar:
+        if finished < len(runs):
+            bench.warm_up(cases, prompt, warmup)
+        bench.measure(runs, lambda row: bar.advance(row["label"]))
+
+
+@app.command()
+def coverage(
+    pair: options.Pair = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    models_file: options.ModelsFile = None,
+    tokenizer: options.Tokenizer = None,
+    offline: options.Offline = False,
+    dataset: DatasetNames = "demo",
+    data: Data = Path("data"),
+    prompts: Prompts = 10,
+    max_tokens: options.MaxTokens = 64,
+    top_k: Annotated[str, typer.Option(help="Values of k, a comma list.")] = "1,2,4,8,16,32,64",
+    temperature: options.Temperature = 1.0,
+    seed: options.Seed = 0,
+    offload: options.Offload = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    results: Results = Path("bench.jsonl"),
+    output: Output = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """How much of the target's probability the draft's k likeliest tokens cover.
+
+    Measured at the positions of texts that the target samples from the prompts.
+    """
+    from specexec_cli.bench.coverage import measure_coverage
+    from specexec_cli.bench.datasets import load_dataset
+    from specexec_cli.bench.report import coverage_row, coverage_table
+    from specexec_cli.bench.results import ResultsFile
+    from specexec_cli.bench.tables import FORMATS
+
+    options.one_of(output, "--output", FORMATS)
+    ranks = _numbers(top_k, "--top-k", int)
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    one = load_dataset(dataset, data_folder=data, count=prompts)
+    file = ResultsFile(results)
+    with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
+               quiet) as session:  # fmt: skip
+        from specexec_cli.bench.runner import encode_prompts
+
+        usable, skipped = encode_prompts(session, one, max_tokens)
+        found = measure_coverage(session, usable, sampling, max_tokens, ranks)
+        row = coverage_row(session, one, sampling, max_tokens, found)
+    file.append(row)
+    if output == "json":
+        print(json.dumps(row))
+        return
+    print(coverage_table([row], output))
+    if output != "csv":
+        print(f"\n- {found.positions} positions of {len(usable)} texts by the target, "
+              f"{len(skipped)} prompts too long; row in {file.path}")  # fmt: skip
+
+
+@app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results files.")],
+    output: Output = "table",
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder to draw the papers' figures into.")
+    ] = None,
+    figure_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
+) -> None:
+    """Compare results, draw the papers' figures, and show the papers' rows for the same pair."""
+    from specexec_cli.bench.report import make_report
+    from specexec_cli.bench.tables import FORMATS
+
+    options.one_of(output, "--output", FORMATS)
+    options.one_of(figure_format, "--format", ("png", "svg"))
+    text, drawn = make_report(results, output, figures, figure_format)
+    print(text)
+    for path in drawn:
+        print(f"figure: {path}", file=sys.stderr)
+
+
+def _open(
+    pair: str | None,
+    target: str | None,
+    draft: str | None,
+    models_file: Path | None,
+    tokenizer: Path | None,
+    offline: bool,
+    offload: str,
+    device: str,
+    dtype: str,
+    quiet: bool,
+) -> Session:
+    words = {
+        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
+        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
+    }
+    from specexec_cli.cli.render import LoadingBar, notice
+    from specexec_cli.session import Session
+
+    bar = LoadingBar(shown=not quiet)
+    try:
+        return Session.open(
+            pair=pair, target=target, draft=draft, models_file=models_file, offline=offline,
+            tokenizer=tokenizer, offload=cast(OffloadMode, words["offload"]), device=device,
+            dtype=cast(DtypeName, words["dtype"]), progress=bar,
+            notice=(lambda line: None) if quiet else notice,
+            download_progress=not quiet and sys.stderr.isatty(),
+        )  # fmt: skip
+    finally:
+        bar.close()
+
+
+def _words(value: str, flag: str) -> list[str]:
+    words = [word.strip() for word in value.split(",") if word.strip()]
+    if not words:
+        raise ConfigError(f"{flag} is empty")
+    return words
+
+
+def _numbers(value: str, flag: str, kind: type) -> list[Any]:
+    numbers = []
+    for word in value.split(","):
+        try:
+            numbers += [kind(word)] if word.strip() else []
+        except ValueError as error:
+            raise ConfigError(
+                f"{flag} takes numbers separated by commas, not '{word.strip()}'"
+            ) from error
+    return numbers
