@@ -1,13 +1,15 @@
 """Linear layers and embeddings that keep their weights in the file's dtype.
 
 Weights are streamed in the checkpoint's dtype and computed in the session's. Converting a whole
-matrix first would write it to memory in the wider dtype and read it back; converting a tile at a
-time keeps the wide copy in the cache.
+matrix first would write it to memory in the wider dtype and read it back. On a CPU a kernel widens
+weights of two bytes in the cache where they are multiplied; what it does not read is converted a
+tile at a time, which keeps the wide copy in the cache as well.
 """
 
 from __future__ import annotations
 
 import torch
+from specexec_kernels import cpu_half
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -33,24 +35,28 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return functional.linear(rows, weight, bias)
     if weight.device.type != "cpu" or weight.numel() <= TILE_ELEMENTS:
         return functional.linear(rows, weight.to(rows.dtype), bias)
-    return _tiled_linear(rows, weight, bias)
+    flat = rows.reshape(-1, rows.shape[-1])
+    if rows.dtype == torch.float32 and cpu_half.supports(weight):
+        out = cpu_half.matmul(flat, weight)
+    else:
+        out = _tiled_product(flat, weight)
+    if bias is not None:
+        out += bias
+    return out.view(*rows.shape[:-1], weight.shape[0])
 
 
-def _tiled_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """mixed_linear for a CPU matrix too large to be worth a converted copy."""
+def _tiled_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """(rows, in) @ weight.T for a matrix too large to be worth a converted copy."""
     out_features, in_features = weight.shape
-    flat = rows.reshape(-1, in_features)
-    out = flat.new_empty(flat.shape[0], out_features)
+    out = rows.new_empty(rows.shape[0], out_features)
     tile = max(1, TILE_ELEMENTS // in_features)
     converted = torch.empty(tile, in_features, dtype=rows.dtype)
     for start in range(0, out_features, tile):
         part = weight[start : start + tile]
         block = converted[: part.shape[0]]
         block.copy_(part)
-        out[:, start : start + tile] = flat @ block.t()
-    if bias is not None:
-        out += bias
-    return out.view(*rows.shape[:-1], out_features)
+        out[:, start : start + tile] = rows @ block.t()
+    return out
 
 
 class MixedLinear(nn.Module):

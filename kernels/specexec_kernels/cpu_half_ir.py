@@ -1,0 +1,183 @@
+"""LLVM IR of float32 rows times a weight stored in bfloat16 or float16.
+
+A strip of outputs goes through the inputs block by block. A block of its weights is widened once
+into the L1 cache, transposed so that neighbouring outputs are neighbouring lanes, and then used by
+every chunk of rows, whose sums live in registers (the register tiling of Goto and van de Geijn,
+"Anatomy of High-Performance Matrix Multiplication", 2008). No wide copy of the weight is written
+to memory. Weights are transposed two at a time, as the 32-bit words they pair up to in memory.
+
+Each output of a row is summed in an order that depends on neither the other rows nor their number:
+the same row gives the same bits in every pass.
+
+Strips are claimed from a shared counter: any number of threads may call a kernel with the same
+arguments at once. Knows nothing of torch or thread pools.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any, Literal
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import F32, I64, PTR, Emitter
+
+Stored = Literal["bfloat16", "float16"]
+BLOCK_INPUTS = 128  # with a strip of 32 outputs 16 KiB, half of the smallest L1 cache in use
+UNROLL = 8  # inputs per turn of the multiplying loop; divides the inputs of any block
+
+
+class Arg(IntEnum):
+    """Positions in the int64 argument array of a kernel; addresses and sizes."""
+
+    COUNTER = 0  # next strip to claim; set to 0 before a call
+    WEIGHT = auto()  # (outputs, inputs), row-major, in the stored dtype
+    X = auto()  # float32 (chunks, inputs, rows)
+    OUT = auto()  # float32 (chunks * rows, outputs), added to
+    CHUNKS = auto()
+    INPUTS = auto()  # a multiple of twice the lanes
+    OUTPUTS = auto()  # a multiple of the strip
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What a kernel is compiled for."""
+
+    stored: Stored
+    rows: int  # of a chunk
+    vectors: int  # of outputs in a strip
+    lanes: int
+
+    @property
+    def strip(self) -> int:
+        """Outputs of a strip."""
+        return self.vectors * self.lanes
+
+
+class Kernel(Emitter):
+    """Emits one kernel."""
+
+    def __init__(self, spec: KernelSpec, function: ir.Function) -> None:
+        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
+        self.spec = spec
+        self.base = self.b.ptrtoint(function.args[0], I64)
+        self.arg = {arg: self.load(self.base, I64(arg), I64, 8) for arg in Arg}
+        array = self.b.alloca(ir.ArrayType(F32, BLOCK_INPUTS * spec.strip))
+        array.align = 64
+        self.block = self.b.ptrtoint(array, I64)
+
+    def emit(self) -> None:
+        """Claim strips until none is left."""
+        b = self.b
+        strips = b.udiv(self.arg[Arg.OUTPUTS], I64(self.spec.strip))
+        claim, work, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
+        b.branch(claim)
+        b.position_at_end(claim)
+        strip = b.atomic_rmw("add", self.ptr(self.base, I64(Arg.COUNTER), 8), I64(1), "monotonic")
+        b.cbranch(b.icmp_signed("<", strip, strips), work, done)
+        b.position_at_end(work)
+        output = b.mul(strip, I64(self.spec.strip))
+
+        def block(first: Any, _: list[Any]) -> list[Any]:
+            last = self.minimum(b.add(first, I64(BLOCK_INPUTS)), self.arg[Arg.INPUTS])
+            self.loop(first, last, 2 * self.lanes, [], lambda k, _: self.widen(output, first, k))
+            self.loop(
+                I64(0), self.arg[Arg.CHUNKS], 1, [],
+                lambda c, _: self.multiply(c, output, first, last),
+            )  # fmt: skip
+            return []
+
+        self.loop(I64(0), self.arg[Arg.INPUTS], BLOCK_INPUTS, [], block)
+        b.branch(claim)
+        b.position_at_end(done)
+        b.ret_void()
+
+    def widen(self, output: Any, first: Any, k: Any) -> list[Any]:
+        """Put 2 * lanes inputs, from input `k` on, of the strip's weights into the block."""
+        b, inputs = self.b, self.arg[Arg.INPUTS]
+        local = b.mul(b.sub(k, first), I64(self.spec.strip))
+        for vector in range(self.spec.vectors):
+            words = []
+            for lane in range(self.lanes):
+                row = b.add(output, I64(vector * self.lanes + lane))
+                at = b.add(b.mul(row, inputs), k)
+                words.append(self.load(self.arg[Arg.WEIGHT], at, self.words, 2))
+                # the same row's weights in the next block; 2-byte elements, prefetch counts 4
+                self.prefetch(self.arg[Arg.WEIGHT], b.ashr(b.add(at, I64(BLOCK_INPUTS)), I64(1)))
+            for pair, word in enumerate(self.transpose(words)):
+                for half, weights in enumerate(self.widen_pair(word)):
+                    place = (2 * pair + half) * self.spec.strip + vector * self.lanes
+                    self.store(weights, self.block, b.add(local, I64(place)))
+        return []
+
+    def transpose(self, rows: list[Any]) -> list[Any]:
+        """Vectors of lanes x lanes words, transposed by swapping ever larger blocks."""
+        b, lanes = self.b, self.lanes
+        rows, size = list(rows), 1
+        while size < lanes:
+            # lanes of the upper row are numbered from `lanes` on
+            upper = [i if not i & size else i - size + lanes for i in range(lanes)]
+            lower = [i + size if not i & size else i + lanes for i in range(lanes)]
+            for i in (i for i in range(lanes) if not i & size):
+                pair = rows[i], rows[i + size]
+                rows[i] = b.shuffle_vector(*pair, self.ints(upper))
+                rows[i + size] = b.shuffle_vector(*pair, self.ints(lower))
+            size *= 2
+        return rows
+
+    def widen_pair(self, words: Any) -> tuple[Any, Any]:
+        """The lower and the upper halves of words, as float32."""
+        b, count = self.b, self.lanes
+        if self.spec.stored == "bfloat16":
+            low = b.shl(words, self.ints([16] * count))
+            high = b.and_(words, self.ints([-65536] * count))
+            return b.bitcast(low, self.vector), b.bitcast(high, self.vector)
+        narrow, half = ir.VectorType(ir.IntType(16), count), ir.VectorType(ir.HalfType(), count)
+
+        def as_float(low: Any) -> Any:
+            return b.fpext(b.bitcast(b.trunc(low, narrow), half), self.vector)
+
+        return as_float(words), as_float(b.lshr(words, self.ints([16] * count)))
+
+    def multiply(self, chunk: Any, output: Any, first: Any, last: Any) -> list[Any]:
+        """Add the block's products with a chunk of rows to OUT."""
+        b, spec = self.b, self.spec
+        start = b.add(b.mul(chunk, self.arg[Arg.INPUTS]), first)
+        none = [ir.Constant(self.vector, [0.0] * self.lanes)] * (spec.rows * spec.vectors)
+
+        def step(k: Any, sums: list[Any]) -> list[Any]:
+            sums = list(sums)
+            weights_at = b.mul(k, I64(spec.strip))
+            x_at = b.mul(b.add(start, k), I64(spec.rows))
+            for j in range(UNROLL):
+                weights = [
+                    self.load(self.block, b.add(weights_at, I64(j * spec.strip + v * self.lanes)),
+                              self.vector)
+                    for v in range(spec.vectors)
+                ]  # fmt: skip
+                for m in range(spec.rows):
+                    scalar = self.load(self.arg[Arg.X], b.add(x_at, I64(j * spec.rows + m)), F32)
+                    x = self.splat(scalar, self.lanes)
+                    for v, weight in enumerate(weights):
+                        i = m * spec.vectors + v
+                        sums[i] = self.fma(weight, x, sums[i])
+            return sums
+
+        sums = self.loop(I64(0), b.sub(last, first), UNROLL, none, step)
+        for m in range(spec.rows):
+            row = b.add(b.mul(chunk, I64(spec.rows)), I64(m))
+            at = b.add(b.mul(row, self.arg[Arg.OUTPUTS]), output)
+            for v in range(spec.vectors):
+                place = b.add(at, I64(v * self.lanes))
+                before = self.load(self.arg[Arg.OUT], place, self.vector)
+                self.store(b.fadd(before, sums[m * spec.vectors + v]), self.arg[Arg.OUT], place)
+        return []
+
+
+def build(spec: KernelSpec, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
+    module = ir.Module(name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name)
+    Kernel(spec, function).emit()
+    return str(module)
