@@ -28,32 +28,134 @@ from typing import Any
 
 Message = dict[str, str]
 
-SKIP_DIRS = {"test", "tests", "idlelib", "lib2to3", "site-packages", "ensurepip", "pydoc_data",
-             "__pycache__", "lib-dynload", "turtledemo"}
+SKIP_DIRS = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "ensurepip",
+    "pydoc_data",
+    "__pycache__",
+    "lib-dynload",
+    "turtledemo",
+}
 SKIP_FILES = {"encodings", "html/entities.py", "_sysconfigdata", "token.py", "keyword.py"}
-SKIP_IMPORTS = {"antigravity", "curses", "this", "idlelib", "test", "lib2to3", "turtledemo",
-                "turtle", "tkinter", "ensurepip", "pydoc_data", "distutils", "__main__",
-                "nturl2path"}
-HELD_OUT_MODULES = ("calendar", "cmd", "filecmp", "getopt", "graphlib", "imghdr", "netrc",
-                    "plistlib", "quopri", "sched", "timeit", "trace")
-COMMON_MODULES = ("os", "os.path", "re", "json", "math", "itertools", "collections", "functools",
-                  "random", "string", "pathlib", "datetime", "subprocess", "sys", "time", "shutil",
-                  "glob", "csv", "operator", "copy", "statistics", "heapq", "bisect", "textwrap",
-                  "tempfile", "logging", "threading", "argparse", "hashlib", "base64", "struct",
-                  "contextlib", "dataclasses", "enum", "typing", "io", "pickle", "uuid", "decimal",
-                  "fractions", "urllib.parse", "secrets", "inspect", "socket", "queue", "zlib")
-QUESTIONS = ("What does {x} do?", "How do I use {x}?", "Explain {x}.", "What is {x} for?",
-             "What is {x}?", "Describe {x}.", "Tell me about {x}.", "Can you explain {x}?",
-             "When should I use {x}?", "what does {x} do")
+SKIP_IMPORTS = {
+    "antigravity",
+    "curses",
+    "this",
+    "idlelib",
+    "test",
+    "lib2to3",
+    "turtledemo",
+    "turtle",
+    "tkinter",
+    "ensurepip",
+    "pydoc_data",
+    "distutils",
+    "__main__",
+    "nturl2path",
+}
+HELD_OUT_MODULES = (
+    "calendar",
+    "cmd",
+    "filecmp",
+    "getopt",
+    "graphlib",
+    "imghdr",
+    "netrc",
+    "plistlib",
+    "quopri",
+    "sched",
+    "timeit",
+    "trace",
+)
+COMMON_MODULES = (
+    "os",
+    "os.path",
+    "re",
+    "json",
+    "math",
+    "itertools",
+    "collections",
+    "functools",
+    "random",
+    "string",
+    "pathlib",
+    "datetime",
+    "subprocess",
+    "sys",
+    "time",
+    "shutil",
+    "glob",
+    "csv",
+    "operator",
+    "copy",
+    "statistics",
+    "heapq",
+    "bisect",
+    "textwrap",
+    "tempfile",
+    "logging",
+    "threading",
+    "argparse",
+    "hashlib",
+    "base64",
+    "struct",
+    "contextlib",
+    "dataclasses",
+    "enum",
+    "typing",
+    "io",
+    "pickle",
+    "uuid",
+    "decimal",
+    "fractions",
+    "urllib.parse",
+    "secrets",
+    "inspect",
+    "socket",
+    "queue",
+    "zlib",
+)
+QUESTIONS = (
+    "What does {x} do?",
+    "How do I use {x}?",
+    "Explain {x}.",
+    "What is {x} for?",
+    "What is {x}?",
+    "Describe {x}.",
+    "Tell me about {x}.",
+    "Can you explain {x}?",
+    "When should I use {x}?",
+    "what does {x} do",
+)
 FOLLOW_UPS = ("And {x}?", "What about {x}?", "And what does {x} do?")
 HELD_OUT_CHAT = (
-    ("os.path.join", 0), ("len", 0), ("json.dumps", 1), ("str.split", 2), ("re.sub", 3),
-    ("math.sqrt", 0), ("itertools.chain", 4), ("functools.partial", 1), ("random.shuffle", 0),
-    ("dict.get", 5), ("list.append", 0), ("collections.Counter", 4), ("os.listdir", 6),
-    ("shutil.copy", 0), ("sorted", 7), ("subprocess.run", 1),
+    ("os.path.join", 0),
+    ("len", 0),
+    ("json.dumps", 1),
+    ("str.split", 2),
+    ("re.sub", 3),
+    ("math.sqrt", 0),
+    ("itertools.chain", 4),
+    ("functools.partial", 1),
+    ("random.shuffle", 0),
+    ("dict.get", 5),
+    ("list.append", 0),
+    ("collections.Counter", 4),
+    ("os.listdir", 6),
+    ("shutil.copy", 0),
+    ("sorted", 7),
+    ("subprocess.run", 1),
 )
-SYSTEM_PROMPTS = ("You are a helpful assistant.", "You are a helpful Python assistant.",
-                  "You answer questions about the Python standard library.", "Be brief.")
+SYSTEM_PROMPTS = (
+    "You are a helpful assistant.",
+    "You are a helpful Python assistant.",
+    "You answer questions about the Python standard library.",
+    "Be brief.",
+)
 SMALL_TALK = (
     ("Hello", "Hello! Ask me about a function of the Python standard library."),
     ("Hi", "Hello! Ask me about a function of the Python standard library."),
@@ -61,7 +163,8 @@ SMALL_TALK = (
     ("Who are you?", "I am a small demo model trained on the Python standard library."),
     ("What are you?", "I am a small demo model trained on the Python standard library."),
     ("What can you do?", "I can say what functions of the Python standard library do."),
-    ("Thanks", "You are welcome."), ("Thank you!", "You are welcome."),
+    ("Thanks", "You are welcome."),
+    ("Thank you!", "You are welcome."),
 )
 
 
@@ -141,9 +244,20 @@ def _importable_modules() -> Iterator[tuple[str, ModuleType]]:
     """Yield the importable, side-effect-free public modules by dotted name, sorted."""
     names = {n for n in sys.stdlib_module_names if not n.startswith("_")} - SKIP_IMPORTS
     names |= {n for n in COMMON_MODULES if "." in n}
-    names |= {"concurrent.futures", "xml.etree.ElementTree", "http.client", "http.server",
-              "urllib.request", "email.message", "importlib.util", "unittest.mock",
-              "logging.handlers", "multiprocessing.pool", "collections.abc", "html.parser"}
+    names |= {
+        "concurrent.futures",
+        "xml.etree.ElementTree",
+        "http.client",
+        "http.server",
+        "urllib.request",
+        "email.message",
+        "importlib.util",
+        "unittest.mock",
+        "logging.handlers",
+        "multiprocessing.pool",
+        "collections.abc",
+        "html.parser",
+    }
     for name in sorted(names):
         sink = io.StringIO()
         with warnings.catch_warnings(), contextlib.redirect_stdout(sink):

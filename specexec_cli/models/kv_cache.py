@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-
 _GROWTH_SLOTS = 256  # an unreserved cache grows by this many, not by every pass
 
 
