@@ -56,14 +56,17 @@ class ModelDrafter:
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._cache = model.new_cache()
-        self.configure(sampler, tree)
+        self._tree = tree
+        self._scorer = DraftScorer(sampler, tree.scoring)
         self._context: Sequence[int] = ()
         self._reset_tree()
 
     def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
-        """Settings of the next generation; what the cache holds stays."""
+        """Settings of the next generation; what the cache holds and the scorer learned stays."""
         self._tree = tree
-        self._scorer = DraftScorer(sampler, tree.scoring)
+        scorer = DraftScorer(sampler, tree.scoring)
+        scorer.learn_from(self._scorer)
+        self._scorer = scorer
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
         """The most probable continuations of `context` under the draft model.

@@ -44,6 +44,11 @@ class DraftScorer:
         start = 1.25 if self._noisy else 1.0
         self._losses = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
 
+    def learn_from(self, earlier: DraftScorer) -> None:
+        """Starts from what another generation taught, where both know of noise or neither does."""
+        if earlier._noisy == self._noisy:
+            self._losses = earlier._losses
+
     @property
     def sharpness(self) -> float:
         """The current c."""

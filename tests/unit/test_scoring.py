@@ -63,3 +63,14 @@ def test_a_token_the_draft_had_filtered_out_teaches_nothing():
     for _ in range(100):
         drafts.observe(utilities, 0)
     assert drafts.sharpness == before
+
+
+def test_what_one_generation_taught_the_next_one_starts_with():
+    taught, later, greedy = scorer(temperature=1.0), scorer(temperature=0.6, seed=3), scorer()
+    for position in range(100):
+        utilities = taught.utilities(torch.randn(1, VOCAB), [position], [0])[0]
+        taught.observe(utilities, int(utilities.argmax()))
+    later.learn_from(taught)
+    greedy.learn_from(taught)
+    assert later.sharpness == taught.sharpness < 1.25
+    assert greedy.sharpness == 1.0  # without noise, the lesson does not carry over
