@@ -29,7 +29,7 @@ from specexec_cli.errors import SpecexecError
 from specexec_cli.offload.compute import knee_rows
 from specexec_cli.offload.rates import Rates
 
-PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "numba")
+PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
 SLOW_DISK_BYTES_PER_S = 1e9
 LITTLE_DISK_BYTES = 20_000_000_000
 HUB_TIMEOUT_S = 4.0

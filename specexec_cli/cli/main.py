@@ -10,7 +10,9 @@ import typer
 from specexec_cli import __version__
 from specexec_cli.cli import bench, models, simulate
 from specexec_cli.cli.chat import chat
+from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
+from specexec_cli.cli.plan import plan
 from specexec_cli.errors import SpecexecError
 
 # the base of all mistakes on the command line, which typer does not name itself
@@ -26,6 +28,8 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.add_typer(bench.app, name="bench")
+app.command()(plan)
+app.command()(doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")
 
