@@ -25,7 +25,7 @@ from specexec_kernels.cpu_ir_emit import F32, I64, PTR, Emitter
 
 Stored = Literal["bfloat16", "float16"]
 BLOCK_INPUTS = 128  # with a strip of 32 outputs 16 KiB, half of the smallest L1 cache in use
-UNROLL = 8  # inputs per turn of the multiplying loop; divides the inputs of any block
+UNROLL = 4  # inputs per turn of the multiplying loop; divides the inputs of any block
 
 
 class Arg(IntEnum):
@@ -97,19 +97,22 @@ class Kernel(Emitter):
         """Put 2 * lanes inputs, from input `k` on, of the strip's weights into the block."""
         b, inputs = self.b, self.arg[Arg.INPUTS]
         local = b.mul(b.sub(k, first), I64(self.spec.strip))
-        for vector in range(self.spec.vectors):
+
+        def vector(start: Any, _: list[Any]) -> list[Any]:
             words = []
             for lane in range(self.lanes):
-                row = b.add(output, I64(vector * self.lanes + lane))
+                row = b.add(b.add(output, start), I64(lane))
                 at = b.add(b.mul(row, inputs), k)
                 words.append(self.load(self.arg[Arg.WEIGHT], at, self.words, 2))
                 # the same row's weights in the next block; 2-byte elements, prefetch counts 4
                 self.prefetch(self.arg[Arg.WEIGHT], b.ashr(b.add(at, I64(BLOCK_INPUTS)), I64(1)))
             for pair, word in enumerate(self.transpose(words)):
                 for half, weights in enumerate(self.widen_pair(word)):
-                    place = (2 * pair + half) * self.spec.strip + vector * self.lanes
-                    self.store(weights, self.block, b.add(local, I64(place)))
-        return []
+                    place = b.add(start, I64((2 * pair + half) * self.spec.strip))
+                    self.store(weights, self.block, b.add(local, place))
+            return []
+
+        return self.loop(I64(0), I64(self.spec.strip), self.lanes, [], vector)
 
     def transpose(self, rows: list[Any]) -> list[Any]:
         """Vectors of lanes x lanes words, transposed by swapping ever larger blocks."""
