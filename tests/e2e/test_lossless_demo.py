@@ -1,0 +1,152 @@
+"""On the demo pair in float32, SpecExec's tokens are those of plain decoding, in every setting."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import specexec_cli
+from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.session import Session
+
+DEMO = Path(specexec_cli.__file__).parent / "demo" / "target"
+MAX_TOKENS = 12
+LONG = "".join(f"def value_{n}(x):\n    return x + {n * 7}\n\n" for n in range(400))
+PROMPTS = (
+    "def read_lines(path):\n",
+    "import os\nimport sys\n\n",
+    "class Stack:\n    def __init__(self):\n",
+    "<|user|>What does os.path.join do?<|end|><|assistant|>",
+    "x",
+)
+SAMPLINGS = (
+    {"temperature": 0.0},
+    {"temperature": 0.6},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.6, "top_p": 0.7, "top_k": 50},
+    {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
+)
+TREES = tuple(
+    TreeConfig(budget=budget, max_depth=min(depth, budget), batch=batch)
+    for budget, depth, batch in (
+        (1, 1, 1), (2, 2, 1), (5, 3, 8), (9, 2, 2), (16, 16, 4), (24, 6, 24),
+        (32, 8, 16), (48, 12, 3), (64, 5, 64), (100, 10, 32), (256, 12, 64),
+    )
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sessions() -> Iterator[dict[OffloadMode, Session]]:
+    tiers: tuple[OffloadMode, ...] = ("none", "ssd", "ram")
+    opened = {tier: Session.open(pair="demo", dtype="float32", offload=tier) for tier in tiers}
+    yield opened
+    for session in opened.values():
+        session.close()
+
+
+@pytest.fixture(scope="module")
+def oracle(sessions):
+    """(prompt tokens, sampling) -> the tokens of plain decoding; each computed once."""
+
+    @cache
+    def tokens(prompt: tuple[int, ...], sampling: SamplingConfig) -> list[int]:
+        session = sessions["none"]
+        steps = session.generate(
+            prompt, sampling=sampling, method="autoregressive",
+            generation=GenerationConfig(max_tokens=MAX_TOKENS),
+        )  # fmt: skip
+        return [token for step in steps for token in step.tokens]
+
+    return tokens
+
+
+def combinations() -> list[tuple[int, int, int, int, str]]:
+    """(prompt, sampling, seed, tree, tier): every value of each with many of the others."""
+    grid = list(itertools.product(range(len(PROMPTS)), range(len(SAMPLINGS)), (0, 7)))
+    rng = np.random.default_rng(0)
+    rows = []
+    for repeat in range(4):
+        for prompt, sampling, seed in grid:
+            tree = int(rng.integers(len(TREES)))
+            tier = ("ssd", "ram", "none", "ssd")[(repeat + prompt + sampling) % 4]
+            rows.append((prompt, sampling, seed, tree, tier))
+    return rows
+
+
+@pytest.mark.parametrize("prompt", range(len(PROMPTS)))
+def test_the_tokens_of_plain_decoding(prompt, sessions, oracle):
+    rows = [row for row in combinations() if row[0] == prompt]
+    assert len(rows) * len(PROMPTS) >= 200
+    assert {row[3] for row in combinations()} == set(range(len(TREES)))
+    for _, sampling_index, seed, tree, tier in rows:
+        sampling = SamplingConfig(**SAMPLINGS[sampling_index], seed=seed)
+        session = sessions[tier]
+        tokens = tuple(session.encode(PROMPTS[prompt]))
+        steps = list(
+            session.generate(
+                tokens, sampling=sampling, tree=TREES[tree],
+                generation=GenerationConfig(max_tokens=MAX_TOKENS),
+            )
+        )  # fmt: skip
+        ours = [token for step in steps for token in step.tokens]
+        assert ours == oracle(tokens, sampling), (sampling, TREES[tree], tier)
+        assert len(ours) <= MAX_TOKENS
+        assert all(step.tree_nodes <= TREES[tree].budget for step in steps)
+
+
+def test_a_prompt_longer_than_2048_tokens(sessions, oracle):
+    """In one pass with its tree, from an empty cache, on every tier."""
+    tokens = tuple(sessions["none"].encode(LONG))[:2100]
+    assert len(tokens) == 2100
+    for sampling_index, tree, tier in (
+        (0, 7, "ssd"),
+        (2, 9, "ram"),
+        (3, 4, "none"),
+        (0, 10, "ssd"),
+    ):
+        sampling = SamplingConfig(**SAMPLINGS[sampling_index], seed=3)
+        session = sessions[tier]
+        session.forget()
+        steps = list(
+            session.generate(
+                tokens, sampling=sampling, tree=TREES[tree],
+                generation=GenerationConfig(max_tokens=MAX_TOKENS),
+            )
+        )  # fmt: skip
+        assert steps[0].pending_rows == 2100
+        assert [token for step in steps for token in step.tokens] == oracle(tokens, sampling)
+
+
+def test_trees_help(sessions):
+    """Equal tokens would also come from trees that are never right."""
+    session = sessions["none"]
+    steps = list(
+        session.generate(
+            "def read_lines(path):\n",
+            tree=TreeConfig(budget=64, max_depth=16, batch=16),
+            generation=GenerationConfig(max_tokens=32),
+        )
+    )
+    assert len(steps) < sum(len(step.tokens) for step in steps)
+
+
+@torch.no_grad()
+def test_the_oracle_is_transformers(sessions, oracle):
+    """Greedy plain decoding gives what transformers' generate() gives."""
+    session = sessions["none"]
+    own = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32).eval()
+    for prompt in PROMPTS:
+        tokens = tuple(session.encode(prompt))
+        expected = own.generate(
+            torch.tensor([tokens]), max_new_tokens=MAX_TOKENS, do_sample=False,
+            pad_token_id=0, eos_token_id=sorted(session.eos_ids),
+        )[0, len(tokens) :].tolist()  # fmt: skip
+        assert oracle(tokens, SamplingConfig()) == expected
