@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ def run_cli(*argv: object, stdin: bytes | None = None) -> Ran:
     out, err = io.StringIO(), io.StringIO()
     keyboard = _Stdin(stdin or b"", terminal=stdin is None)
     with (
+        mock.patch.dict(os.environ),
         mock.patch.object(sys, "argv", ["specexec", *map(str, argv)]),
         mock.patch.object(sys, "stdin", keyboard),
         contextlib.redirect_stdout(out),

@@ -108,7 +108,7 @@ def generate(
             if chat
             else session.encode(text)
         )
-        if len(tokens) + max_tokens > session.context_length and not quiet:
+        if len(tokens) < session.context_length < len(tokens) + max_tokens and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
         live = LiveStatus(shown=not quiet and not as_json)
         steps, interrupted = _run(session, tokens, sampling, tree, generation, live, as_json)

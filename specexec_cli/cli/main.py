@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -51,6 +52,8 @@ def _root(
 
 def main() -> None:
     """Runs the command line; a SpecexecError or a wrong option becomes one line and its code."""
+    # its warnings are for programmers; whoever wants them sets the variable
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         code = app(standalone_mode=False)
     except SpecexecError as error:
