@@ -90,8 +90,11 @@ class DsiOptions:
     sp: int | None = None  # target servers at once
     lookahead: int | None = None  # draft tokens before each verification
     devices: tuple[str, ...] = ()  # every GPU, or the CPU
+    ray: str | None = None  # address of a Ray cluster whose GPUs run the workers
 
     def __post_init__(self) -> None:
         for flag, value in (("--sp", self.sp), ("--lookahead", self.lookahead)):
             if value is not None and not 1 <= value <= 64:
                 raise ConfigError(f"{flag} must be between 1 and 64, or auto, not {value}")
+        if self.ray is not None and self.devices:
+            raise ConfigError("--ray and --devices exclude each other: Ray places the workers")

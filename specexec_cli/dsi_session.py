@@ -5,6 +5,7 @@ The models live in worker processes; this one keeps the tokenizer, the orchestra
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -20,6 +21,7 @@ from specexec_cli.dsi.messages import DRAFTER
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
 from specexec_cli.dsi.processes import ProcessWorkers
+from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
 from specexec_cli.errors import ConfigError
 from specexec_cli.opening import Found, Notice, pick_device
 from specexec_cli.session import Session
@@ -33,7 +35,7 @@ class DsiSession(Session):
     def __init__(
         self,
         found: Found,
-        workers: ProcessWorkers,
+        workers: ProcessWorkers | RayWorkers,
         plan: DsiPlan,
         settings: Mapping[str, str],
         notice: Notice,
@@ -120,10 +122,13 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
     if found.draft is None:
         return None
     found.check_tokenizers()
-    devices = choose_devices(options, device)
+    cluster = RayCluster(options.ray) if options.ray is not None else None
+    devices = ray_devices(cluster) if cluster else choose_devices(options, device)
     forced = options.sp is not None or options.lookahead is not None
     if len(devices) < 2 and not forced:
         notice("DSI needs two devices or more and there is one: using --method specexec")
+        if cluster is not None:
+            cluster.close()
         return None
     # from three devices on, the drafter has one to itself
     servers = options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
@@ -136,12 +141,17 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
     target, draft = found.target.folder, found.draft.folder
     tiers = found.placement.tiers
     tier = None if tiers is None else tiers[0]
-    workers = ProcessWorkers(
-        [
-            partial(load_target, spec(folder=target, device=devices[n % len(devices)], tier=tier))
-            for n in range(servers)
-        ],
-        partial(load_drafter, spec(folder=draft, device=devices[-1], tier=None)),
+    servers_to_load = [
+        partial(load_target, spec(folder=target, device=devices[n % len(devices)], tier=tier))
+        for n in range(servers)
+    ]
+    drafter_to_load = partial(load_drafter, spec(folder=draft, device=devices[-1], tier=None))
+    workers = (
+        ProcessWorkers(servers_to_load, drafter_to_load)
+        if cluster is None
+        else RayWorkers(
+            cluster, servers_to_load, drafter_to_load, gpus=_share(cluster.gpus, servers + 1)
+        )
     )
     try:
         plan = _plan(workers, options.lookahead)
@@ -162,7 +172,17 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
         raise
 
 
-def _plan(workers: ProcessWorkers, lookahead: int | None) -> DsiPlan:
+def ray_devices(cluster: RayCluster) -> list[str]:
+    """One entry for each GPU of the cluster, or the CPU; an actor sees its own GPU as the first."""
+    return ["cuda:0"] * cluster.gpus or ["cpu"]
+
+
+def _share(gpus: int, workers: int) -> float:
+    """GPUs for each worker: one, or an equal part where there are fewer."""
+    return 1.0 if gpus >= workers else math.floor(1e4 * gpus / workers) / 1e4
+
+
+def _plan(workers: ProcessWorkers | RayWorkers, lookahead: int | None) -> DsiPlan:
     """From the slowest server's passes and the drafter's single rows, as measured at the start."""
     slowest: dict[int, float] = {}
     for server in workers.servers:

@@ -75,6 +75,7 @@ def chat(
     sp: options.Sp = "auto",
     lookahead: options.Lookahead = "auto",
     devices: options.Devices = None,
+    ray: options.Ray = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves.
@@ -111,7 +112,7 @@ def chat(
             models_file=models_file, revision=revision, offline=offline,
             offload=cast(OffloadMode, words["offload"]), device=device,
             dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
-            dsi=options.dsi_options(sp, lookahead, devices),
+            dsi=options.dsi_options(sp, lookahead, devices, ray),
             notice=(lambda line: None) if quiet else notice, progress=bar,
             download_progress=not quiet and sys.stderr.isatty(),
         ) as session:  # fmt: skip

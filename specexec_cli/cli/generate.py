@@ -65,6 +65,7 @@ def generate(
     sp: options.Sp = "auto",
     lookahead: options.Lookahead = "auto",
     devices: options.Devices = None,
+    ray: options.Ray = None,
     stats: options.Stats = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -97,7 +98,7 @@ def generate(
         models_file=models_file, revision=revision, offline=offline,
         offload=cast(OffloadMode, words["offload"]), device=device,
         dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
-        dsi=options.dsi_options(sp, lookahead, devices),
+        dsi=options.dsi_options(sp, lookahead, devices, ray),
         notice=(lambda line: None) if quiet else notice, progress=bar,
         download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip

@@ -141,6 +141,14 @@ Devices = Annotated[
         rich_help_panel=_MACHINE,
     ),
 ]
+Ray = Annotated[
+    str | None,
+    typer.Option(
+        metavar="ADDRESS",
+        help="With --method dsi: run the workers on a Ray cluster (auto, host:port, or local).",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Stats = Annotated[
     bool, typer.Option("--stats", help="A line of statistics at the end.", rich_help_panel=_OUTPUT)
 ]
@@ -170,8 +178,8 @@ def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def dsi_options(sp: str, lookahead: str, devices: str | None) -> DsiOptions:
-    """--sp, --lookahead and --devices.
+def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:
+    """--sp, --lookahead, --devices and --ray.
 
     Raises:
         ConfigError: not a number and not auto, or an empty device.
@@ -186,6 +194,7 @@ def dsi_options(sp: str, lookahead: str, devices: str | None) -> DsiOptions:
         sp=_number_or_auto(sp, "--sp"),
         lookahead=_number_or_auto(lookahead, "--lookahead"),
         devices=names,
+        ray=ray,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from specexec_cli.config import SamplingConfig
@@ -98,6 +98,33 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     return next(i for i in range(shared) if left[i] != right[i])
 
 
+def run_task(
+    server: TargetServer, number: int, task: Verify, epoch: Callable[[], int]
+) -> Verified | Aborted:
+    """One verification task, from the stale check to its answer."""
+
+    def stale() -> bool:
+        return task.epoch not in (NEVER_STALE, epoch())
+
+    begin = time.perf_counter()
+    draws = None if stale() else server.verify(task.tokens, task.first, stale)
+    if draws is None:
+        return Aborted(number, task.task)
+    return Verified(number, task.task, draws, time.perf_counter() - begin)
+
+
+def run_draft(server: DraftServer, order: Draft, epoch: Callable[[], int]) -> Iterator[Drafted]:
+    """Draft, token after token, until the limit or until the epoch moves on."""
+    if order.epoch != epoch():
+        return
+    server.start(order.tokens)
+    for position in range(len(order.tokens), len(order.tokens) + order.limit):
+        token = server.next_token()
+        if order.epoch != epoch():
+            return
+        yield Drafted(order.epoch, position, token)
+
+
 def serve_target(
     server: TargetServer,
     number: int,
@@ -109,36 +136,20 @@ def serve_target(
     while (task := inbox.get()) is not None:
         if isinstance(task, Configure):
             server.configure(task.sampling)
-            continue
-        wanted = task.epoch
-
-        def stale(wanted: int = wanted) -> bool:
-            return wanted not in (NEVER_STALE, epoch())
-
-        begin = time.perf_counter()
-        draws = None if stale() else server.verify(task.tokens, task.first, stale)
-        if draws is None:
-            outbox.put(Aborted(number, task.task))
         else:
-            outbox.put(Verified(number, task.task, draws, time.perf_counter() - begin))
+            outbox.put(run_task(server, number, task, epoch))
 
 
 def serve_drafter(
     server: DraftServer, inbox: Inbox[Draft | Configure], outbox: Outbox, epoch: Callable[[], int]
 ) -> None:
-    """Draft, token after token, until the epoch moves on; end when the inbox says None."""
+    """Draft what is ordered until the inbox says None."""
     while (order := inbox.get()) is not None:
         if isinstance(order, Configure):
             server.configure(order.sampling)
             continue
-        if order.epoch != epoch():
-            continue
-        server.start(order.tokens)
-        for position in range(len(order.tokens), len(order.tokens) + order.limit):
-            token = server.next_token()
-            if order.epoch != epoch():
-                break
-            outbox.put(Drafted(order.epoch, position, token))
+        for drafted in run_draft(server, order, epoch):
+            outbox.put(drafted)
 
 
 class ThreadWorkers:

@@ -1,0 +1,251 @@
+"""A pool of Ray actors: the same workers and messages, on any machine of a Ray cluster.
+
+Ray carries the messages, places actors on GPUs and tells of dead ones. Ray is an optional extra
+and is imported when a pool is made. Every machine of the cluster needs specexec and the models.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.messages import (
+    DRAFTER,
+    Aborted,
+    Draft,
+    Drafted,
+    Event,
+    Ready,
+    Verified,
+    Verify,
+    WorkerLost,
+)
+from specexec_cli.dsi.workers import DraftServer, TargetServer, run_draft, run_task
+from specexec_cli.errors import ConfigError, WorkerError
+
+LOCAL = "local"  # --ray local: a Ray instance of our own, on this machine
+
+
+class Worker:
+    """What runs in an actor: one thread works, another only hears of new epochs."""
+
+    def __init__(self, number: int, build: Callable[[], Any]) -> None:
+        self._number = number
+        self._server = build()
+        self._epoch = 0
+
+    def ready(self) -> Ready:
+        """Loaded, and what the pool must know."""
+        ready: Ready = self._server.ready()
+        return ready
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """How the next generation draws its tokens."""
+        self._server.configure(sampling)
+
+    def advance_epoch(self, epoch: int) -> None:
+        """Make work of every earlier epoch stale."""
+        self._epoch = max(self._epoch, epoch)
+
+    def verify(self, task: Verify) -> Verified | Aborted:
+        """One verification task."""
+        return run_task(self._server, self._number, task, self._epoch_since(task.epoch))
+
+    def draft(self, order: Draft) -> Any:
+        """Tokens, one by one as they are drafted."""
+        yield from run_draft(self._server, order, self._epoch_since(order.epoch))
+
+    def _epoch_since(self, epoch: int) -> Callable[[], int]:
+        # an order may overtake the news of its own epoch; epochs only rise
+        return lambda: max(self._epoch, epoch)
+
+
+class RayCluster:
+    """A connection to a Ray cluster.
+
+    Args:
+        address: of the cluster, "auto" for the one this machine belongs to, "local" for a new
+            instance here.
+    Raises:
+        ConfigError: Ray is not installed, or the cluster cannot be reached.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            self.ray: Any = import_module("ray")
+        except ImportError as error:
+            raise ConfigError(
+                "--ray needs Ray, which is not installed: pip install 'specexec-cli[ray]'"
+            ) from error
+        self._ours = not self.ray.is_initialized()  # else whoever connected also disconnects
+        if not self._ours:
+            return
+        quiet = {"log_to_driver": False, "logging_level": "error"}
+        try:
+            if address == LOCAL:
+                # the actors take no share of its CPUs, so one idle worker process is enough
+                self.ray.init(
+                    num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, **quiet
+                )
+            else:
+                self.ray.init(address=address, **quiet)
+        except Exception as error:  # Ray raises what it likes, Exception itself included
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--ray {address}: cannot reach or start Ray: {first}") from error
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all its machines."""
+        return int(self.ray.cluster_resources().get("GPU", 0))
+
+    def close(self) -> None:
+        """Disconnect; a local instance ends. Idempotent."""
+        if self._ours:
+            self._ours = False
+            self.ray.shutdown()
+
+
+class RayWorkers:
+    """Target servers and a drafter as Ray actors.
+
+    Args:
+        cluster: closed with the pool.
+        servers: one picklable function per target server, called in its actor to load it.
+        drafter: likewise.
+        gpus: GPUs for each actor, 0 for the CPU.
+    Raises:
+        WorkerError: a worker did not come up; all are stopped.
+    """
+
+    def __init__(
+        self,
+        cluster: RayCluster,
+        servers: Sequence[Callable[[], TargetServer]],
+        drafter: Callable[[], DraftServer],
+        *,
+        gpus: float,
+        load_timeout_s: float = 600.0,
+    ) -> None:
+        self._cluster, self._ray = cluster, cluster.ray
+        # besides the thread that works, one that hears of new epochs meanwhile
+        actor = self._ray.remote(concurrency_groups={"control": 1}, num_cpus=0, num_gpus=gpus)(
+            Worker
+        )
+        self._actors: dict[int, Any] = {}
+        self._pending: dict[Any, int] = {}  # what is awaited -> worker
+        self._drafts: Any = None  # the stream of the current draft order
+        self.ready: dict[int, Ready] = {}
+        try:
+            for number, build in {**dict(enumerate(servers)), DRAFTER: drafter}.items():
+                self._actors[number] = actor.remote(number, build)
+            self._await_ready(load_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Numbers of the target servers that are alive."""
+        return tuple(number for number in self._actors if number != DRAFTER)
+
+    def now(self) -> float:
+        """Seconds of this machine's monotonic clock."""
+        return time.perf_counter()
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Tell every worker how the next generation draws its tokens."""
+        for actor in self._actors.values():
+            actor.configure.remote(sampling)
+
+    def verify(self, server: int, message: Verify) -> None:
+        """Hand a task to an idle server."""
+        if server in self._actors:
+            self._pending[self._actors[server].verify.remote(message)] = server
+
+    def draft(self, message: Draft) -> None:
+        """Set the drafter to work on a new prefix; what it still says of the old is not read."""
+        if DRAFTER in self._actors:
+            drafter = self._actors[DRAFTER]
+            self._drafts = drafter.draft.options(num_returns="streaming").remote(message)
+
+    def advance_epoch(self, epoch: int) -> None:
+        """Make work of every earlier epoch stale."""
+        for actor in self._actors.values():
+            actor.advance_epoch.options(concurrency_group="control").remote(epoch)
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event of a worker, its death included."""
+        deadline = self.now() + timeout_s
+        while True:
+            awaited = [*self._pending, *([self._drafts] if self._drafts is not None else [])]
+            left = max(0.0, deadline - self.now())
+            if not awaited:
+                time.sleep(left)
+                return None
+            found, _ = self._ray.wait(awaited, num_returns=1, timeout=min(left, 3600.0))
+            if not found:
+                return None
+            event = self._next_draft() if found[0] is self._drafts else self._answer(found[0])
+            if event is not None:
+                return event
+
+    def drop(self, worker: int) -> None:
+        """Kill a worker's actor."""
+        actor = self._actors.pop(worker, None)
+        if actor is not None:
+            self._ray.kill(actor)
+        if worker == DRAFTER:
+            self._drafts = None
+        self._pending = {ref: owner for ref, owner in self._pending.items() if owner != worker}
+
+    def close(self) -> None:
+        """Kill every actor and leave the cluster; idempotent."""
+        for number in list(self._actors):
+            self.drop(number)
+        self._cluster.close()
+
+    def _next_draft(self) -> Drafted | WorkerLost | None:
+        try:
+            drafted: Drafted = self._ray.get(next(self._drafts))
+            return drafted
+        except StopIteration:
+            self._drafts = None
+            return None
+        except self._ray.exceptions.RayError as error:
+            return self._lost(DRAFTER, error)
+
+    def _answer(self, ref: Any) -> Event:
+        worker = self._pending.pop(ref)
+        try:
+            event: Verified | Aborted = self._ray.get(ref)
+            return event
+        except self._ray.exceptions.RayError as error:
+            return self._lost(worker, error)
+
+    def _lost(self, worker: int, error: Exception) -> WorkerLost:
+        self.drop(worker)
+        return WorkerLost(worker, _reason(error))
+
+    def _await_ready(self, timeout_s: float) -> None:
+        refs = {number: actor.ready.remote() for number, actor in self._actors.items()}
+        deadline = self.now() + timeout_s
+        for number, ref in refs.items():
+            name = "the drafter" if number == DRAFTER else f"target server {number}"
+            try:
+                self.ready[number] = self._ray.get(ref, timeout=max(0.0, deadline - self.now()))
+            except self._ray.exceptions.GetTimeoutError as error:
+                raise WorkerError(
+                    f"DSI: {name} was not ready within {timeout_s:g} s: the Ray cluster may lack "
+                    "free GPUs for it; use fewer servers (--sp)"
+                ) from error
+            except self._ray.exceptions.RayError as error:
+                raise WorkerError(f"DSI: {name} did not start: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The last line of Ray's error, which names the cause, without its list of guesses."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].split(". ")[0] if lines else type(error).__name__
