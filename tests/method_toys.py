@@ -18,6 +18,23 @@ from specexec_cli.verify.accept import Accepted
 
 
 @dataclass
+class Cached:
+    """The same toy model, each context computed once."""
+
+    model: ToyLM | NoisyCopy
+
+    def __post_init__(self) -> None:
+        self.vocab_size = self.model.vocab_size
+        self._known: dict[tuple[int, ...], np.ndarray] = {}
+
+    def logits(self, context: Sequence[int]) -> np.ndarray:
+        key = tuple(context)
+        if key not in self._known:
+            self._known[key] = self.model.logits(context)
+        return self._known[key]
+
+
+@dataclass
 class Clock:
     """Virtual seconds."""
 
@@ -39,7 +56,7 @@ class TimedTarget(ToyTarget):
 class ToySampledDrafter:
     """Draws trees from a toy model; each of its passes takes `pass_s`."""
 
-    model: ToyLM | NoisyCopy
+    model: ToyLM | NoisyCopy | Cached
     tree: TreeConfig
     sampler: Sampler
     search: Search
