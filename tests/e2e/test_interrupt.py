@@ -1,0 +1,104 @@
+"""Real processes: Ctrl-C, pipes, closed ends, no decoration where there is no terminal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from cli_runner import ROOT
+
+# The console script's own function, whatever is on PATH.
+COMMAND = (sys.executable, "-c", "from specexec_cli.cli.main import main; main()")
+PATIENCE_S = 300  # a busy machine; nothing here waits that long on a quiet one
+
+
+def start(*argv: object, **options: object) -> subprocess.Popen[bytes]:
+    """specexec ARGV from the repository's root, as a user would."""
+    settings: dict[str, object] = {
+        "cwd": ROOT, "stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE, "env": {**os.environ, "PYTHONUNBUFFERED": "1"},
+    }  # fmt: skip
+    return subprocess.Popen([*COMMAND, *map(str, argv)], **{**settings, **options})  # type: ignore[call-overload]
+
+
+def finished(process: subprocess.Popen[bytes]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert b"Traceback" not in (err or b""), err
+    return process.returncode, (out or b"").decode(), (err or b"").decode()
+
+
+def test_ctrl_c_keeps_the_text_and_exits_with_130():
+    process = start("generate", "def f(", "--method", "autoregressive", "--offload", "ssd",
+                    "--max-tokens", 3000, "--temperature", 1)  # fmt: skip
+    assert process.stdout is not None
+    first = process.stdout.read(20)  # it is at work
+    process.send_signal(signal.SIGINT)
+    code, rest, err = finished(process)
+    assert code == 130
+    assert err == ""
+    assert len(first) == 20
+    assert rest.endswith("\n")
+
+
+def test_ctrl_c_while_it_waits_for_its_prompt(tmp_path: Path):
+    """A named pipe tells when the program has begun to read."""
+    pipe = tmp_path / "prompt"
+    os.mkfifo(pipe)
+    process = start("generate", "-f", pipe)
+    with pipe.open("wb"):  # returns once the other end is open
+        process.send_signal(signal.SIGINT)
+        code, out, err = finished(process)
+    assert (code, out, err) == (130, "", "")
+
+
+def test_piped_in_and_out_without_decoration():
+    environment = {**os.environ, "FORCE_COLOR": "", "TERM": "xterm-256color"}
+    process = start("generate", "--max-tokens", 6, "--stats", stdin=subprocess.PIPE,
+                    env=environment)  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write("# naïve 😀\nimport os\n".encode())
+    process.stdin.close()
+    process.stdin = None
+    code, out, err = finished(process)
+    assert code == 0
+    assert out.endswith("\n")
+    assert "\x1b" not in out + err
+    assert "\r" not in out + err
+    assert err.count("\n") == 1, "the line of statistics alone"
+
+
+def test_a_reader_that_leaves_early():
+    """specexec generate ... | head -c 1"""
+    process = start("generate", "x", "--max-tokens", 300, "--method", "autoregressive")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    process.stdout = None
+    code, _, err = finished(process)
+    assert code in (0, 1, -signal.SIGPIPE)
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "word"),
+    [
+        (("generate", "x", "--pair", "dmeo"), 3, "Did you mean 'demo'?"),
+        (("generate", b"caf\xe9"), 2, "not UTF-8"),
+        (("generate", "x", "--seed", "-4"), 2, "seed"),
+    ],
+)
+def test_mistakes_in_a_real_process(argv, code, word):
+    process = subprocess.Popen([*COMMAND, *argv], cwd=ROOT, stdin=subprocess.DEVNULL,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
+    found, out, err = finished(process)
+    assert (found, out) == (code, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert word in err

@@ -1,0 +1,212 @@
+"""A session: prompts one after another through the same caches, limits, ends, statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
+
+from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.core import StepResult
+from specexec_cli.errors import ConfigError
+from specexec_cli.session import Session
+
+TREE = TreeConfig(budget=20, max_depth=6, batch=5)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    config = byte_llama(max_position_embeddings=96)
+    return save_pair(tmp_path_factory.mktemp("pair"), target=config)
+
+
+@pytest.fixture(scope="module")
+def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+    folders = {"target": str(pair[0]), "draft": str(pair[1])}
+    with Session.open(**folders, dtype="float32", offload="ssd") as session:
+        yield session
+
+
+def run(session: Session, prompt: str | list[int], count: int = 24, **options) -> list[StepResult]:
+    generation = GenerationConfig(max_tokens=count, stop=options.pop("stop", ()))
+    return list(session.generate(prompt, generation=generation, tree=TREE, **options))
+
+
+def tokens_of(steps: list[StepResult]) -> list[int]:
+    return [token for step in steps for token in step.tokens]
+
+
+@pytest.mark.parametrize("count", range(1, 12))
+def test_max_tokens_is_never_exceeded(session: Session, count: int) -> None:
+    steps = run(session, "abc", count)
+    assert len(tokens_of(steps)) == count
+    assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
+    assert all(len(step.tokens) == len(step.drafted) == len(step.pieces) for step in steps)
+    assert any(len(step.tokens) > 1 for step in steps) or count < 4, "bursts, or it proves nothing"
+
+
+def test_one_prompt_after_another(session: Session) -> None:
+    """Longer, shorter, diverging and equal prompts; each as from a fresh session."""
+    prompts = ["abc", "abcdefgh", "abcx", "abcx", "q", "abcdefgh ijk"]
+    methods = ("specexec", "autoregressive", None)
+    continued = [tokens_of(run(session, p, method=m)) for p in prompts for m in methods]
+    fresh = []
+    for prompt in prompts:
+        session.forget()
+        fresh += [tokens_of(run(session, prompt, method="autoregressive"))] * 3
+    assert continued == fresh
+
+
+def test_a_continued_text_costs_only_its_new_tokens(session: Session) -> None:
+    session.forget()
+    first = run(session, "hello there", 16)
+    assert first[0].pending_rows == len(session.encode("hello there"))
+    again = run(session, [*session.context, *session.encode("more")], 4)
+    assert again[0].pending_rows <= len(session.encode("more")) + 1
+    assert session.stats.prompt_tokens == len(session.context) - 4
+
+
+def test_leaving_early_keeps_the_caches_right(session: Session) -> None:
+    session.forget()
+    expected = tokens_of(run(session, "abc"))
+    for passes in (0, 1, 2):
+        session.forget()
+        steps = session.generate("abc", tree=TREE, generation=GenerationConfig(max_tokens=24))
+        for _ in range(passes):
+            next(steps)
+        steps.close()
+        assert tokens_of(run(session, "abc")) == expected
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_exception_in_the_middle_of_a_pass(session: Session, layer: int) -> None:
+    """As Ctrl-C: the session goes on, with the same tokens."""
+    session.forget()
+    expected = tokens_of(run(session, "abc"))
+    session.forget()
+
+    def interrupt(progress) -> None:
+        if progress.layer == layer + 1 and progress.number == 2:
+            raise KeyboardInterrupt
+
+    session.on_layer(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(session, "abc")
+    session.on_layer(lambda progress: None)
+    assert tokens_of(run(session, "abc")) == expected
+
+
+@pytest.mark.parametrize("method", ["specexec", "autoregressive"])
+def test_the_window_ends_the_text(session: Session, method: str) -> None:
+    assert session.context_length == 96
+    prompt = list(range(4, 84))
+    steps = run(session, prompt, 50, method=method)
+    assert len(prompt) + len(tokens_of(steps)) == 96
+    assert steps[-1].finish_reason == "length"
+    assert len(tokens_of(run(session, list(range(4, 99)), 50, method=method))) == 1
+    with pytest.raises(ConfigError, match="96 tokens, the context window holds 96"):
+        session.generate(list(range(4, 100)), method=method)
+
+
+def test_prompts_that_cannot_be(session: Session) -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        session.generate([])
+    for token in (260, 10**6, -1):
+        with pytest.raises(ConfigError, match="the target knows only 260"):
+            session.generate([5, token])
+
+
+@pytest.mark.parametrize("method", ["specexec", "autoregressive"])
+@pytest.mark.parametrize("as_list", [False, True])
+def test_every_eos_of_the_generation_config_ends_the_text(
+    pair: tuple[Path, Path], tmp_path: Path, as_list: bool, method: str, session: Session
+) -> None:
+    """One id or several (Llama-3 has two), also in the middle of an accepted path."""
+    import shutil
+
+    plain = tokens_of(run(session, "abc", 24, method="autoregressive"))
+    end = plain[6]
+    shutil.copytree(pair[0], tmp_path / "target")
+    edit_json(tmp_path / "target" / "generation_config.json",
+              eos_token_id=[259, end] if as_list else end)  # fmt: skip
+    folders = {"target": str(tmp_path / "target"), "draft": str(pair[1])}
+    with Session.open(**folders, dtype="float32") as other:
+        assert other.eos_ids == ({259, end} if as_list else {end})
+        steps = run(other, "abc", 24, method=method)
+    assert tokens_of(steps) == plain[: plain.index(end) + 1]
+    assert steps[-1].finish_reason == "eos"
+
+
+def test_stop_strings_cut_text_and_tokens(session: Session) -> None:
+    whole = run(session, "abc")
+    text = "".join(step.text for step in whole)
+    assert text == session.tokenizer.decode(
+        session.encode("abc") + tokens_of(whole), skip_special_tokens=True
+    ).removeprefix("abc")
+    for cut in (text[0], text[5:7], text[10:14]):
+        steps = run(session, "abc", stop=(cut, "never in there"))
+        assert "".join(step.text for step in steps) == text[: text.index(cut)]
+        assert steps[-1].finish_reason == "stop"
+        assert tokens_of(steps) == tokens_of(whole)[: len(tokens_of(steps))]
+        assert session.context == session.encode("abc") + tokens_of(steps)
+    assert tokens_of(run(session, "abc")) == tokens_of(whole), "and the next one is right"
+
+
+def test_statistics_add_up(session: Session) -> None:
+    session.forget()
+    steps = run(session, "abc", sampling=SamplingConfig(temperature=0.8, seed=4))
+    stats = session.stats
+    assert stats.prompt_tokens == len(session.encode("abc"))
+    assert stats.generated_tokens == len(tokens_of(steps)) == 24
+    assert stats.target_passes == len(steps)
+    layer_bytes = 4 * sum(
+        parameter.numel() for parameter in session._target.model.skeleton.layers.parameters()
+    )
+    assert stats.bytes_streamed == len(steps) * layer_bytes
+    assert 0 < stats.ttft_s <= stats.total_s
+    assert stats.draft_s + stats.verify_s <= stats.total_s * 1.001
+
+
+def test_another_seed_gives_another_text(session: Session) -> None:
+    texts = {
+        tuple(tokens_of(run(session, "abc", sampling=SamplingConfig(temperature=1.0, seed=seed))))
+        for seed in range(5)
+    }
+    assert len(texts) == 5
+
+
+def test_a_session_without_draft_model(pair: tuple[Path, Path], session: Session) -> None:
+    with Session.open(target=str(pair[0]), method="autoregressive", dtype="float32") as alone:
+        assert tokens_of(run(alone, "abc")) == tokens_of(run(session, "abc"))
+        with pytest.raises(ConfigError, match="without a draft model"):
+            alone.generate("abc", method="specexec")
+
+
+def test_nothing_is_left_behind(pair: tuple[Path, Path]) -> None:
+    import os
+    import threading
+
+    before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    folders = {"target": str(pair[0]), "draft": str(pair[1])}
+    session = Session.open(**folders, offload="ssd")
+    steps = session.generate("abc", tree=TREE)
+    next(steps)
+    session.close()
+    session.close()
+    assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
+
+
+def test_a_draft_with_a_shorter_window_than_the_target(tmp_path: Path) -> None:
+    target = byte_llama(max_position_embeddings=128)
+    own = save_checkpoint(tmp_path / "target", target, std=0.12)
+    short = byte_llama(max_position_embeddings=24)
+    save_checkpoint(tmp_path / "draft", short, noise_of=own, noise=0.01)
+    for name in ("target", "draft"):
+        save_byte_tokenizer(tmp_path / name)
+    folders = {"target": str(tmp_path / "target"), "draft": str(tmp_path / "draft")}
+    with Session.open(**folders, dtype="float32") as session:
+        ours = tokens_of(run(session, "abcdefgh", 60))
+        assert len(ours) == 60
+        assert ours == tokens_of(run(session, "abcdefgh", 60, method="autoregressive"))
