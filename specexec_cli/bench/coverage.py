@@ -46,14 +46,8 @@ def covered(target_logits: Tensor, draft_logits: Tensor, ranks: Sequence[int]) -
     return mass[:, columns]
 
 
-def measure_coverage(
-    session: Session,
-    prompts: Sequence[BenchPrompt],
-    sampling: SamplingConfig,
-    max_tokens: int,
-    ranks: Sequence[int],
-) -> Coverage:
-    """Coverage at the positions of texts that the target writes itself.
+def check_settings(sampling: SamplingConfig, ranks: Sequence[int]) -> None:
+    """To be asked before models are opened.
 
     Raises:
         ConfigError: a temperature of 0, at which the target has no distribution; bad ranks.
@@ -62,6 +56,16 @@ def measure_coverage(
         raise ConfigError("coverage needs --temperature above 0: greedy text has no distribution")
     if not ranks or min(ranks) < 1:
         raise ConfigError("--top-k takes numbers of 1 or more")
+
+
+def measure_coverage(
+    session: Session,
+    prompts: Sequence[BenchPrompt],
+    sampling: SamplingConfig,
+    max_tokens: int,
+    ranks: Sequence[int],
+) -> Coverage:
+    """Coverage at the positions of texts that the target writes itself."""
     draft_sum, target_sum, positions = [0.0] * len(ranks), [0.0] * len(ranks), 0
     for prompt in prompts:
         generation = GenerationConfig(max_tokens=max_tokens)

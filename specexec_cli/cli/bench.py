@@ -226,7 +226,7 @@ def coverage(
 
     Measured at the positions of texts that the target samples from the prompts.
     """
-    from specexec_cli.bench.coverage import measure_coverage
+    from specexec_cli.bench.coverage import check_settings, measure_coverage
     from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.report import coverage_row, coverage_table
     from specexec_cli.bench.results import ResultsFile
@@ -235,6 +235,7 @@ def coverage(
     options.one_of(output, "--output", FORMATS)
     ranks = _numbers(top_k, "--top-k", int)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
+    check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
     with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,

@@ -1,0 +1,157 @@
+"""`specexec bench` on the demo pair: rows that match their schema, resumed runs, clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_rows import ENVIRONMENT
+from click.testing import Result
+from typer.testing import CliRunner
+
+from specexec_cli.bench import environment as environment_module
+from specexec_cli.bench.cases import SAME_DISTRIBUTION
+from specexec_cli.bench.results import read_results
+from specexec_cli.bench.runner import Bench
+from specexec_cli.bench.schema import problems
+from specexec_cli.cli.bench import app
+from specexec_cli.errors import ConfigError
+
+ALL = "specexec,chain,chain-coupled,specinfer,beam,beam-pruned"
+SMALL = ("--pair", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",
+         "--speculation-length", "3", "--warmup", "0", "--dtype", "float32", "-q")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def fixed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit in the middle of a test must not make its rows another's."""
+    monkeypatch.setattr(environment_module, "environment", lambda: ENVIRONMENT)
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
+
+
+def run_json(*arguments: str | Path) -> dict[str, Any]:
+    result = run(*arguments, "-o", "json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert isinstance(content, dict)
+    return content
+
+
+def test_every_method_on_the_demo_pair(tmp_path):
+    results = tmp_path / "bench.jsonl"
+    content = run_json(
+        *SMALL, "--method", ALL, "--temperature", "0,0.8", "--offload", "ssd", "--results", results
+    )
+    rows = read_results(results)
+    assert len(rows) == 3 * 2 * 7
+    assert not any(problems(row) for row in rows)
+    assert [len(row["tokens"]) <= 6 for row in rows] == [True] * len(rows)
+    assert all(row["link"]["link_bytes_per_s"] > 0 for row in rows)
+    assert all(row["metrics"]["bytes_per_pass"] > 1e6 for row in rows)
+    cases = content["cases"]
+    assert len(cases) == 14
+    for case in cases:
+        method, sampled = case["case"]["method"], case["case"]["temperature"] > 0
+        assert case["runs"] == 3
+        assert case["speedup"]["overall"] > 0
+        assert case["metrics"]["generation_rate"]["mean"] >= 1.0
+        if method in SAME_DISTRIBUTION and sampled:
+            assert case["same_text"] is None
+        else:
+            assert case["same_text"] == {"same": 3, "of": 3}, case["label"]
+    by_label = {case["label"]: case for case in cases}
+    assert by_label["chain 3"]["predicted_speedup"] > 0
+    assert by_label["chain 3"]["metrics"]["acceptance_rate"]["mean"] <= 1.0
+    assert by_label["specexec 8/4"]["metrics"]["generation_rate"]["mean"] > 1.3
+
+
+def test_cases_take_turns(tmp_path):
+    results = tmp_path / "bench.jsonl"
+    run(*SMALL, "--method", "specexec", "--results", results)
+    order = [(row["prompt"]["id"], row["case"]["method"]) for row in read_results(results)]
+    methods = [method for _, method in order]
+    first, second = "autoregressive", "specexec"
+    assert methods == [first, second, second, first, first, second]
+    assert len({prompt for prompt, _ in order}) == 3
+
+
+def test_an_interrupted_bench_keeps_its_rows_and_goes_on(tmp_path, monkeypatch):
+    results = tmp_path / "bench.jsonl"
+    arguments = (*SMALL, "--method", "specexec", "--results", results)
+    measure_one = Bench._row
+
+    def until_the_third(self, one):
+        if len(self._results.rows) == 2:
+            raise KeyboardInterrupt
+        return measure_one(self, one)
+
+    monkeypatch.setattr(Bench, "_row", until_the_third)
+    stopped = run(*arguments)
+    assert stopped.exit_code == 130
+    assert "2 of 6 runs" in stopped.stdout
+    kept = results.read_text()
+    assert kept.count("\n") == 2
+
+    monkeypatch.setattr(Bench, "_row", measure_one)
+    assert run(*arguments).exit_code == 0
+    assert results.read_text().startswith(kept)
+    assert len(read_results(results)) == 6
+
+    def never(self, one):
+        raise AssertionError("every run is finished")
+
+    monkeypatch.setattr(Bench, "_row", never)
+    assert "6 of 6 runs" in run(*arguments).stdout
+
+
+def test_prompts_too_long_are_skipped_and_counted(tmp_path):
+    path = tmp_path / "prompts.json"
+    path.write_text(json.dumps(["import os\n", "x = 1\n" * 4000]))
+    arguments = (*SMALL, "--method", "autoregressive", "--dataset", path)
+    notes = run_json(*arguments, "--results", tmp_path / "bench.jsonl")["notes"]
+    assert "1 prompts" in notes[0]
+    assert "1 too long for the context window, skipped" in notes[0]
+    path.write_text(json.dumps(["x = 1\n" * 4000]))
+    with pytest.raises(ConfigError, match=r"every prompt of .* is too long"):
+        run(*arguments, "--results", tmp_path / "bench.jsonl")
+
+
+def test_coverage_grows_with_k_and_is_kept(tmp_path):
+    results = tmp_path / "bench.jsonl"
+    row = run_json("coverage", "--prompts", "2", "--max-tokens", "8", "--top-k", "1,4,4096",
+                   "--results", results, "-q")  # fmt: skip
+    assert not problems(row)
+    assert row["positions"] <= 16
+    for masses in (row["draft_mass"], row["target_mass"]):
+        assert masses == sorted(masses)
+        assert masses[-1] == pytest.approx(1.0, abs=1e-4)
+    assert row["draft_mass"][0] <= row["target_mass"][0]
+    assert "99" in run("report", results).stdout or "100.0%" in run("report", results).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--method", "specexce"), "Did you mean 'specexec'"),
+        (("--dataset", "demmo"), "Did you mean 'demo'"),
+        (("--budget", "8,x"), "--budget takes numbers separated by commas, not 'x'"),
+        (("--temperature", "hot"), "--temperature takes numbers"),
+        (("--method", ","), "--method is empty"),
+        (("--repeats", "0"), "--repeats must be 1 or more"),
+        (("-o", "yaml"), "--output 'yaml' is not one of"),
+        (("coverage", "--top-k", "0"), "--top-k takes numbers of 1 or more"),
+        (("coverage", "--temperature", "0"), "greedy text has no distribution"),
+        (("report", "absent.jsonl"), "cannot read results"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, arguments, expected):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"[^\n]*") as caught:
+        run(*arguments)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
