@@ -40,7 +40,8 @@ def read_tensors(
     files: dict[Path, DirectFile] = {}
     try:
         open_files(files, [layout], once(notice))
-        return load([layout], files, "the resident weights", "Use a smaller model", progress)[0]
+        blobs = load([layout], files, "the resident weights", "Use a smaller model", progress)
+        return views(layout, blobs[0])
     finally:
         for file in files.values():
             file.close()
@@ -68,8 +69,12 @@ def load(
     purpose: str,
     mend: str,
     progress: Progress,
-) -> list[dict[str, Tensor]]:
-    """Read each layout into a buffer of its own, which lives as long as its tensors."""
+) -> list[Tensor]:
+    """Read each layout into a buffer of its own, which lives as long as what it was read into.
+
+    Returns:
+        per layout (buffer bytes,) uint8, for views().
+    """
     total = sum(layout.tensor_bytes for layout in layouts)
     check_free(sum(layout.buffer_bytes for layout in layouts), purpose, mend)
     done = 0
@@ -80,23 +85,25 @@ def load(
             target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
             done += files[piece.path].read_into(target, piece.start, piece.stop)
             progress(min(done, total), total)
-        loaded.append(views(layout, buffer.view))
-        buffer.close()  # the views hold the memory from now on
+        loaded.append(as_blob(buffer))
+        buffer.close()  # the blob holds the memory from now on
     return loaded
 
 
-def views(layout: Layout, view: memoryview) -> dict[str, Tensor]:
-    """The layout's tensors as views of the buffer it was read into."""
+def as_blob(buffer: HugeBuffer) -> Tensor:
+    """The buffer as (bytes,) uint8, which keeps it mapped."""
+    if not buffer.n_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(buffer.view, dtype=torch.uint8)
+
+
+def views(layout: Layout, blob: Tensor) -> dict[str, Tensor]:
+    """The layout's tensors as views of what it was read into, on whatever device that is."""
     tensors = {}
     for tensor, offset in layout.places:
         dtype = TORCH_DTYPES[tensor.dtype]
-        if not tensor.n_bytes:
-            tensors[tensor.name] = torch.empty(tensor.shape, dtype=dtype)
-            continue
-        data = view[offset : offset + tensor.n_bytes]
+        flat = blob[offset : offset + tensor.n_bytes]
         if offset % ITEM_BYTES[tensor.dtype]:  # torch cannot view what is not aligned to its items
-            flat = torch.frombuffer(data, dtype=torch.uint8).clone().view(dtype)
-        else:
-            flat = torch.frombuffer(data, dtype=dtype)
-        tensors[tensor.name] = flat.view(tensor.shape)
+            flat = flat.clone()
+        tensors[tensor.name] = flat.view(dtype).view(tensor.shape)
     return tensors

@@ -30,7 +30,14 @@ from specexec_cli.offload.reader import (
     lay_out,
     once,
 )
-from specexec_cli.offload.resident import check_free, load, open_files, read_tensors, views
+from specexec_cli.offload.resident import (
+    as_blob,
+    check_free,
+    load,
+    open_files,
+    read_tensors,
+    views,
+)
 from specexec_cli.offload.store import TensorRange
 
 __all__ = ["LayerStream", "Tier", "read_tensors"]
@@ -71,10 +78,10 @@ class LayerStream:
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
         self.wait_s = 0.0  # the consumer waited for the reader
-        self._layouts = [lay_out(layer) for layer in layers]
+        self.layouts = [lay_out(layer) for layer in layers]
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
-        self._pieces = [self._layouts[index].pieces(piece_bytes) for index in self._streamed]
-        self._resident: dict[int, dict[str, Tensor]] = {}
+        self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
+        self._resident: dict[int, Tensor] = {}  # blobs of the 'ram' layers
         self._files: dict[Path, DirectFile] = {}
         self._buffers: list[HugeBuffer] = []
         self._threads: list[threading.Thread] = []
@@ -104,16 +111,16 @@ class LayerStream:
     def _open(self, ram: list[int], slots: int, notice: Notice, progress: Progress) -> None:
         notice = once(notice)
         slots = min(slots, max(2, len(self._streamed) + 1)) if self._streamed else 0
-        slot_bytes = max((self._layouts[i].buffer_bytes for i in self._streamed), default=0)
-        ram_bytes = sum(self._layouts[i].buffer_bytes for i in ram)
+        slot_bytes = max((self.layouts[i].buffer_bytes for i in self._streamed), default=0)
+        ram_bytes = sum(self.layouts[i].buffer_bytes for i in ram)
         check_free(
             slots * slot_bytes + ram_bytes,
             f"the target's {len(ram)} layers in RAM and {slots} ring slots",
             "Stream it from SSD instead: --offload ssd" if ram else "Use a smaller target",
         )
-        open_files(self._files, self._layouts, notice)
+        open_files(self._files, self.layouts, notice)
         loaded = load(
-            [self._layouts[i] for i in ram], self._files, "the target's layers",
+            [self.layouts[i] for i in ram], self._files, "the target's layers",
             "Stream it from SSD instead: --offload ssd", progress,
         )  # fmt: skip
         self._resident = dict(zip(ram, loaded, strict=True))
@@ -139,29 +146,40 @@ class LayerStream:
         Raises:
             StreamError: the file could not be read, by name and offset.
         """
+        with self.blob(index) as blob:
+            yield views(self.layouts[index], blob)
+
+    @contextmanager
+    def blob(self, index: int) -> Iterator[Tensor]:
+        """As layer(), but the bytes its layout describes, (buffer bytes,) uint8."""
         if index != self._next_layer or self._in_use or self._closing:
             raise RuntimeError(
                 f"layer {index} asked for, next is {self._next_layer}"
                 + (", the one before is still in use" if self._in_use else "")
                 + (", the stream is closed" if self._closing else "")
             )
-        self._next_layer = (index + 1) % len(self._layouts)
+        following = (index + 1) % len(self.layouts)
         resident = self._resident.get(index)
         if resident is not None:
-            yield dict(resident)
+            self._next_layer = following
+            yield resident
             return
         self._wait_for_turn()
+        # Ctrl-C may come between any two of these lines: until _in_use is taken back, restart()
+        # knows that the turn and the next layer may not belong together.
         self._in_use = True
+        self._next_layer = following
+        assert self._streamed[self._turn % len(self._streamed)] == index
         buffer = self._buffers[self._turn % len(self._buffers)]
         try:
-            yield views(self._layouts[index], buffer.view)
+            yield as_blob(buffer)[: self.layouts[index].buffer_bytes]
         finally:
-            self.bytes_streamed += self._layouts[index].tensor_bytes
+            self.bytes_streamed += self.layouts[index].tensor_bytes
             with self._lock:
-                self._in_use = False
                 self._missing.pop(self._turn, None)
                 self._turn += 1
                 self._work_ready.notify_all()
+                self._in_use = False
 
     def _wait_for_turn(self) -> None:
         started = time.perf_counter()
@@ -173,6 +191,17 @@ class LayerStream:
                 raise StreamError(str(self._error))
             if self._error is not None:
                 raise RuntimeError("the reader thread died") from self._error
+
+    @property
+    def blobs(self) -> list[Tensor]:
+        """All memory that layers are handed out from: ring slots and 'ram' layers."""
+        return [*map(as_blob, self._buffers), *self._resident.values()]
+
+    def ready(self) -> bool:
+        """Whether the next layer is there, so that asking for it would not wait."""
+        with self._lock:
+            in_ram = self._next_layer in self._resident
+            return in_ram or (self._error is None and self._missing.get(self._turn) == 0)
 
     @property
     def read_s(self) -> float:

@@ -286,25 +286,34 @@ def test_short_reads_are_continued(
         one_pass(stream, weights)
 
 
+@pytest.mark.parametrize("waiting_for", [0, 1, LAYERS - 1])
 def test_ctrl_c_while_waiting_for_the_disk(
-    layers: list[list[TensorRange]], weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    layers: list[list[TensorRange]],
+    weights: dict[str, Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+    waiting_for: int,
 ) -> None:
-    real, stuck = os.preadv, threading.Event()
+    real, go_on = os.preadv, threading.Event()
+    end_of_layer = max(tensor.stop for tensor in layers[waiting_for])
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        stuck.wait()
+        if offset + len(buffers[0]) >= end_of_layer:
+            go_on.wait()
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
     with LayerStream(layers, ["ssd"] * LAYERS, slots=2) as stream:
+        for layer in range(waiting_for):
+            with stream.layer(layer):
+                pass
         timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
-        with pytest.raises(KeyboardInterrupt), stream.layer(0):
+        with pytest.raises(KeyboardInterrupt), stream.layer(waiting_for):
             pass
         timer.join()
-        stuck.set()
+        go_on.set()
         stream.restart()
-        one_pass(stream, weights)
+        passes(stream, weights, 2)
 
 
 def test_a_missing_file(layers: list[list[TensorRange]]) -> None:
