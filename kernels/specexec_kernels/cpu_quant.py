@@ -60,21 +60,26 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     return _in_order(flat, spec, weight)
 
 
-def dequantize_tile(weight: PackedWeight, first: int, last: int) -> Tensor:
+def dequantize_tile(weight: PackedWeight, first: int, last: int, out: Tensor) -> Tensor:
     """Weights of strips first..last as float32 (inputs, columns), columns in strip order.
 
-    `in_order` of a product with all strips side by side gives the outputs' order.
+    Args:
+        out: (inputs, at least the strips' columns) float32. Give the same one for every tile: fresh
+            memory of this size costs more in page faults than the unpacking.
+    Returns:
+        The part of `out` that was written.
     """
     spec = tile_spec(weight)
-    out = torch.empty(weight.in_features, (last - first) * spec.strip)
     _run(spec, weight, out, range(first, last))
-    return out
+    return out[:, : (last - first) * spec.strip]
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """The whole weight as float32 (inputs, outputs)."""
     spec = tile_spec(weight)
-    return _in_order(dequantize_tile(weight, 0, _strips(spec, weight)), spec, weight)
+    strips = _strips(spec, weight)
+    out = torch.empty(weight.in_features, strips * spec.strip)
+    return _in_order(dequantize_tile(weight, 0, strips, out), spec, weight)
 
 
 def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Tensor:
@@ -83,10 +88,11 @@ def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Te
     strips = _strips(spec, weight)
     step = max(tile_columns // spec.strip, 1)
     out = x.new_empty(x.shape[0], strips * spec.strip)
+    buffer = torch.empty(weight.in_features, step * spec.strip)
     for first in range(0, strips, step):
         last = min(first + step, strips)
-        tile = dequantize_tile(weight, first, last).to(x.dtype)
-        out[:, first * spec.strip : last * spec.strip] = x @ tile
+        tile = dequantize_tile(weight, first, last, buffer).to(x.dtype)
+        torch.mm(x, tile, out=out[:, first * spec.strip : last * spec.strip])
     return _in_order(out, spec, weight)
 
 

@@ -19,7 +19,7 @@ from specexec_kernels.packing import PackedWeight
 # Rows from which a library GEMM over dequantized tiles beats the fused kernel, by the dtype of that
 # GEMM. float32 measured by scripts/bench_kernels.py (docs/experiments.md, "Quantized linears on the
 # CPU"); bfloat16 from the 500 GFLOP/s that CPUs with such matrix instructions reach there.
-CPU_TILED_ROWS = {torch.float32: 1024, torch.bfloat16: 32}
+CPU_TILED_ROWS = {torch.float32: 768, torch.bfloat16: 32}
 GPU_FUSED_ROWS = 16
 
 

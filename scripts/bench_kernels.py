@@ -1,0 +1,213 @@
+"""Time the kernels against plain PyTorch and against what the hardware allows.
+
+    python scripts/bench_kernels.py                           # this machine's CPU, or its GPU
+    python scripts/bench_kernels.py --passes RIG16 RIG4       # whole passes streamed from the SSD
+
+Implementations take turns, so that a machine that slows down for a while slows all of them down.
+On a busy machine use --clock cpu: one thread, its own processor time. A ratio is baseline time over
+time (above 1 is faster); the floor is the larger of bytes / memory rate and FLOPs / GEMM rate, both
+measured here. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from kernel_cases import (
+    Case,
+    Run,
+    attention_case,
+    compact_case,
+    cpu_linear,
+    dequantize_case,
+    gpu_linear,
+    random_weight,
+    topk_case,
+)
+
+from specexec_cli.bench.environment import environment
+from specexec_cli.bench.metrics import quantile
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How it is measured."""
+
+    device: torch.device
+    clock: str  # "wall" or "cpu"
+    repeats: int
+    rows: tuple[int, ...]
+    inputs: int
+    outputs: int
+    bits: tuple[int, ...]
+    seed: int
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.thread_time() if self.clock == "cpu" else time.perf_counter()
+
+
+def timed(settings: Settings, run: Run) -> float:
+    start = settings.now()
+    run()
+    return settings.now() - start
+
+
+def in_turns(settings: Settings, runs: dict[str, Run]) -> dict[str, list[float]]:
+    """Seconds of each repeat of each implementation, one warm-up before."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repeat in range(settings.repeats + 1):
+        for name, run in runs.items():
+            seconds = timed(settings, run)
+            if repeat:
+                times[name].append(seconds)
+    return times
+
+
+def machine_rates(settings: Settings) -> tuple[float, float]:
+    """Bytes/s of a large copy (read and written) and FLOP/s of a large GEMM."""
+    dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
+    source = torch.zeros(64 << 20, device=settings.device)
+    target = torch.empty_like(source)
+    matrix = torch.randn(2048, 2048, device=settings.device).to(dtype)
+    times = in_turns(
+        settings, {"copy": lambda: target.copy_(source), "gemm": lambda: matrix @ matrix}
+    )
+    return 8 * source.numel() / min(times["copy"]), 2 * 2048**3 / min(times["gemm"])
+
+
+def cases(settings: Settings) -> Iterator[Case]:
+    """Everything that runs on this device."""
+    gpu = settings.device.type == "cuda"
+    dtype = torch.bfloat16 if gpu else torch.float32
+    for bits in settings.bits:
+        weight = random_weight(settings.inputs, settings.outputs, bits, settings.device)
+        yield dequantize_case(weight)
+        for rows in settings.rows:
+            yield gpu_linear(weight, rows) if gpu else cpu_linear(weight, rows)
+    yield attention_case(4096 if gpu else 512, 256 if gpu else 64, settings.device, dtype)
+    yield topk_case(16, 32000, 32, settings.device)
+    yield compact_case(4096, 16, settings.device, dtype)
+
+
+def result(case: Case, times: dict[str, list[float]], floor_s: float) -> dict[str, Any]:
+    """One case's numbers; the first implementation is the baseline."""
+    baseline = quantile(next(iter(times.values())), 0.5)
+    rows = {
+        name: {
+            "p20_s": quantile(seconds, 0.2), "p50_s": quantile(seconds, 0.5),
+            "p80_s": quantile(seconds, 0.8), "ratio": baseline / quantile(seconds, 0.5),
+            "of_floor": floor_s / quantile(seconds, 0.5), "samples_s": seconds,
+        }
+        for name, seconds in times.items()
+    }  # fmt: skip
+    return {"case": case.name, **case.sizes, "bytes": case.n_bytes, "floor_s": floor_s,
+            "implementations": rows}  # fmt: skip
+
+
+def show(found: dict[str, Any]) -> None:
+    sizes = ", ".join(f"{k} {v}" for k, v in found.items() if isinstance(v, int))
+    print(f"\n{found['case']} ({sizes}), floor {found['floor_s'] * 1e3:.3f} ms")
+    print(f"  {'':<28}{'p20 ms':>9}{'p50 ms':>9}{'p80 ms':>9}{'RATIO':>8}{'of floor':>9}")
+    for name, row in found["implementations"].items():
+        print(f"  {name:<28}{row['p20_s'] * 1e3:9.3f}{row['p50_s'] * 1e3:9.3f}"
+              f"{row['p80_s'] * 1e3:9.3f}{row['ratio']:8.2f}{row['of_floor']:9.0%}")  # fmt: skip
+
+
+def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
+    """Whole passes of targets of one shape, streamed from the SSD in turns; the first is baseline.
+
+    Two passes warm up each target at each row count: kernels are compiled in the first.
+    """
+    dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
+    models = {
+        folder.name: StreamedModel.open(folder, device=settings.device, dtype=dtype, tiers="ssd")
+        for folder in folders
+    }
+    found = []
+    for rows in settings.rows:
+        streamed: dict[str, int] = {}
+        runs = {name: _one_pass(name, model, rows, streamed) for name, model in models.items()}
+        in_turns(settings, runs)
+        times = in_turns(settings, runs)
+        case = Case(name=f"pass of {rows} rows", runs=runs, n_bytes=max(streamed.values()),
+                    sizes={"rows": rows})  # fmt: skip
+        found.append(result(case, times, 0.0) | {"bytes_streamed": streamed})
+        show(found[-1])
+        print("  " + ", ".join(f"{n}: {count / 1e9:.3f} GB per pass, "
+                               f"{count / 1e9 / quantile(times[n], 0.5):.2f} GB/s"
+                               for n, count in streamed.items()))  # fmt: skip
+    for model in models.values():
+        model.close()
+    return found
+
+
+def _one_pass(name: str, model: StreamedModel, rows: int, streamed: dict[str, int]) -> Run:
+    tokens = torch.randint(5, 1000, (rows,)).tolist()
+
+    def run() -> None:
+        assert model.source is not None
+        before = model.source.bytes_streamed
+        model.forward(PassRows.chain(tokens, 0), model.new_cache(), [rows - 1])
+        streamed[name] = model.source.bytes_streamed - before
+
+    return run
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--rows", default="1,2,4,8,16,64,128,512", metavar="N,...")
+    parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
+    parser.add_argument("--bits", default="4", metavar="N,...")
+    parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
+                        help="rigs of one shape: time whole passes instead")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    inputs, _, outputs = args.shape.partition("x")
+    settings = Settings(
+        device=torch.device(args.device), clock=args.clock, repeats=args.repeats, seed=args.seed,
+        rows=tuple(map(int, args.rows.split(","))), inputs=int(inputs), outputs=int(outputs),
+        bits=tuple(map(int, args.bits.split(","))),
+    )  # fmt: skip
+    torch.manual_seed(settings.seed)
+    if settings.clock == "cpu":
+        torch.set_num_threads(1)
+    found, rates = [], None
+    if args.passes:
+        found = passes(settings, args.passes)
+    else:
+        rates = machine_rates(settings)
+        print(f"memory {rates[0] / 1e9:.1f} GB/s, GEMM {rates[1] / 1e9:.0f} GFLOP/s, "
+              f"{torch.get_num_threads()} threads, {settings.clock} clock")  # fmt: skip
+        for case in cases(settings):
+            floor = max(case.n_bytes / rates[0], case.flops / rates[1])
+            found.append(result(case, in_turns(settings, case.runs), floor))
+            show(found[-1])
+    config = {k: str(v) if isinstance(v, Path | list) else v for k, v in vars(args).items()}
+    print(json.dumps({"benchmark": "kernels", "config": config, "results": found,
+                      "memory_and_gemm_rates": rates, "environment": environment()}))  # fmt: skip
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,182 @@
+"""What bench_kernels.py times: implementations of one operation on one device, by name.
+
+Every case returns closures over ready-made tensors; the first of a case is the baseline. Knows
+nothing of clocks and tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from specexec_kernels import cpu_quant, dispatch
+from specexec_kernels.compact_kv import compact_kv_ref
+from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
+from specexec_kernels.packing import PackedFormat, PackedWeight, unpack_rows, unpack_zeros
+from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref
+from torch import Tensor
+
+from specexec_cli.models.linear import mixed_linear
+
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One operation at one size."""
+
+    name: str
+    runs: dict[str, Run]  # the first is the baseline
+    n_bytes: int  # that must be moved at least once
+    flops: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+
+def random_weight(inputs: int, outputs: int, bits: int, device: torch.device) -> PackedWeight:
+    """Random packed words; group size 128, symmetric v1."""
+    groups = inputs // 128
+    words = torch.randint(-(2**31), 2**31, (inputs * bits // 32, outputs), dtype=torch.int64)
+    zeros = torch.randint(-(2**31), 2**31, (groups, outputs * bits // 32), dtype=torch.int64)
+    scales = torch.rand(groups, outputs) * 0.01 + 0.001
+    return PackedWeight(
+        format=PackedFormat(bits, stored_minus_one=True), in_features=inputs,
+        out_features=outputs, group_size=128, qweight=words.int().to(device),
+        qzeros=zeros.int().to(device), scales=scales.half().to(device),
+    )  # fmt: skip
+
+
+def packed_bytes(weight: PackedWeight) -> int:
+    tensors = (weight.qweight, weight.qzeros, weight.scales)
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def cpu_linear(weight: PackedWeight, rows: int) -> Case:
+    """A product with a packed weight on the CPU, in float32."""
+    x = torch.randn(rows, weight.in_features)
+    dense = dequantize_ref(weight)
+    half = dense.T.contiguous().bfloat16()
+    runs: dict[str, Run] = {
+        "dequantize + GEMM": lambda: cpu_quant.tiled_matmul(x, weight),
+        "fused": lambda: cpu_quant.matmul(x, weight),
+        "float32 GEMM": lambda: x @ dense,
+        "bfloat16 weight": lambda: mixed_linear(x, half, None),
+    }
+    if weight.format.bits == 4:
+        runs["PyTorch int4 GEMM"] = _int4(weight, x)
+    return _linear_case(f"linear, {rows} rows", runs, weight, rows)
+
+
+def _int4(weight: PackedWeight, x: Tensor) -> Run:
+    """torch's own int4 product; the repacking it needs is done once, outside."""
+    codes = unpack_rows(weight.qweight, 4).T.contiguous()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    zeros = unpack_zeros(weight.qzeros, weight.format)
+    scales = weight.scales.float()
+    pairs = torch.stack([scales, scales * (8 - zeros)], dim=2).contiguous()
+    return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, pairs)
+
+
+def gpu_linear(weight: PackedWeight, rows: int) -> Case:
+    """A product with a packed weight on the GPU, in bfloat16."""
+    from specexec_kernels import triton_quant
+
+    x = torch.randn(rows, weight.in_features, device=weight.qweight.device).bfloat16()
+    dense = dequantize_ref(weight, torch.bfloat16)
+    runs: dict[str, Run] = {
+        "bfloat16 GEMM": lambda: x @ dense,
+        "fused": lambda: triton_quant.quantized_matmul(x, weight),
+        "dequantize + GEMM": lambda: x @ triton_quant.dequantize(weight, torch.bfloat16),
+        "chosen": lambda: dispatch.quantized_matmul(x, weight),
+    }
+    return _linear_case(f"linear, {rows} rows", runs, weight, rows)
+
+
+def _linear_case(name: str, runs: dict[str, Run], weight: PackedWeight, rows: int) -> Case:
+    sizes = {"rows": rows, "inputs": weight.in_features, "outputs": weight.out_features,
+             "bits": weight.format.bits}  # fmt: skip
+    flops = 2 * rows * weight.in_features * weight.out_features
+    return Case(name=name, runs=runs, n_bytes=packed_bytes(weight), flops=flops, sizes=sizes)
+
+
+def dequantize_case(weight: PackedWeight) -> Case:
+    """A whole weight to float32 (CPU) or bfloat16 (GPU)."""
+    dtype = torch.float32 if weight.qweight.device.type == "cpu" else torch.bfloat16
+    runs: dict[str, Run] = {"PyTorch": lambda: dequantize_ref(weight, dtype)}
+    if dtype == torch.float32:
+        strip = cpu_quant.tile_spec(weight).strip
+        strips = range(0, weight.out_features // strip, 2)
+        tile = torch.empty(weight.in_features, 2 * strip)
+        runs["tile by tile"] = lambda: [
+            cpu_quant.dequantize_tile(weight, s, s + 2, tile) for s in strips
+        ]
+    else:
+        from specexec_kernels import triton_quant
+
+        runs["Triton"] = lambda: triton_quant.dequantize(weight, dtype)
+    count = weight.in_features * weight.out_features
+    written = count * (torch.finfo(dtype).bits // 8)
+    return Case(name="dequantize", runs=runs, n_bytes=packed_bytes(weight) + written,
+                sizes={"bits": weight.format.bits, "weights": count})  # fmt: skip
+
+
+def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.dtype) -> Case:
+    """Tree attention of Llama-2-70B's heads: 64 query heads over 8 key/value heads of 128."""
+    heads, kv_heads, head_dim = 64, 8, 128
+    queries = torch.randn(nodes, heads, head_dim, device=device, dtype=dtype)
+    shape = (kv_heads, prefix + nodes, head_dim)
+    keys, values = (torch.randn(shape, device=device, dtype=dtype) for _ in range(2))
+    tree = torch.eye(nodes, dtype=torch.bool)
+    for node in range(1, nodes):
+        tree[node] |= tree[(node - 1) // 2]
+    words = pack_ancestors(tree).to(device)
+    seen = torch.cat([torch.ones(nodes, prefix, dtype=torch.bool), tree], 1).to(device)
+    mask = torch.zeros(seen.shape, device=device, dtype=dtype).masked_fill(~seen, -torch.inf)
+
+    def dense() -> Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(
+            queries.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask[None, None],
+            enable_gqa=True,
+        )  # fmt: skip
+
+    runs: dict[str, Run] = {"SDPA, dense mask": dense}
+    if device.type == "cuda":
+        from specexec_kernels.triton_tree_attention import tree_attention
+
+        runs["Triton"] = lambda: tree_attention(queries, keys, values, words, prefix)
+    else:
+        runs["PyTorch reference"] = lambda: tree_attention_ref(queries, keys, values, words, prefix)
+    return Case(name="tree attention", runs=runs,
+                n_bytes=2 * keys.numel() * keys.element_size(),
+                flops=4 * nodes * (prefix + nodes) * heads * head_dim,
+                sizes={"prefix": prefix, "nodes": nodes})  # fmt: skip
+
+
+def topk_case(rows: int, vocab: int, k: int, device: torch.device) -> Case:
+    """A drafter's choice of children."""
+    logits = torch.randn(rows, vocab, device=device)
+    runs: dict[str, Run] = {
+        "log_softmax, topk": lambda: torch.log_softmax(logits, -1).topk(k),
+        "reference": lambda: log_softmax_topk_ref(logits, k),
+    }
+    if device.type == "cuda":
+        from specexec_kernels.triton_topk import log_softmax_topk
+
+        runs["Triton"] = lambda: log_softmax_topk(logits, k)
+    return Case(name="log-softmax + top-k", runs=runs, n_bytes=logits.numel() * 4,
+                sizes={"rows": rows, "vocab": vocab, "k": k})  # fmt: skip
+
+
+def compact_case(slots: int, kept: int, device: torch.device, dtype: torch.dtype) -> Case:
+    """One layer's keys of a 70B model: `kept` of 256 tree slots move to the front."""
+    cache = torch.randn(8, slots + 256, 128, device=device, dtype=dtype)
+    rows = torch.arange(kept, device=device) * (256 // kept) + slots
+    runs: dict[str, Run] = {"index_select": lambda: compact_kv_ref(cache, rows, slots)}
+    if device.type == "cuda":
+        from specexec_kernels.triton_compact_kv import compact_kv
+
+        runs["Triton"] = lambda: compact_kv(cache, rows, slots)
+    return Case(name="cache compaction", runs=runs,
+                n_bytes=2 * 8 * kept * 128 * cache.element_size(),
+                sizes={"slots": slots, "kept": kept})  # fmt: skip
