@@ -103,6 +103,8 @@ def rows(report: Report) -> list[tuple[str, str]]:
     if not report.gpus:
         found.append(("GPU", "none"))
     found.append(("DSI for 7B", _dsi_advice(report)))
+    if report.kernels:
+        found.append(("kernels", ", ".join(f"{k}: {v}" for k, v in report.kernels.items())))
     if rates.link_bytes_per_s:
         found.append(("RAM to GPU", f"{format_bytes(rates.link_bytes_per_s)}/s"))
     disk = f"{format_bytes(report.disk_free_bytes)} free"

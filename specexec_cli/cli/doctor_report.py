@@ -9,7 +9,7 @@ import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
@@ -60,6 +60,7 @@ class Report:
     hub: str  # its address
     hub_error: str  # empty if reachable
     rates: Rates
+    kernels: dict[str, str] = field(default_factory=dict)  # operation -> what runs it here
 
 
 def examine(step: Step) -> Report:
@@ -96,6 +97,7 @@ def examine(step: Step) -> Report:
             ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory, link_bytes_per_s=link,
             flops=flops,
         ),
+        kernels=_kernels(sees_gpu),
     )  # fmt: skip
 
 
@@ -109,6 +111,13 @@ def _version(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "missing"
+
+
+def _kernels(gpu: bool) -> dict[str, str]:
+    import torch
+    from specexec_kernels.dispatch import choices
+
+    return choices(torch.device("cuda" if gpu else "cpu"))
 
 
 def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
