@@ -17,7 +17,7 @@ def eos_token_ids(
     """Every token that ends a text: generation_config.json's, else config.json's, the tokenizer's.
 
     Raises:
-        CheckpointError: generation_config.json is broken.
+        CheckpointError: generation_config.json is broken, or what it calls a token is none.
     """
     path = folder / "generation_config.json"
     stored: Any = None
@@ -26,9 +26,18 @@ def eos_token_ids(
             stored = json.loads(path.read_text("utf-8")).get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    for value in (stored, config.eos_token_id, tokenizer.eos_token_id):
-        if isinstance(value, int):
-            return frozenset([value])
-        if value:
-            return frozenset(int(item) for item in value)
+    sources = (
+        (path, stored),
+        (folder / "config.json", config.eos_token_id),
+        (folder / "tokenizer_config.json", tokenizer.eos_token_id),
+    )
+    for source, value in sources:
+        ids = value if isinstance(value, list) else [value]
+        if value is None or not ids:
+            continue
+        if not all(type(item) is int for item in ids):
+            raise CheckpointError(
+                f"{source}: eos_token_id {value!r} is neither a token id nor a list of them"
+            )
+        return frozenset(ids)
     return frozenset()

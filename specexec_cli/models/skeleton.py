@@ -29,6 +29,8 @@ SUPPORTED = (
     "gpt_bigcode", "gemma2", "gemma3_text",
 )  # fmt: skip
 
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
 # Parameter names inside a layer of the skeleton -> names in the checkpoint's layer.
 _RENAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
     "mixtral": (
@@ -76,10 +78,17 @@ def load_config(folder: Path) -> PretrainedConfig:
     if model_type not in SUPPORTED:
         raise CheckpointError(f"{path}: architecture '{model_type}' is not supported. {supported}")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # a config class checks its values with what it likes
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"{path} is not usable: {reason} {supported}") from error
+        raise CheckpointError(f"{path} is not usable: {_reason(error)}. {supported}") from error
+    if not config.num_hidden_layers >= 1:
+        raise CheckpointError(f"{path}: a model of {config.num_hidden_layers} layers has no text")
+    return config
+
+
+def _reason(error: Exception) -> str:
+    first = (str(error).strip() or "no reason given").splitlines()[0].rstrip(".")
+    return f"{type(error).__name__}: {first}" if isinstance(error, KeyError) else first
 
 
 def build_skeleton(
@@ -94,13 +103,19 @@ def build_skeleton(
     """
     # Soft-capped attention logits exist in transformers' eager attention alone.
     softcapping = getattr(config, "attn_logit_softcapping", None) is not None
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation="eager" if softcapping else "sdpa",
-            dtype=torch.float32,
-            trust_remote_code=False,
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation="eager" if softcapping else "sdpa",
+                dtype=torch.float32,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # whatever a value of the config makes transformers do
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'} describes no model that transformers can build: "
+            f"{_reason(error)}"
+        ) from error
     model.eval()
     path, layers = _decoder_layers(model, config.num_hidden_layers)
     rename = _RENAMES.get(config.model_type, ())
@@ -165,7 +180,7 @@ def _find_layer(
 ) -> dict[str, TensorRange]:
     found = {}
     for name, parameter in layer.named_parameters():
-        found[name] = _find(checkpoint, _stored(name, renames, prefix), tuple(parameter.shape))
+        found[name] = _find(checkpoint, _stored(name, renames, prefix), parameter)
     return found
 
 
@@ -185,11 +200,11 @@ def _find_resident(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(layers_prefix) or (tied and name.startswith("lm_head.")):
             continue
-        found[name] = _find(checkpoint, name, tuple(parameter.shape))
+        found[name] = _find(checkpoint, name, parameter)
     return found
 
 
-def _find(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorRange:
+def _find(checkpoint: Checkpoint, name: str, parameter: nn.Parameter) -> TensorRange:
     # a checkpoint saved from the bare base model lacks its prefix
     bare = name.partition(".")[2]
     tensor = checkpoint.tensors.get(name) or checkpoint.tensors.get(bare)
@@ -198,9 +213,14 @@ def _find(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> TensorRa
             f"{checkpoint.folder}: tensor '{name}' is missing. "
             "The download may be incomplete, or config.json belongs to another model"
         )
-    if tensor.shape != shape:
+    if tensor.shape != tuple(parameter.shape):
         raise CheckpointError(
             f"{tensor.path}: tensor '{name}' has shape {list(tensor.shape)}, config.json says "
-            f"{list(shape)}. Are both files of the same model?"
+            f"{list(parameter.shape)}. Are both files of the same model?"
+        )
+    if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{name}' is stored as {tensor.dtype}, not as one of "
+            f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"
         )
     return tensor

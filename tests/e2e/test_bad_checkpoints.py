@@ -132,8 +132,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a list as config": (lambda f: (f / CONFIG).write_text("[]"), [CONFIG]),
     "text for a number": (lambda f: edit_json(f / CONFIG, hidden_size="many"), [CONFIG]),
     "heads that do not divide": (lambda f: edit_json(f / CONFIG, num_attention_heads=5), []),
-    "no layers": (lambda f: edit_json(f / CONFIG, num_hidden_layers=0), []),
-    "negative layers": (lambda f: edit_json(f / CONFIG, num_hidden_layers=-2), []),
+    "no layers": (lambda f: edit_json(f / CONFIG, num_hidden_layers=0), [CONFIG, "0 layers"]),
+    "negative layers": (lambda f: edit_json(f / CONFIG, num_hidden_layers=-2), [CONFIG]),
     "unknown activation": (lambda f: edit_json(f / CONFIG, hidden_act="selu9"), ["selu9"]),
     "unknown rope": (
         lambda f: edit_json(f / CONFIG, rope_parameters={"rope_type": "spiral"}),
