@@ -197,6 +197,11 @@ class LayerStream:
         """All memory that layers are handed out from: ring slots and 'ram' layers."""
         return [*map(as_blob, self._buffers), *self._resident.values()]
 
+    @property
+    def failed(self) -> bool:
+        """Whether the reader met an error that the consumer has yet to see, or has seen."""
+        return self._error is not None
+
     def ready(self) -> bool:
         """Whether the next layer is there, so that asking for it would not wait."""
         with self._lock:

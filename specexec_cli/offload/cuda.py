@@ -1,0 +1,266 @@
+"""Layers on their way to a GPU: pinned RAM or SSD -> ring slots on the device, ahead of the pass.
+
+    host:    LayerStream, its memory registered with CUDA once
+    device:  layer t goes to slot t % slots by one copy on a stream of its own; the pass waits for
+             the copy's event, the copy for the event behind the pass's last use of the slot
+
+Nothing waits for the whole device. Same interface as LayerStream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.link import Link
+from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out
+from specexec_cli.offload.resident import read_tensors, views
+from specexec_cli.offload.store import TensorRange
+from specexec_cli.offload.stream import LayerStream, Tier
+
+DeviceTier = Literal["resident", "ram", "ssd"]
+
+
+class DeviceStream:
+    """A target's layers in cyclic order as tensors on a device."""
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[TensorRange]],
+        tiers: Sequence[DeviceTier],
+        link: Link,
+        *,
+        host_slots: int = 3,
+        device_slots: int = 3,
+        notice: Notice = lambda text: None,
+        progress: Progress = lambda done, total: None,
+    ) -> None:
+        """Load 'resident' and 'ram' layers and start to stream the first of the others.
+
+        Args:
+            tiers: per layer, where it waits for its turn.
+            device_slots: streamed layers on the device at once, the one in use included.
+        Raises:
+            StreamError: a file cannot be read.
+            OutOfMemoryError: something does not fit into RAM or device memory.
+        """
+        if len(layers) != len(tiers) or device_slots < 2:
+            raise ValueError("one tier per layer and at least 2 slots are needed")
+        self.bytes_streamed = 0  # handed out from ring slots so far
+        self._link = link
+        self._count = len(layers)
+        self._next_layer = 0
+        self._in_use = False
+        self._copying = False  # _copy_next() has not come to its end
+        self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
+        self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
+        self._host_tiers: list[Tier] = [
+            "ssd" if tiers[i] == "ssd" else "ram" for i in self._streamed
+        ]
+        self._resident: dict[int, dict[str, Tensor]] = {}
+        self._slots: list[Tensor] = []
+        self._registered: list[Tensor] = []
+        self._held: tuple[AbstractContextManager[Tensor], Any] | None = None
+        self._turn = self._copy_turn = 0  # handed out next; copied next
+        self._free: list[Any] = []  # per slot, the event behind its last use
+        self._copied: dict[int, Any] = {}  # turn -> event of its copy
+        self._host: LayerStream | None = None
+        try:
+            self._load_resident(layers, tiers, progress)
+            if self._streamed:
+                self._open_ring(layers, host_slots, device_slots, notice, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _load_resident(
+        self,
+        layers: Sequence[Sequence[TensorRange]],
+        tiers: Sequence[DeviceTier],
+        progress: Progress,
+    ) -> None:
+        chosen = [i for i, tier in enumerate(tiers) if tier == "resident"]
+        total = sum(tensor.n_bytes for i in chosen for tensor in layers[i])
+        done = 0
+        for index in chosen:
+            with _clear_shortage("a resident layer", sum(t.n_bytes for t in layers[index])):
+                loaded = read_tensors(layers[index])
+                self._resident[index] = {
+                    name: tensor.to(self._link.device) for name, tensor in loaded.items()
+                }
+            done += sum(tensor.n_bytes for tensor in layers[index])
+            progress(done, total)
+
+    def _open_ring(
+        self,
+        layers: Sequence[Sequence[TensorRange]],
+        host_slots: int,
+        device_slots: int,
+        notice: Notice,
+        progress: Progress,
+    ) -> None:
+        self._host = LayerStream(
+            [layers[i] for i in self._streamed], self._host_tiers, slots=host_slots,
+            notice=notice, progress=progress,
+        )  # fmt: skip
+        for blob in self._host.blobs:
+            if blob.numel() and self._link.register(blob):
+                self._registered.append(blob)
+            elif blob.numel():
+                notice(
+                    "the driver refuses to pin memory, so copies to the GPU are slower and do not "
+                    "overlap: raise the limit on locked memory (ulimit -l)"
+                )
+                break
+        size = max(layout.buffer_bytes for layout in self._layouts)
+        for _ in range(min(device_slots, len(self._streamed) + 1)):
+            with _clear_shortage("a ring slot on the device", size):
+                slot = torch.empty(size, dtype=torch.uint8, device=self._link.device)
+            self._slots.append(slot)
+            self._free.append(self._link.compute_mark())
+        self._copy_ahead()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds the consumer waited for the disk."""
+        return self._host.wait_s if self._host else 0.0
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes read from disk."""
+        return self._host.bytes_read if self._host else 0
+
+    @property
+    def read_s(self) -> float:
+        """Seconds during which the disk was being read."""
+        return self._host.read_s if self._host else 0.0
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[dict[str, Tensor]]:
+        """The layer's tensors by name on the device, in file dtype and shape.
+
+        Work enqueued on the current stream inside the `with` may use them.
+
+        Raises:
+            StreamError: the file could not be read, by name and offset.
+        """
+        if index != self._next_layer or self._in_use:
+            raise RuntimeError(f"layer {index} asked for, next is {self._next_layer}")
+        following = (index + 1) % self._count
+        if index in self._resident:
+            self._copy_ahead()
+            self._next_layer = following
+            yield dict(self._resident[index])
+            return
+        while self._copy_turn <= self._turn:
+            self._copy_next()
+        self._in_use = True  # until it is taken back, restart() has something to mend
+        self._next_layer = following
+        slot = self._turn % len(self._slots)
+        layout = self._layouts[self._turn % len(self._layouts)]
+        self._link.compute_waits(self._copied.pop(self._turn))
+        try:
+            yield views(layout, self._slots[slot])
+        finally:
+            self.bytes_streamed += layout.tensor_bytes
+            self._free[slot] = self._link.compute_mark()
+            self._turn += 1
+            self._in_use = False
+            self._copy_ahead()
+
+    def _copy_ahead(self) -> None:
+        """Enqueue the copies that have a slot and whose bytes are in RAM; never waits."""
+        while self._host is not None and self._copy_turn < self._turn + len(self._slots):
+            if self._held is not None:
+                if not self._link.done(self._held[1]):
+                    return
+                self._release_held()
+            if not self._host.ready():
+                return
+            self._copy_next()
+
+    def _copy_next(self) -> None:
+        """Enqueue the next layer's copy; waits for the disk if it must."""
+        assert self._host is not None
+        self._copying = True
+        self._release_held()
+        turn = self._copy_turn
+        place = turn % len(self._layouts)
+        slot = turn % len(self._slots)
+        held = self._host.blob(place)
+        blob = held.__enter__()
+        size = self._layouts[place].buffer_bytes
+        event = self._link.copy(self._slots[slot][:size], blob[:size], self._free[slot])
+        self._held = held, event
+        self._copied[turn] = event
+        self._copy_turn += 1
+        if self._host_tiers[place] == "ram":
+            self._release_held(wait=False)  # nothing is ever written over it
+        self._copying = False
+
+    def _release_held(self, *, wait: bool = True) -> None:
+        """Give the host slot back to the disk reader once it has been copied."""
+        if self._held is not None:
+            held, event = self._held
+            if wait:
+                self._link.wait(event)
+            self._held = None
+            held.__exit__(None, None, None)
+
+    def restart(self) -> None:
+        """Begin again at layer 0 after an aborted pass; copies under way are waited for."""
+        failed = self._host is not None and self._host.failed
+        if not (self._next_layer or self._in_use or self._copying or failed):
+            return  # a pass has just ended: what was copied ahead is right
+        self._drain()
+        if self._host is not None:
+            self._host.restart()
+        self._turn = self._copy_turn = self._next_layer = 0
+        self._in_use = self._copying = False
+        self._free = [self._link.compute_mark() for _ in self._slots]
+        self._copy_ahead()
+
+    def _drain(self) -> None:
+        for event in self._copied.values():
+            self._link.wait(event)
+        self._copied.clear()
+        self._release_held()
+
+    def close(self) -> None:
+        """Stop the reader, unpin and free the memory, close the files. Idempotent."""
+        self._drain()
+        for event in self._free:
+            self._link.wait(event)
+        for blob in self._registered:
+            self._link.unregister(blob)
+        self._registered.clear()
+        self._free.clear()
+        self._slots.clear()
+        self._resident.clear()
+        if self._host is not None:
+            self._host.close()
+            self._host = None
+
+    def __enter__(self) -> DeviceStream:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _clear_shortage(purpose: str, n_bytes: int) -> Iterator[None]:
+    """Device memory running out becomes one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryError(
+            f"{purpose} needs {format_bytes(n_bytes)} of GPU memory, which is not free. "
+            "Close what else runs on the GPU, or use a smaller draft model: --draft"
+        ) from None
