@@ -9,6 +9,7 @@ torch has no such symbol (macOS, Windows) a small pool of Python threads does.
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,7 @@ from llvmlite import binding as llvm
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Launcher = Callable[[Any, int, int], None]
+_compiling = threading.Lock()  # targets in several threads share one engine
 
 
 @cache
@@ -55,15 +57,16 @@ def has_bf16_matmul() -> bool:
 
 def compile_ir(text: str, name: str) -> Any:
     """Native function `void name(int64 *)` of the IR `text`; names must differ between calls."""
-    machine, engine = _machine()
-    module = llvm.parse_assembly(text)
-    module.verify()
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
-    engine.add_module(module)
-    engine.finalize_object()
-    return Kernel(engine.get_function_address(name))
+    with _compiling:
+        machine, engine = _machine()
+        module = llvm.parse_assembly(text)
+        module.verify()
+        options = llvm.create_pipeline_tuning_options(speed_level=2)
+        builder = llvm.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(module, builder)
+        engine.add_module(module)
+        engine.finalize_object()
+        return Kernel(engine.get_function_address(name))
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -50,6 +51,28 @@ def test_scale_dtypes(dtype: torch.dtype) -> None:
     # a product with a float32 scale need not be exact, and the kernel rounds at other places
     tolerance = 0.0 if dtype == torch.bfloat16 else 1e-7
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("lanes", [4, 8])
+def test_narrower_vector_registers(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on NEON and AVX2: other tiles, other strips, the same results."""
+    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    for fmt in (PackedFormat(3, stored_minus_one=True), V1_4BIT, PackedFormat(4, awq=True)):
+        weight = random_weight(fmt, 96, 96, 32)
+        dense = dequantize_ref(weight)
+        assert torch.equal(cpu_quant.dequantize(weight), dense)
+        for rows in (1, 3, 17):
+            x = torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows))
+            torch.testing.assert_close(cpu_quant.matmul(x, weight), x @ dense, rtol=1e-4, atol=1e-5)
+
+
+def test_threads_compile_and_run_at_once() -> None:
+    weights = [random_weight(V1_4BIT, 64, 128, 32, seed=seed) for seed in range(4)]
+    x = torch.randn(11, 64)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda weight: cpu_quant.matmul(x, weight), weights))
+    for result, weight in zip(found, weights, strict=True):
+        assert torch.equal(result, cpu_quant.matmul(x, weight))
 
 
 def test_half_precision_rows_are_summed_in_float32() -> None:

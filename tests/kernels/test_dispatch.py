@@ -1,0 +1,65 @@
+"""The dispatcher: every path gives the product, in the caller's dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed import random_weight
+from specexec_kernels import cpu_jit, cpu_quant, dispatch
+from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.packing import PackedFormat, PackedWeight
+
+V1 = PackedFormat(4, stored_minus_one=True)
+
+
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the cpu_quant products that are called."""
+    calls: list[str] = []
+    for name in ("matmul", "tiled_matmul"):
+        product = getattr(cpu_quant, name)
+
+        def record(x: torch.Tensor, weight: PackedWeight, name=name, product=product):  # type: ignore[no-untyped-def]
+            calls.append(f"{name} {str(x.dtype).removeprefix('torch.')}")
+            return product(x, weight)
+
+        monkeypatch.setattr(cpu_quant, name, record)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fast_bf16", "rows", "path"),
+    [
+        (torch.float32, False, 3, "matmul float32"),
+        (torch.float32, True, 60, "tiled_matmul float32"),
+        (torch.bfloat16, True, 3, "matmul bfloat16"),
+        (torch.bfloat16, True, 40, "tiled_matmul bfloat16"),
+        (torch.bfloat16, False, 60, "tiled_matmul float32"),
+        (torch.float16, True, 60, "tiled_matmul float32"),
+    ],
+)
+def test_cpu_paths(
+    dtype: torch.dtype, fast_bf16: bool, rows: int, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_jit, "has_bf16_matmul", lambda: fast_bf16)
+    monkeypatch.setitem(dispatch.CPU_TILED_ROWS, torch.float32, 50)
+    calls = taken(monkeypatch)
+    weight = random_weight(V1, 64, 128, 32)
+    x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    found = dispatch.quantized_matmul(x, weight)
+    assert calls == [path]
+    assert found.dtype == dtype
+    exact = x.float() @ dequantize_ref(weight)
+    tolerance = 4 * torch.finfo(dtype).eps * float(exact.abs().max()) + 1e-6
+    torch.testing.assert_close(found.float(), exact, rtol=0, atol=tolerance)
+
+
+def test_too_narrow_for_the_kernels() -> None:
+    weight = random_weight(V1, 64, 8, 32)
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(dispatch.quantized_matmul(x, weight), x @ dequantize_ref(weight))
+
+
+def test_choices_are_told() -> None:
+    assert "LLVM" in dispatch.choices(torch.device("cpu"))["quantized linears"]
+    expected = "Triton" if dispatch.has_triton() else "PyTorch"
+    assert set(dispatch.choices(torch.device("cuda")).values()) == {expected}
