@@ -179,7 +179,7 @@ class PlainReply:
 
     def step(self, step: StepResult) -> None:
         """A pass is done: prints its text."""
-        self._live.step()
+        self._live.step(step.text)
         self._print(
             step.text if self._splitter is None else _answer(self._splitter.push(step.text))
         )
