@@ -193,7 +193,7 @@ def _run(
             for step in session.generate(
                 tokens, sampling=sampling, tree=tree, generation=generation
             ):
-                live.step()
+                live.step(step.text)
                 steps.append(step)
                 if not as_json:
                     print(step.text, end="", flush=True)
