@@ -23,7 +23,7 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.demand import Work
-from specexec_cli.offload.placement import Placement, place_on_cpu
+from specexec_cli.offload.placement import Placement, place_on_cpu, place_on_gpu
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.registry import load_registry
 
@@ -67,6 +67,7 @@ class Found:
             dtype=self.dtype,
             tiers=self.placement.tiers,
             slots=self.placement.slots,
+            device_slots=self.placement.device_slots,
             notice=notice,
             progress=progress,
         )
@@ -149,8 +150,21 @@ def find(
         eos_ids=eos_token_ids(folder, config, words),
         device=torch_device,
         dtype=torch_dtype,
-        placement=place_on_cpu(offload, checkpoint, draft_checkpoint, work),
+        placement=_place(offload, checkpoint, draft_checkpoint, work, torch_device),
     )
+
+
+def _place(
+    mode: OffloadMode,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    work: Work,
+    device: torch.device,
+) -> Placement:
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        return place_on_gpu(mode, target, draft, work, free_bytes)
+    return place_on_cpu(mode, target, draft, work)
 
 
 def pick_device(name: str) -> torch.device:

@@ -13,7 +13,7 @@ from specexec_cli.dsi.messages import Ready
 from specexec_cli.dsi.workers import Stale, common_prefix
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.stream import Tier
+from specexec_cli.offload.plan import Placement as Tier
 from specexec_cli.sampling import Sampler
 
 if TYPE_CHECKING:

@@ -11,12 +11,12 @@ from pathlib import Path
 from specexec_cli.config import OffloadMode
 from specexec_cli.device import format_bytes, free_ram_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.offload.plan import Machine, Work, make_plan, slot_bytes
+from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
+from specexec_cli.offload.plan import Placement as DeviceTier
 from specexec_cli.offload.probe import probe_ssd
 from specexec_cli.offload.rates import load_rates, rates_file
 from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.offload.stream import Tier
 
 _PROBE_S = 0.3
 # Reading less than this to find out how fast reading is would measure the start-up alone.
@@ -28,9 +28,10 @@ _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth
 class Placement:
     """What --offload came to."""
 
-    label: str  # none, ram, ssd, or ram+ssd
-    tiers: tuple[Tier, ...] | None  # per layer; None: loaded to stay
-    slots: int  # of the ring
+    label: str  # none, or the tiers in use joined by +
+    tiers: tuple[DeviceTier, ...] | None  # per layer; None: loaded to stay
+    slots: int  # of the ring in RAM
+    device_slots: int  # of the ring on a GPU
     link_bytes_per_s: float | None  # read rate of the SSD, where it is used and known
 
 
@@ -57,23 +58,56 @@ def place_on_cpu(
                 f"target needs {format_bytes(converted)} of RAM but {format_bytes(free)} are "
                 "free. Stream it from SSD instead: --offload ssd"
             )
-        return Placement("none", None, 2, None)
+        return Placement("none", None, 2, 2, None)
     if mode == "ram":
-        return Placement("ram", _all("ram", sizes), 2, None)
+        return Placement("ram", _all("ram", sizes), 2, 2, None)
     files = sorted({tensor.path for tensor in target.values()})
     link = _ssd_rate(files, target.total_bytes)
     if mode == "ssd":
         slots = 3 if 4 * slot_bytes(sizes.layers) < free else 2
-        return Placement("ssd", _all("ssd", sizes), slots, link)
+        return Placement("ssd", _all("ssd", sizes), slots, 2, link)
     draft_sizes = model_sizes(draft) if draft is not None else None
     # this process is loaded already, so its memory is no longer among what is free
     plan = make_plan(sizes, draft_sizes, work, Machine(ram_bytes=free, base_bytes=0))
-    tiers: tuple[Tier, ...] = tuple("ram" if tier == "ram" else "ssd" for tier in plan.tiers)
+    return _from_plan(plan, plan.tiers, link)
+
+
+def place_on_gpu(
+    mode: OffloadMode, target: Checkpoint, draft: Checkpoint | None, work: Work, vram_bytes: int
+) -> Placement:
+    """Chooses each layer's tier for a GPU session: as many resident as fit, the rest streamed.
+
+    Args:
+        vram_bytes: free on the device.
+    Raises:
+        OutOfMemoryError: what was asked for does not fit; says what to do.
+    """
+    sizes = model_sizes(target)
+    if mode == "none":
+        if sizes.total > vram_bytes:
+            raise OutOfMemoryError(
+                f"target needs {format_bytes(sizes.total)} of GPU memory but "
+                f"{format_bytes(vram_bytes)} are free. Stream it: --offload auto"
+            )
+        return Placement("none", None, 2, 2, None)
+    draft_sizes = model_sizes(draft) if draft is not None else None
+    machine = Machine(ram_bytes=free_ram_bytes(), vram_bytes=vram_bytes, base_bytes=0)
+    plan = make_plan(sizes, draft_sizes, work, machine)
+    tiers = plan.tiers
+    if mode in ("ram", "ssd"):  # what does not stay on the device comes from there
+        tiers = tuple("resident" if tier == "resident" else mode for tier in tiers)
+    files = sorted({tensor.path for tensor in target.values()})
+    link = _ssd_rate(files, target.total_bytes) if "ssd" in tiers else None
+    return _from_plan(plan, tiers, link)
+
+
+def _from_plan(plan: Plan, tiers: tuple[DeviceTier, ...], link: float | None) -> Placement:
     label = "+".join(sorted(set(tiers)))
-    return Placement(label, tiers, max(2, plan.ssd_slots), link if "ssd" in tiers else None)
+    slots, device_slots = max(2, plan.ssd_slots), max(2, plan.device_slots)
+    return Placement(label, tiers, slots, device_slots, link if "ssd" in tiers else None)
 
 
-def _all(tier: Tier, sizes: ModelBytes) -> tuple[Tier, ...]:
+def _all(tier: DeviceTier, sizes: ModelBytes) -> tuple[DeviceTier, ...]:
     return (tier,) * len(sizes.layers)
 
 
