@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.linear import MixedLinear, PerExpert
-from specexec_cli.models.quantized import Quantization, replace_linears
+from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
 # Tested against transformers' own forward, tests/e2e/test_architectures.py.

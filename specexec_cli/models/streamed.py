@@ -18,9 +18,12 @@ from torch.func import functional_call
 
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear
-from specexec_cli.models.quantized import Quantization, QuantizedLinear, config_dict
+from specexec_cli.models.quant_checkpoint import Quantization, config_dict
+from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
+from specexec_cli.offload.cuda import DeviceStream, DeviceTier
+from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.store import TensorRange, read_checkpoint
 from specexec_cli.offload.stream import LayerStream, Tier, read_tensors
 
@@ -151,8 +154,9 @@ class StreamedModel:
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tiers: Tier | Sequence[Tier] | None,
+        tiers: DeviceTier | Sequence[DeviceTier] | None,
         slots: int = 3,
+        device_slots: int = 3,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -160,7 +164,9 @@ class StreamedModel:
 
         Args:
             tiers: where layers are streamed from, one for all or one for each; None loads them
-                to stay.
+                to stay, converted to the compute dtype.
+            slots: of the ring in RAM.
+            device_slots: of the ring on a GPU.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -171,12 +177,9 @@ class StreamedModel:
         if tiers is None:
             model._load_layers(progress)
         else:
-            model.source = LayerStream(
-                [list(layer.values()) for layer in skeleton.layer_tensors],
-                [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers,
-                slots=slots,
-                notice=notice,
-                progress=progress,
+            each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
+            model.source = _open_source(
+                skeleton, each, device, slots, device_slots, notice, progress
             )
         return model
 
@@ -284,6 +287,26 @@ class StreamedModel:
                 setattr(module, leaf, _frozen(weight.to(dtype, copy=True)))
             done += sum(tensor.n_bytes for tensor in tensors.values())
             progress(done, total)
+
+
+def _open_source(
+    skeleton: Skeleton,
+    tiers: Sequence[DeviceTier],
+    device: torch.device,
+    slots: int,
+    device_slots: int,
+    notice: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> LayerSource:
+    layers = [list(layer.values()) for layer in skeleton.layer_tensors]
+    if device.type == "cuda":
+        return DeviceStream(
+            layers, tiers, CudaLink(device), host_slots=slots, device_slots=device_slots,
+            notice=notice, progress=progress,
+        )  # fmt: skip
+    # on a CPU, RAM is where resident layers are
+    host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
+    return LayerStream(layers, host_tiers, slots=slots, notice=notice, progress=progress)
 
 
 def _resident_linear(weight: Tensor) -> MixedLinear:
