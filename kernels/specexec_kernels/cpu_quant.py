@@ -133,9 +133,15 @@ def _vectors(weight: PackedWeight) -> list[int]:
     ]
 
 
+def _widest(weight: PackedWeight) -> int:
+    """Vectors of a dequantized strip; wide units of 3-bit codes would only compile longer."""
+    widths = _vectors(weight)
+    return widths[0] if weight.format.bits == 3 else widths[-1]
+
+
 def tile_spec(weight: PackedWeight) -> KernelSpec:
     """The dequantize kernel's description; its `strip` is the width of one strip in columns."""
-    return _spec("dequantize", weight, 0, _vectors(weight)[-1])
+    return _spec("dequantize", weight, 0, _widest(weight))
 
 
 def _spec(mode: Mode, weight: PackedWeight, rows: int, vectors: int) -> KernelSpec:
