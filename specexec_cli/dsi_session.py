@@ -32,6 +32,8 @@ _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
 class DsiSession(Session):
     """Generates through a pool of workers; everything else is a Session's."""
 
+    distributed = True
+
     def __init__(
         self,
         found: Found,
@@ -53,11 +55,17 @@ class DsiSession(Session):
         self._passes_before = 0
         self._context_length = min(ready.context_length for ready in workers.ready.values())
         self._layers = int(found.config.num_hidden_layers)
+        self._vocab_size = int(found.config.vocab_size)
 
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and text together."""
         return self._context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the target knows."""
+        return self._vocab_size
 
     @property
     def layers(self) -> int:

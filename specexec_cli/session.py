@@ -45,6 +45,8 @@ from specexec_cli.verify.verifier import LocalTarget
 class Session:
     """Target, draft model, tokenizer and caches, ready to generate."""
 
+    distributed = False  # over several devices, where it always drafts
+
     def __init__(
         self,
         found: Found,
@@ -107,6 +109,11 @@ class Session:
     def context_length(self) -> int:
         """Most tokens of prompt and text together."""
         return self._target.model.context_length
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the target knows."""
+        return self._target.model.vocab_size
 
     @property
     def layers(self) -> int:
@@ -208,7 +215,7 @@ class Session:
     def _room(self, tokens: Sequence[int]) -> int:
         if not tokens:
             raise ConfigError("the prompt is empty: give at least one token to continue from")
-        rows = self._target.model.vocab_size
+        rows = self.vocab_size
         if not 0 <= min(tokens) <= max(tokens) < rows:
             raise ConfigError(
                 f"the prompt has token {max(tokens)} but the target knows only {rows}: "
@@ -253,8 +260,7 @@ class Session:
         if (speculative := SPECULATIVE.get(method)) is None:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
         if self._drafter is None or self._drafter_method != method:
-            vocab_size = self._target.model.vocab_size
-            self._drafter = speculative.new_drafter(self._draft, sampler, tree, vocab_size)
+            self._drafter = speculative.new_drafter(self._draft, sampler, tree, self.vocab_size)
             self._drafter_method = method
         self._drafter.configure(sampler, tree)
         return speculative.decode(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)

@@ -157,7 +157,7 @@ def _stats(chat: Chat, argument: str) -> None:
 
 def _info(chat: Chat, argument: str) -> None:
     choice, session = chat.session.choice, chat.session
-    drafting = chat.settings.method == "specexec"
+    drafting = chat.settings.method != "autoregressive"
     used, window = chat.used_tokens(), session.context_length
     rows = [
         ("target", choice.target.name),
@@ -180,7 +180,9 @@ def _draft(chat: Chat, argument: str) -> None:
     on = on_or_off("/draft", argument)
     if on and chat.session.choice.draft is None:
         raise ConfigError("this chat was started without a draft model: --draft MODEL")
-    chat.settings = replace(chat.settings, method="specexec" if on else "autoregressive")
+    if not on and chat.session.distributed:
+        raise ConfigError("--method dsi always drafts: leave it out to decode token by token")
+    chat.settings = replace(chat.settings, method=None if on else "autoregressive")
     chat.screen.notice(
         "drafting is on: several tokens a pass" if on
         else "drafting is off: one token a pass, the same text"

@@ -36,7 +36,7 @@ class ChatSettings:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    method: Method = "specexec"
+    method: Method | None = None  # the session's own, with drafts if it has a draft model
     thinking: bool = True
     show_drafts: bool = False
     markdown: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast, get_args
@@ -123,7 +124,6 @@ def chat(
                     session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring)
                 ),
                 generation=generation,
-                method=cast(Method, words["method"]),
                 thinking=not hide_thinking,
                 show_drafts=show_drafts,
             )
@@ -161,6 +161,8 @@ def converse(
     from specexec_cli.chat.repl import run
     from specexec_cli.cli.chat_screen import ConsoleScreen
 
+    if session.choice.draft is None:
+        settings = replace(settings, method="autoregressive")
     interactive = sys.stdin.isatty()
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
     running = Chat(

@@ -89,7 +89,7 @@ class TerminalReply:
         """A pass is done: shows its text."""
         self._passes += 1
         if not self._stopping:
-            self._status = f"pass {self._passes + 1}"
+            self._status = self._next_pass()
         settled: list[str] = []
         for piece, drafted in zip(step.pieces, step.drafted, strict=True):
             self._thought += self._splitter.thinking
@@ -122,6 +122,10 @@ class TerminalReply:
         self._text.add(part)
         return settled
 
+    def _next_pass(self) -> str:
+        drafting = self._settings.method != "autoregressive"
+        return f"pass {self._passes + 1}" + " · drafting" * drafting
+
     def _style(self, part: Part) -> str:
         shade = "dim " if part.thinking else ""
         if not self._settings.show_drafts:
@@ -147,7 +151,7 @@ class TerminalReply:
 
     def __enter__(self) -> TerminalReply:
         self._keyboard = QuietKeyboard()
-        self._status = "pass 1"
+        self._status = self._next_pass()
         self._draw([])
         return self
 

@@ -192,9 +192,12 @@ def test_read_puts_a_file_in_front_of_the_next_message(at: Setting, tmp_path: Pa
 
 def test_draft_off_decodes_token_by_token(at: Setting) -> None:
     at("say 1", "/draft off", "say 2", "/draft on", "say 3")
-    assert at.session.methods == ["specexec", "autoregressive", "specexec"]
+    assert at.session.methods == [None, "autoregressive", None]
     with pytest.raises(ConfigError, match="/draft is on or off, not ''"):
         at("/draft")
+    at.session.distributed = True
+    with pytest.raises(ConfigError, match="--method dsi always drafts"):
+        at("/draft off")
 
 
 def test_draft_needs_a_draft_model(tmp_path: Path) -> None:
