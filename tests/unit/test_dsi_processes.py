@@ -35,7 +35,7 @@ def test_lost_and_hung_processes_lose_and_repeat_no_token():
     )
     pids = [process.pid for process in workers._processes.values()]
     try:
-        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2, timeout_s=1.0), reports.append)
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2, timeout_s=2.0), reports.append)
         text: list[int] = []
         for commit in orchestrator.generate(PROMPT, 40):
             if not text:

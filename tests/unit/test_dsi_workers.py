@@ -60,11 +60,12 @@ def test_failing_and_hanging_servers_lose_and_repeat_no_token():
     servers = jittery(4, dies_at=[3, -1, -1, -1], hangs_at=[-1, -1, 2, -1])
     for slow in servers:  # slow enough that every server is needed
         slow.delay_s = lambda: 0.03
-    drafter = ToyDrafter(SEED, 0.9, lambda: 0.004)
-    tokens, _ = run(servers, drafter, 1, tokens=60, timeout_s=0.2, reports=reports)
+    # without rejections the hung task never turns stale: it must be waited for and sent again
+    drafter = ToyDrafter(SEED, 1.0, lambda: 0.004)
+    tokens, _ = run(servers, drafter, 1, tokens=60, timeout_s=1.0, reports=reports)
     assert tokens == autoregressive(SEED, PROMPT, 60)
     assert any("target server 0 is lost (RuntimeError: injected failure)" in r for r in reports)
-    assert any("target server 2 is lost (no answer for 0.2 s)" in r for r in reports)
+    assert any("target server 2 is lost (no answer for 1 s)" in r for r in reports)
 
 
 def test_a_failing_drafter_leaves_plain_decoding():
