@@ -70,15 +70,19 @@ def oracle(sessions):
 
 def combinations() -> list[tuple[int, int, int, int, str]]:
     """(prompt, sampling, seed, tree, tier): every value of each with many of the others."""
-    grid = list(itertools.product(range(len(PROMPTS)), range(len(SAMPLINGS)), (0, 7)))
     rng = np.random.default_rng(0)
-    rows = []
-    for repeat in range(4):
-        for prompt, sampling, seed in grid:
-            tree = int(rng.integers(len(TREES)))
-            tier = ("ssd", "ram", "none", "ssd")[(repeat + prompt + sampling) % 4]
-            rows.append((prompt, sampling, seed, tree, tier))
-    return rows
+    shares = np.array([1.0] * (len(TREES) - 2) + [0.25, 0.25])  # large trees are slow
+    grid = itertools.product(range(7), range(len(PROMPTS)), range(len(SAMPLINGS)))
+    return [
+        (
+            prompt,
+            sampling,
+            7 * (repeat % 2),
+            int(rng.choice(len(TREES), p=shares / shares.sum())),
+            ("ssd", "ram", "none")[(repeat + prompt + sampling) % 3],
+        )
+        for repeat, prompt, sampling in grid
+    ]
 
 
 @pytest.mark.parametrize("prompt", range(len(PROMPTS)))
@@ -148,5 +152,6 @@ def test_the_oracle_is_transformers(sessions, oracle):
         expected = own.generate(
             torch.tensor([tokens]), max_new_tokens=MAX_TOKENS, do_sample=False,
             pad_token_id=0, eos_token_id=sorted(session.eos_ids),
+            attention_mask=torch.ones(1, len(tokens), dtype=torch.int64),  # not guessed from pads
         )[0, len(tokens) :].tolist()  # fmt: skip
         assert oracle(tokens, SamplingConfig()) == expected

@@ -52,7 +52,7 @@ def write_target(folder: Path) -> int:
     """A Llama of equal random layers in bfloat16; returns its bytes."""
     config = byte_llama(
         hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256,
     )  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
@@ -99,6 +99,7 @@ def test_a_target_four_times_larger_than_its_memory(tmp_path: Path) -> None:
     )
     prompt = save_byte_tokenizer(tmp_path / "words").encode(PROMPT)
     expected = own.generate(
-        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0,
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
     )[0, len(prompt) :].tolist()  # fmt: skip
     assert result["tokens"] == expected
