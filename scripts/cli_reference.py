@@ -8,6 +8,8 @@ from pathlib import Path
 
 from typer.main import get_command
 
+from specexec_cli.chat.commands import COMMANDS, KEYS
+from specexec_cli.chat.settings import KEYS as SETTINGS
 from specexec_cli.cli.main import app
 
 PATH = Path(__file__).parents[1] / "docs" / "cli.md"
@@ -27,6 +29,11 @@ def _describe(command: object, name: str, lines: list[str]) -> None:
     rows = [row for parameter in command.params if (row := _row(parameter))]  # type: ignore[attr-defined]
     if rows:
         lines += ["| option | default | |", "|---|---|---|", *rows, ""]
+    if name == "specexec chat":
+        lines += ["Commands and keys while it runs:", "", "| command | |", "|---|---|"]
+        for typed, meaning in [*((c.usage, c.help) for c in COMMANDS), *KEYS]:
+            lines.append(f"| `{typed.replace('|', chr(92) + '|')}` | {meaning} |")
+        lines += ["", f"Keys of `/set`: {', '.join(f'`{key}`' for key in SETTINGS)}.", ""]
     for child_name, child in getattr(command, "commands", {}).items():
         _describe(child, f"{name} {child_name}", lines)
 

@@ -22,6 +22,11 @@ class Command:
     run: Callable[[Chat, str], None]
     also: tuple[str, ...] = ()
 
+    @property
+    def usage(self) -> str:
+        """'/save FILE'."""
+        return f"/{self.name} {self.argument}".strip()
+
 
 def run_command(chat: Chat, line: str) -> None:
     """Runs a line that begins with /.
@@ -43,8 +48,7 @@ def run_command(chat: Chat, line: str) -> None:
 
 
 def _help(chat: Chat, argument: str) -> None:
-    chat.screen.table([(f"/{c.name} {c.argument}".strip(), c.help) for c in COMMANDS])
-    chat.screen.table(KEYS)
+    chat.screen.table([*((c.usage, c.help) for c in COMMANDS), *KEYS])
 
 
 def _exit(chat: Chat, argument: str) -> None:
