@@ -15,7 +15,6 @@ import transformers
 from checkpoints import byte_llama, save_byte_tokenizer, save_pair
 from safetensors.torch import save_file
 
-LAYERS = 40
 PROMPT = "def f(x):"
 
 # The limit is set after all that costs memory whatever the target: imports, threads, a draft model.
@@ -29,7 +28,7 @@ from specexec_cli.session import Session
 def generate(target, draft, offload):
     with Session.open(target=target, draft=draft, dtype="float32", offload=offload) as session:
         steps = session.generate({PROMPT!r}, tree=TreeConfig(budget=8, max_depth=4),
-                                 generation=GenerationConfig(max_tokens=8))
+                                 generation=GenerationConfig(max_tokens=4))
         return [token for step in steps for token in step.tokens], dict(session.settings)
 
 target, small, draft, share = sys.argv[1:]
@@ -51,8 +50,8 @@ print(json.dumps({{"tokens": tokens, "offload": settings["offload"], "refused": 
 def write_target(folder: Path) -> int:
     """A Llama of equal random layers in bfloat16; returns its bytes."""
     config = byte_llama(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=256,
+        hidden_size=640, intermediate_size=1728, num_hidden_layers=64, num_attention_heads=10,
+        num_key_value_heads=2, max_position_embeddings=64,
     )  # fmt: skip
     config.architectures = ["LlamaForCausalLM"]
     config.dtype = torch.bfloat16
@@ -68,7 +67,7 @@ def write_target(folder: Path) -> int:
         if kind not in made:
             noise = torch.randn(parameter.shape, generator=generator) * 0.03
             made[kind] = (noise + (1.0 if "norm" in kind else 0.0)).to(torch.bfloat16)
-        tensors[name] = made[kind].clone()
+        tensors[name] = made[kind].clone()  # safetensors stores no memory twice
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_byte_tokenizer(folder)
     return (folder / "model.safetensors").stat().st_size
@@ -81,7 +80,7 @@ def test_a_target_four_times_larger_than_its_memory(tmp_path: Path) -> None:
     if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
         pytest.skip("the address space is already limited")
     n_bytes = write_target(tmp_path / "target")
-    assert n_bytes > 200_000_000
+    assert n_bytes > 500_000_000, "a quarter holds what cannot be streamed"
     small, draft = save_pair(tmp_path / "small")
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, tmp_path / "target", small, draft, str(n_bytes // 4)],
@@ -99,7 +98,7 @@ def test_a_target_four_times_larger_than_its_memory(tmp_path: Path) -> None:
     )
     prompt = save_byte_tokenizer(tmp_path / "words").encode(PROMPT)
     expected = own.generate(
-        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, pad_token_id=0,
+        torch.tensor([prompt]), max_new_tokens=4, do_sample=False, pad_token_id=0,
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
     )[0, len(prompt) :].tolist()  # fmt: skip
     assert result["tokens"] == expected
