@@ -29,7 +29,7 @@ def shapes(draw: st.DrawFn) -> TreeConfig:
     return TreeConfig(budget=draw(st.integers(depth, 20)), max_depth=depth)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     target=seeds,
     draft=seeds,
@@ -51,7 +51,7 @@ def test_chains_and_beams_yield_the_autoregressive_tokens(
     assert all(step.tree_depth <= tree.max_depth for step in steps)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     target=seeds,
     draft=seeds,
@@ -70,7 +70,7 @@ def test_greedy_rejection_sampling_yields_the_autoregressive_tokens(
     assert tokens_of(steps) == tokens_of(plain)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     target=seeds,
     draft=seeds,
@@ -98,7 +98,7 @@ def test_sampled_trees_end_where_they_should(
     assert len(tokens) == max_tokens or tokens[-1] in eos_ids
 
 
-_VOCAB, _LENGTH, _SAMPLES = 3, 3, 1500
+_VOCAB, _LENGTH, _SAMPLES = 3, 3, 1200
 _TARGET = ToyLM(11, vocab_size=_VOCAB, scale=1.0)
 _PLAIN = {"temperature": 1.0}
 _FILTERED = {"temperature": 0.8, "top_p": 0.9}
@@ -188,7 +188,7 @@ def test_the_improvement_factor_predicts_the_measured_speedup(length, noise, cos
         draft = NoisyCopy(model, seed, noise)
         drafter = ToySampledDrafter(draft, tree, sampler, grow_chain, clock, cost_ratio)
         for step in rejection_sampling(TimedTarget(model, clock=clock), drafter, sampler,
-                                       (1, 2), 150, ()):  # fmt: skip
+                                       (1, 2), 120, ()):  # fmt: skip
             kept = sum(step.drafted)
             accepted += kept
             tested += kept + (kept < step.tree_nodes)

@@ -1,0 +1,284 @@
+"""The same checkpoint, prompts and memory cap: specexec beside other programs, in turns.
+
+    python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
+    python scripts/bench_peers.py --rig /var/tmp/rig-7b --cap 4GB
+
+Each peer runs in a virtual environment of its own, which this script makes under --home. Every run
+is a new process under the cap, with the rig's files dropped from the page cache before it, and
+writes the same number of greedy tokens. A peer that fails is a row with its message. Times do not
+hold the opening of the model, which is a column of its own; they do hold the prompt. Prints a
+table; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memory_cap import run_capped
+
+from specexec_cli.bench.datasets import load_dataset
+from specexec_cli.bench.environment import environment
+from specexec_cli.bench.metrics import spread
+from specexec_cli.bench.tables import aligned
+from specexec_cli.cli.plan import parse_bytes
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+from specexec_cli.models.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+DEMO_DRAFT = HERE.parent / "specexec_cli" / "demo" / "draft"
+BASELINE = "accelerate"
+_TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A program and how to run it; `needs` empty: this very environment."""
+
+    program: str  # in peer_worker.PROGRAMS
+    needs: tuple[str, ...] = ()
+    drafts: bool = False
+    direct: bool = False  # llama.cpp without mmap
+
+
+PEERS: Mapping[str, Peer] = {
+    BASELINE: Peer("accelerate", _TRANSFORMERS),
+    "accelerate assisted": Peer("assisted", _TRANSFORMERS, drafts=True),
+    "airllm": Peer("airllm", ("torch==2.13.0", "airllm==4.0.0")),
+    "llama.cpp mmap": Peer("llama_cpp", ("llama-cpp-python==0.3.36", "gguf==0.19.0")),
+    "llama.cpp read": Peer("llama_cpp", ("llama-cpp-python==0.3.36", "gguf==0.19.0"), direct=True),
+    "specexec autoregressive": Peer("specexec"),
+    "specexec": Peer("specexec", drafts=True),
+}
+
+
+def python_of(peer: Peer, home: Path) -> Path:
+    """The peer's interpreter, its environment made first where there is none.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not install it.
+    """
+    if not peer.needs:
+        return Path(sys.executable)
+    folder = home / "-".join(sorted(peer.needs)).replace("==", "_")
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        print(f"installing {', '.join(peer.needs)} in {folder}", file=sys.stderr)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run(
+            [python, "-m", "pip", "install", "-q", *peer.needs],
+            check=True, stdout=sys.stderr, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        (folder / "complete").touch()
+    return python
+
+
+def drop_from_page_cache(paths: Sequence[Path]) -> None:
+    """Makes the next reader of these files read the disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+class PeerBench:
+    """Runs peers on one rig and keeps what they measured."""
+
+    def __init__(self, options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
+        self.options = options
+        self.prompts = prompts
+        self.results: dict[str, list[dict[str, Any]]] = {name: [] for name in options.peers}
+        self.failed: dict[str, str] = {}
+
+    def prepare(self) -> None:
+        """Environments, and the GGUF where llama.cpp takes part. Failures are kept as such."""
+        for name in self.options.peers:
+            peer = PEERS[name]
+            try:
+                python = python_of(peer, self.options.home)
+                if peer.program == "llama_cpp" and not self.options.gguf.exists():
+                    partial = self.options.gguf.with_suffix(".partial")
+                    rig = self.options.rig
+                    subprocess.run([python, HERE / "gguf_rig.py", rig, partial], check=True)
+                    partial.replace(self.options.gguf)
+            except (OSError, subprocess.CalledProcessError) as error:
+                self.failed[name] = f"could not be installed: {error}"
+
+    def run(self, name: str) -> None:
+        """One process of one peer over all prompts."""
+        if name in self.failed:
+            return
+        peer, options = PEERS[name], self.options
+        drop_from_page_cache([*sorted(options.rig.glob("*.safetensors")), *self._gguf()])
+        with tempfile.TemporaryDirectory(dir=options.home) as scratch:
+            task, result = Path(scratch, "task.json"), Path(scratch, "result.json")
+            task.write_text(json.dumps(self._task(peer, scratch)))
+            command = [str(python_of(peer, options.home)), str(HERE / "peer_worker.py"),
+                       str(task), str(result)]  # fmt: skip
+            status = _limited(command, options.cap)
+            if not result.exists():
+                self.failed[name] = f"ended with status {status}, killed by the cap perhaps"
+                return
+            found = json.loads(result.read_text())
+        if "failed" in found:
+            self.failed[name] = found["failed"]
+        else:
+            self.results[name].append(found)
+
+    def _gguf(self) -> list[Path]:
+        return [self.options.gguf] if self.options.gguf.exists() else []
+
+    def _task(self, peer: Peer, scratch: str) -> dict[str, Any]:
+        options = self.options
+        depth = min(options.depth, options.budget)
+        return {
+            "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
+            "draft": str(options.draft) if peer.drafts else None, "direct": peer.direct,
+            "prompts": [list(prompt) for prompt in self.prompts], "tokens": options.tokens,
+            "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
+            "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch},
+        }  # fmt: skip
+
+    def summary(self) -> list[dict[str, Any]]:
+        """One entry per peer, with samples."""
+        entries = []
+        reference = self._texts("specexec autoregressive") or self._texts(BASELINE)
+        for name in self.options.peers:
+            if name in self.failed or not self.results[name]:
+                reason = self.failed.get(name, "stopped before its turn")
+                entries.append({"peer": name, "failed": reason})
+                continue
+            runs = [run for result in self.results[name] for run in result["runs"]]
+            rates = [len(run["tokens"]) / run["total_s"] for run in runs]
+            texts = self._texts(name)
+            same = [_common(a, b) for a, b in zip(texts, reference, strict=False)]
+            entries.append({
+                "peer": name,
+                "tokens_per_s": spread(rates),
+                "first_s": spread([run["first_s"] for run in runs]),
+                "read_bytes_per_s": spread([r["read_bytes"] / r["total_s"] for r in runs]),
+                "load_s": spread([result["load_s"] for result in self.results[name]]),
+                "peak_rss_bytes": max(r["peak_rss_bytes"] for r in self.results[name]),
+                "same_tokens": sum(same) / len(same) if same else None,
+            })  # fmt: skip
+        return entries
+
+    def _texts(self, name: str) -> list[list[int]]:
+        results = self.results.get(name) or [{"runs": []}]
+        return [run["tokens"] for run in results[0]["runs"]]
+
+
+def _limited(command: Sequence[str], cap: int) -> int:
+    if cap:
+        return run_capped(command, cap)
+    return subprocess.run(command, check=False).returncode
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> float:
+    """Share of tokens before the first that differs."""
+    pairs = list(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
+
+
+def show(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The table; ratios are of median tokens/s to accelerate's."""
+    base = next((e for e in entries if e["peer"] == BASELINE and "failed" not in e), None)
+    header = ["program", "tok/s p50", "p20-p80", "ratio", "first token s", "GB/s", "peak RSS GB",
+              "open s", "same tokens"]  # fmt: skip
+    rows, failures = [], []
+    for entry in entries:
+        if "failed" in entry:
+            failures.append(f"{entry['peer']} failed: {entry['failed']}")
+            continue
+        rate = entry["tokens_per_s"]
+        ratio = f"{rate['p50'] / base['tokens_per_s']['p50']:.2f}x" if base else "-"
+        rows.append([
+            entry["peer"], f"{rate['p50']:.3f}", f"{rate['p20']:.3f}-{rate['p80']:.3f}", ratio,
+            f"{entry['first_s']['p50']:.2f}", f"{entry['read_bytes_per_s']['p50'] / 1e9:.2f}",
+            f"{entry['peak_rss_bytes'] / 1e9:.2f}", f"{entry['load_s']['p50']:.1f}",
+            "-" if entry["same_tokens"] is None else f"{entry['same_tokens']:.0%}",
+        ])  # fmt: skip
+    return "\n".join([*aligned(header, rows), *failures])
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options, checked.
+
+    Raises:
+        ConfigError: an unknown peer, or numbers that make no sense.
+    """
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rig", type=Path, required=True)
+    parser.add_argument("--draft", type=Path, default=DEMO_DRAFT)
+    parser.add_argument("--cap", default="0", help="memory of each program, e.g. 4GB; 0: no limit")
+    parser.add_argument("--peers", default=",".join(PEERS))
+    parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "specexec-peers")
+    parser.add_argument("--gguf", type=Path, help="default: RIG.gguf beside the rig")
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=2)
+    for name, value in (("--budget", 64), ("--depth", 16), ("--batch", 8)):
+        parser.add_argument(name, type=int, default=value)
+    parser.add_argument("--offload", default="ssd", choices=("ssd", "auto"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
+    options = parser.parse_args(arguments)
+    options.peers = [name.strip() for name in options.peers.split(",")]
+    if unknown := [name for name in options.peers if name not in PEERS]:
+        raise ConfigError(f"no peer '{unknown[0]}'; there are {', '.join(PEERS)}")
+    if min(options.prompts, options.tokens, options.repeats) < 1:
+        raise ConfigError("--prompts, --tokens and --repeats must be 1 or more")
+    if not (options.rig / "config.json").is_file():
+        raise ConfigError(f"no rig in {options.rig}: write one with scripts/make_rig.py")
+    options.cap = parse_bytes(options.cap, "--cap") if options.cap != "0" else 0
+    options.rig, options.draft = options.rig.resolve(), options.draft.resolve()
+    options.gguf = options.gguf or options.rig.with_name(options.rig.name + ".gguf")
+    options.home.mkdir(parents=True, exist_ok=True)
+    if shutil.disk_usage(options.home).free < 2 << 30:
+        raise ConfigError(f"{options.home} has less than 2 GB free: choose another --home")
+    return options
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measures and prints."""
+    options = parse(arguments)
+    words = load_tokenizer(options.rig)
+    dataset = load_dataset("demo", data_folder=Path(), count=2 * options.prompts)
+    texts = [prompt.text for prompt in dataset.prompts if not prompt.chat][: options.prompts]
+    bench = PeerBench(options, [words.encode(text) for text in texts])
+    bench.prepare()
+    began = time.perf_counter()
+    for repeat in range(options.repeats):
+        for turn in range(len(options.peers)):
+            name = options.peers[(repeat + turn) % len(options.peers)]
+            print(
+                f"{time.perf_counter() - began:6.0f} s  round {repeat + 1}: {name}", file=sys.stderr
+            )
+            bench.run(name)
+    entries = bench.summary()
+    config = {name: str(value) if isinstance(value, Path) else value
+              for name, value in vars(options).items()}  # fmt: skip
+    print(show(entries))
+    print(json.dumps({"schema": 1, "config": config, "peers": entries, **environment()}))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except SpecexecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED_EXIT_CODE)

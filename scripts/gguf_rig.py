@@ -1,0 +1,112 @@
+"""Write a Llama rig's weights as a bf16 GGUF for llama.cpp, tensor by tensor.
+
+    python gguf_rig.py RIG OUT.gguf        (needs the packages gguf and numpy)
+
+Prompts go in as token ids, so the vocabulary only needs its size: each token is spelled by number.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+_NAMES = {
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+    """(name, shape, bf16 words) of every tensor in the checkpoint's files."""
+    for path in sorted(rig.glob("*.safetensors")):
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header: dict[str, Any] = json.loads(file.read(length))
+        words = np.memmap(path, np.uint8, "r", offset=8 + length)
+        for name, entry in header.items():
+            if name != "__metadata__":
+                if entry["dtype"] != "BF16":
+                    raise SystemExit(f"{path}: {name} is {entry['dtype']}, expected BF16")
+                start, stop = entry["data_offsets"]
+                yield name, tuple(entry["shape"]), words[start:stop].view(np.uint16)
+
+
+def _renamed(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem.startswith("model.layers."):
+        _, _, layer, inner = stem.split(".", 3)
+        return f"blk.{layer}.{_NAMES[inner]}.weight"
+    return f"{_NAMES[stem]}.weight"
+
+
+def _interleaved(words: np.ndarray, shape: tuple[int, ...], heads: int) -> np.ndarray:
+    """Query and key rows in llama.cpp's order: rotary pairs beside each other."""
+    rows = words.reshape(heads, 2, shape[0] // heads // 2, shape[1])
+    return rows.swapaxes(1, 2).reshape(shape)
+
+
+def _header(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_tokenizer_model("llama")
+    words = [f"<{token}>".encode() for token in range(config["vocab_size"])]
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types([int(gguf.TokenType.NORMAL)] * len(words))
+
+
+def write(rig: Path, out: Path) -> None:
+    """Converts; norms become float32, as llama.cpp wants them."""
+    config = json.loads((rig / "config.json").read_text())
+    if config["model_type"] != "llama":
+        raise SystemExit(f"{rig}: only Llama rigs can be converted, not {config['model_type']}")
+    writer = gguf.GGUFWriter(out, "llama")
+    _header(writer, config)
+    heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+    kinds = gguf.GGMLQuantizationType
+    for name, shape, _ in _tensors(rig):
+        kind, size = (kinds.F32, 4) if len(shape) == 1 else (kinds.BF16, 2)
+        n_bytes = int(np.prod(shape)) * size
+        raw = (shape[0],) if kind == kinds.F32 else (shape[0], shape[1] * 2)
+        writer.add_tensor_info(
+            _renamed(name), raw, np.dtype(np.float32 if size == 4 else np.uint8), n_bytes, kind
+        )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for name, shape, words in _tensors(rig):
+        if len(shape) == 1:
+            writer.write_tensor_data((words.astype(np.uint32) << 16).view(np.float32))
+            continue
+        count = next((config[key] for part, key in heads.items() if part in name), None)
+        ordered = _interleaved(words, shape, count) if count else words.reshape(shape)
+        writer.write_tensor_data(np.ascontiguousarray(ordered).view(np.uint8))
+    writer.close()
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]), Path(sys.argv[2]))

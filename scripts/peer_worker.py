@@ -1,0 +1,186 @@
+"""One program of bench_peers.py, run by the Python of its own virtual environment.
+
+    python peer_worker.py TASK.json RESULT.json
+
+Generates greedily behind each prompt of the task and writes tokens and times. Imports nothing of
+specexec but for its own two entries, since the other programs' environments do not have it.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+# (prompt tokens) -> generated tokens; calls back as tokens come
+Generate = Callable[[Sequence[int], Callable[[int], None]], list[int]]
+
+
+class _Counter:
+    """A transformers streamer that only says when tokens come."""
+
+    def __init__(self, came: Callable[[int], None]) -> None:
+        self._came = came
+        self._prompt = True
+
+    def put(self, value: Any) -> None:
+        if not self._prompt:
+            self._came(value.numel())
+        self._prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+def accelerate(task: dict[str, Any]) -> Generate:
+    """transformers with every decoder layer offloaded to disk by accelerate."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.layers": "disk",
+              "model.norm": "cpu", "lm_head": "cpu"}  # fmt: skip
+    folder = tempfile.mkdtemp(dir=task["scratch"])
+    model = AutoModelForCausalLM.from_pretrained(
+        task["rig"], dtype=torch.bfloat16, device_map=places, offload_folder=folder
+    )
+    draft = None
+    if task["draft"] is not None:
+        draft = AutoModelForCausalLM.from_pretrained(task["draft"], dtype=torch.bfloat16)
+
+    def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
+        ids = torch.tensor([list(prompt)])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=task["tokens"],
+            min_new_tokens=task["tokens"], do_sample=False, assistant_model=draft,
+            streamer=_Counter(came), pad_token_id=0,
+        )  # fmt: skip
+        return [int(token) for token in output[0, len(prompt) :]]
+
+    return generate
+
+
+def assisted(task: dict[str, Any]) -> Generate:
+    """The same with transformers' assisted generation by the draft model."""
+    return accelerate(task)
+
+
+def airllm(task: dict[str, Any]) -> Generate:
+    """AirLLM, which splits the checkpoint into layer files first."""
+    import torch
+    from airllm import AutoModel
+
+    model = AutoModel.from_pretrained(
+        task["rig"], device="cpu", layer_shards_saving_path=task["scratch"], prefetching=False
+    )
+
+    def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
+        output = model.generate(
+            torch.tensor([list(prompt)]), max_new_tokens=task["tokens"],
+            min_new_tokens=task["tokens"], do_sample=False, use_cache=True,
+            return_dict_in_generate=True, streamer=_Counter(came),
+        )  # fmt: skip
+        return [int(token) for token in output.sequences[0, len(prompt) :]]
+
+    return generate
+
+
+def llama_cpp(task: dict[str, Any]) -> Generate:
+    """llama.cpp with a memory-mapped bf16 GGUF."""
+    from llama_cpp import Llama
+
+    model = Llama(
+        model_path=task["gguf"], n_ctx=1024, n_batch=512, use_mmap=not task["direct"],
+        verbose=False, logits_all=False,
+    )  # fmt: skip
+
+    def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
+        model.reset()
+        tokens: list[int] = []
+        for token in model.generate(list(prompt), temp=0.0, top_k=1, repeat_penalty=1.0):
+            tokens.append(int(token))
+            came(1)
+            if len(tokens) == task["tokens"]:
+                break
+        return tokens
+
+    return generate
+
+
+def specexec(task: dict[str, Any]) -> Generate:
+    """specexec from SSD, with the draft model's trees where the task names one."""
+    from specexec_cli.config import GenerationConfig, TreeConfig
+    from specexec_cli.session import Session
+
+    method = "autoregressive" if task["draft"] is None else "specexec"
+    session = Session.open(
+        target=task["rig"], draft=task["draft"], method=method, offload=task["offload"],
+        dtype=task["dtype"],
+    )  # fmt: skip
+    session.eos_ids = frozenset()  # as many tokens as the others write
+    tree = TreeConfig(**task["tree"])
+
+    def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
+        session.forget()
+        settings = GenerationConfig(max_tokens=task["tokens"])
+        tokens: list[int] = []
+        for step in session.generate(prompt, tree=tree, generation=settings, method=method):
+            tokens += step.tokens
+            came(len(step.tokens))
+        return tokens
+
+    return generate
+
+
+PROGRAMS: dict[str, Callable[[dict[str, Any]], Generate]] = {
+    "accelerate": accelerate, "assisted": assisted, "airllm": airllm, "llama_cpp": llama_cpp,
+    "specexec": specexec,
+}  # fmt: skip
+
+
+def _read_bytes() -> int:
+    """Bytes that storage delivered to this process, page faults and O_DIRECT included."""
+    for line in Path("/proc/self/io").read_text().splitlines():
+        if line.startswith("read_bytes:"):
+            return int(line.split()[1])
+    raise RuntimeError("the kernel does not count this process's reads")
+
+
+def _measured(generate: Generate, prompt: Sequence[int]) -> dict[str, Any]:
+    first_s: list[float] = []
+    began, read_before = time.perf_counter(), _read_bytes()
+
+    def came(count: int) -> None:
+        if not first_s:
+            first_s.append(time.perf_counter() - began)
+
+    tokens = generate(prompt, came)
+    return {
+        "tokens": tokens,
+        "first_s": first_s[0],
+        "total_s": time.perf_counter() - began,
+        "read_bytes": _read_bytes() - read_before,
+    }
+
+
+def main() -> None:
+    """Runs the task; a failure is the message of its last line."""
+    task = json.loads(Path(sys.argv[1]).read_text())
+    began = time.perf_counter()
+    try:
+        generate = PROGRAMS[task["program"]](task)
+        load_s = time.perf_counter() - began
+        runs = [_measured(generate, prompt) for prompt in task["prompts"]]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        result = {"load_s": load_s, "runs": runs, "peak_rss_bytes": peak}
+    except Exception as error:  # whatever a peer raises is its result
+        result = {"failed": f"{type(error).__name__}: {error}"[:500]}
+    Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
