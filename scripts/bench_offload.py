@@ -5,7 +5,8 @@
 
 The floor of a pass is max(bytes streamed / raw read rate, arithmetic alone), all of it measured in
 this run and in turns, so that a machine that slows down for a while slows everything down. A ratio
-is taken with the raw rate measured just before. Prints a table; the last line is JSON.
+is taken with the raw rate measured just before and just after. Prints a table; the last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from memory_cap import KIND_VARIABLE, cgroup_peak_bytes, run_capped
-from offload_measure import Measure, RawReader
+from offload_measure import PREFIX_TOKENS, Measure, RawReader, room_for
 from offload_report import Samples, environment, results, show
 
 from specexec_cli.cli.plan import parse_bytes
@@ -43,10 +46,10 @@ from specexec_cli.offload.stream import Tier
 from specexec_cli.opening import pick_dtype
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
+Measured = TypeVar("Measured")
 METHODS: tuple[Method, ...] = ("autoregressive", "specexec")
 RING_SLOTS = 3
-CONTEXT_TOKENS = 1024  # planned for; prompts are short
-RAW_SHARE = 0.25  # of the files, read before each streamed measurement
+RAW_SHARE = 0.125  # of the files, read before and after each streamed measurement
 ENOUGH_S = 90.0  # a long measurement is not repeated beyond this, once there are two
 
 
@@ -92,6 +95,7 @@ class Bench:
     eos: frozenset[int]
     sizes: tuple[ModelBytes, ModelBytes]
     plan: Plan
+    context_tokens: int
     samples: Samples = field(default_factory=Samples)
     dtype: torch.dtype = torch.float32
 
@@ -99,33 +103,38 @@ class Bench:
         """Everything once, in turns."""
         samples = self.samples
         tell(f"round {number + 1}/{self.config.repeats}: streaming only")
-        rate = self.read_raw()
-        samples.stream.append((self.measure.streaming_pass(), rate))
+        samples.stream.append(self.beside_raw(self.measure.streaming_pass))
         for rows in self.config.all_rows:
             if _enough([seconds for seconds, _ in samples.passes[rows]]):
                 continue
             tell(f"round {number + 1}/{self.config.repeats}: {rows} rows")
             samples.compute[rows].append(self.measure.compute_alone(rows))
-            rate = self.read_raw()
-            samples.passes[rows].append((self.measure.streamed_pass(rows), rate))
+            samples.passes[rows].append(self.beside_raw(partial(self.measure.streamed_pass, rows)))
         prompt = self.prompts[number % len(self.prompts)]
         for method in METHODS:
             tell(f"round {number + 1}/{self.config.repeats}: {method}")
-            rate = self.read_raw()
-            first_s, steps = self.measure.iterations(
-                method, prompt, self.config.steps, self.config.tree, self.eos
-            )
+            decode = partial(
+                self.measure.iterations,
+                method, prompt, self.config.steps, self.config.tree, self.eos,
+            )  # fmt: skip
+            (first_s, steps), rate = self.beside_raw(decode)
             samples.first_s[method].append(first_s)
             samples.steps[method] += [(seconds, rate, step) for step, seconds in steps[1:]]
             tokens = [token for step, _ in steps for token in step.tokens]
             samples.texts[method].append(tuple(tokens))
 
-    def read_raw(self) -> float:
-        """Bytes per second of the bare files, while nothing else reads."""
-        self.measure.wait_for_full_ring()
-        count, seconds = self.raw.read(RAW_SHARE)
-        self.samples.raw.append(count / seconds)
-        return count / seconds
+    def beside_raw(self, measure: Callable[[], Measured]) -> tuple[Measured, float]:
+        """A measurement, and the rate of the bare files just before and just after it."""
+        n_bytes, total_s = self._read_raw()
+        measured = measure()
+        n_bytes_after, after_s = self._read_raw()
+        rate = (n_bytes + n_bytes_after) / (total_s + after_s)
+        self.samples.raw.append(rate)
+        return measured, rate
+
+    def _read_raw(self) -> tuple[int, float]:
+        self.measure.wait_for_full_ring()  # nothing else reads now
+        return self.raw.read(RAW_SHARE)
 
 
 def _enough(times: list[float]) -> bool:
@@ -140,6 +149,7 @@ def plan_for(
     config: Config,
     sizes: tuple[ModelBytes, ModelBytes],
     dtype: torch.dtype,
+    context_tokens: int,
     ssd_bytes_per_s: float = 2e9,
     flops: FlopsByRows = (),
 ) -> Plan:
@@ -149,7 +159,7 @@ def plan_for(
         OutOfMemoryError: it does not fit.
     """
     work = Work(
-        context_tokens=CONTEXT_TOKENS, budget=config.budget, chunk_rows=max(config.all_rows),
+        context_tokens=context_tokens, budget=config.budget, chunk_rows=max(config.all_rows),
         item_bytes=dtype.itemsize,
     )  # fmt: skip
     machine = Machine(
@@ -179,23 +189,33 @@ def open_bench(config: Config) -> Bench:
         cast(DtypeName, config.dtype), cpu, checkpoint.total_bytes, model_config.dtype
     )
     sizes = (_sizes(config.rig), _sizes(config.draft))
-    plan = plan_for(config, sizes, dtype)
+    words = load_tokenizer(config.rig)
+    prompts = [list(words.encode(text)) for text in _prompts(config.seed)]
+    context = most_tokens(config, prompts)
+    plan = plan_for(config, sizes, dtype, context)
     draft = StreamedModel.open(config.draft, device=cpu, dtype=dtype, tiers=None)
     target = StreamedModel.open(
         config.rig, device=cpu, dtype=dtype, tiers=cast(list[Tier], plan.tiers),
         slots=plan.ssd_slots, notice=tell,
     )  # fmt: skip
-    words = load_tokenizer(config.rig)
     return Bench(
         config=config,
         measure=Measure(target, draft, config.seed),
         raw=RawReader(sorted({tensor.path for tensor in checkpoint.values()})),
-        prompts=[list(words.encode(text)) for text in _prompts(config.seed)],
+        prompts=prompts,
+        context_tokens=context,
         eos=eos_token_ids(config.rig, model_config, words),
         sizes=sizes,
         plan=plan,
         dtype=dtype,
     )
+
+
+def most_tokens(config: Config, prompts: list[list[int]]) -> int:
+    """Longest text and prompt of this run, in tokens, or rows of a pass behind its prefix."""
+    used = prompts[: config.repeats]
+    decoding = max(map(len, used)) + room_for(config.steps, config.tree)
+    return max(decoding, PREFIX_TOKENS + max(config.all_rows) - config.budget)
 
 
 def _sizes(folder: Path) -> ModelBytes:
@@ -231,8 +251,8 @@ def run(config: Config) -> dict[str, Any]:
     linear_flops = probe_flops(
         torch.bfloat16, bench.dtype, lambda rows, weight: mixed_linear(rows, weight, None)
     )
-    told = plan_for(config, bench.sizes, bench.dtype, found["raw"]["bytes_per_s"]["p50"],
-                    linear_flops)  # fmt: skip
+    told = plan_for(config, bench.sizes, bench.dtype, bench.context_tokens,
+                    found["raw"]["bytes_per_s"]["p50"], linear_flops)  # fmt: skip
     found["knee"]["planned_rows"] = told.knee_rows
     return {
         **environment(config.rig, config.seed),

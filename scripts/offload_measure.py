@@ -141,6 +141,11 @@ class _OneLayer:
         pass
 
 
+def room_for(steps: int, tree: TreeConfig) -> int:
+    """Most tokens that this many counted iterations and the first one can commit."""
+    return (steps + 2) * (tree.max_depth + 1)
+
+
 class Measure:
     """What can be timed on an opened target and draft model."""
 
@@ -201,7 +206,7 @@ class Measure:
             seconds of the first step, which prefills, and all steps with their seconds.
         """
         sampler = Sampler(SamplingConfig())
-        room = (count + 2) * (tree.max_depth + 1)
+        room = room_for(count, tree)
         self.target.crop(0)
         self.target.reserve(len(prompt) + room + tree.budget)
         if method == "specexec":

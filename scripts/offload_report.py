@@ -27,7 +27,7 @@ Spread = dict[str, float]
 
 @dataclass(slots=True)
 class Samples:
-    """Everything measured, round after round; raw rates are those measured just before."""
+    """Everything measured, round after round; raw rates are those measured beside."""
 
     raw: list[float] = field(default_factory=list)  # bytes per second
     stream: list[tuple[float, float]] = field(default_factory=list)  # seconds, raw rate
