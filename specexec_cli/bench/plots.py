@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,9 +31,10 @@ def draw_all(
     """
     drawn: list[Path] = []
     figures: list[tuple[str, Any]] = []
-    for (pair, dataset, temperature), group in _panels(summaries).items():
-        title = f"{pair}, {dataset}, temperature {temperature:g}"
-        name = f"{pair}-{dataset}-t{temperature:g}".replace("/", "_")
+    for number, group in enumerate(_panels(summaries), start=1):
+        config, temperature = group[0]["config"], group[0]["case"]["temperature"]
+        title = f"pair {config['pair']}, prompts {config['dataset']}, temperature {temperature:g}"
+        name = f"{number}-{config['pair']}-{config['dataset']}-t{temperature:g}".replace("/", "_")
         figures.append((f"tokens-per-pass-{name}", _against_budget(group, title, *_RATE)))
         figures.append((f"tokens-per-s-{name}", _against_budget(group, title, *_SPEED)))
         figures.append((f"time-split-{name}", _time_split(group, title)))
@@ -49,17 +51,17 @@ def draw_all(
     return drawn
 
 
-def _panels(summaries: Sequence[Summary]) -> dict[tuple[str, str, float], list[Summary]]:
-    """What belongs into one figure."""
-    panels: dict[tuple[str, str, float], list[Summary]] = {}
+def _panels(summaries: Sequence[Summary]) -> list[list[Summary]]:
+    """What belongs into one figure: all but method and tree is the same."""
+    panels: dict[str, list[Summary]] = {}
     for summary in summaries:
-        config = summary["config"]
-        key = (config["pair"], config["dataset"], summary["case"]["temperature"])
-        panels.setdefault(key, []).append(summary)
-    return panels
+        case, environment = summary["case"], summary["environment"]
+        key = [summary["config"], case["temperature"], environment["commit"]]
+        panels.setdefault(json.dumps([*key, environment["hardware"]]), []).append(summary)
+    return list(panels.values())
 
 
-def _figure(title: str) -> tuple[Any, Any]:
+def _figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -68,7 +70,7 @@ def _figure(title: str) -> tuple[Any, Any]:
             "drawing needs matplotlib, which is not installed: pip install 'specexec-cli[plots]', "
             "or leave --figures out"
         ) from error
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_title(title, fontsize=10)
@@ -114,7 +116,7 @@ def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label
 
 def _time_split(summaries: Sequence[Summary], title: str) -> Any:
     """Seconds per generated token: drafting, streaming at the link's best, the rest of a pass."""
-    figure, axes = _figure(title)
+    figure, axes = _figure(title, 1.2 + 0.25 * len(summaries))
     parts: dict[str, list[float]] = {"draft": [], "stream at the link's rate": [],
                                      "rest of the passes": [], "other": []}  # fmt: skip
     for summary in summaries:
