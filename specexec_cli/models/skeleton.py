@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
@@ -104,7 +106,7 @@ def build_skeleton(
     # Soft-capped attention logits exist in transformers' eager attention alone.
     softcapping = getattr(config, "attn_logit_softcapping", None) is not None
     try:
-        with init_empty_weights(include_buffers=False):
+        with init_empty_weights(include_buffers=False), _EmptyOnMeta():
             model = AutoModelForCausalLM.from_config(
                 config,
                 attn_implementation="eager" if softcapping else "sdpa",
@@ -132,6 +134,26 @@ def build_skeleton(
     ]
     resident = _find_resident(checkpoint, model, f"{path}.")
     return Skeleton(model, config, layers, layer_tensors, resident)
+
+
+class _EmptyOnMeta(TorchFunctionMode):
+    """torch.empty() makes no memory, so that large parameters are never allocated.
+
+    init_empty_weights alone lets each come into being first; the freed memory tears holes into the
+    heap, whose address space grows by the size of the whole model.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs = {**kwargs, "device": "meta"}
+        return func(*args, **kwargs)
 
 
 def _decoder_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
