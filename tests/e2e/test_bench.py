@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from bench_rows import ENVIRONMENT
-from click.testing import Result
 from typer.testing import CliRunner
 
 from specexec_cli.bench import environment as environment_module
@@ -30,7 +29,7 @@ def fixed_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment_module, "environment", lambda: ENVIRONMENT)
 
 
-def run(*arguments: str | Path) -> Result:
+def run(*arguments: str | Path) -> Any:
     return CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
 
 
