@@ -43,7 +43,7 @@ def canned(message: str, seed: int) -> str:
     word, _, rest = message.partition(" ")
     if word == "say":
         return rest
-    if word == "slow":
+    if word in ("slow", "stall"):
         return " ".join(f"word{n}" for n in range(1, (int(rest) if rest.isdigit() else 200) + 1))
     if word == "markdown":
         return MARKDOWN
@@ -51,6 +51,8 @@ def canned(message: str, seed: int) -> str:
         return "<think>\nLet me see.\n</think>\n\nThe answer is 42."
     if word == "lines":
         return "\n".join(f"line {n}" for n in range(1, int(rest) + 1))
+    if word == "control":
+        return "\x1b[31mred\x1b[2J\x07 text"
     if word == "seed":
         return f"seed {seed}"
     if word == "wide":
@@ -149,7 +151,8 @@ class ToySession:
             if number == self.fails_after:
                 raise StreamError("layer 3: the disk is gone")
             for layer in range(self._layers):
-                time.sleep(self.layer_s or 0.01 * message.startswith("slow"))
+                stalled = message.startswith("stall") and number > 0
+                time.sleep(20 if stalled else self.layer_s or 0.01 * message.startswith("slow"))
                 self._callback(PassProgress(
                     number=number + 1, layer=layer + 1, layers=self._layers,
                     bytes_per_s=21.3e9 if layer else 0.0, draft_nodes=118,

@@ -76,7 +76,9 @@ class Chat:
             KeyboardInterrupt: Ctrl-C came twice.
         """
         self._typed, self._files = text, list(self.attached)
-        text = "\n\n".join([*self.attached, text]).encode("utf-8", "replace").decode()
+        text = (
+            "\n\n".join([*self.attached, *filter(None, [text])]).encode("utf-8", "replace").decode()
+        )
         self.attached.clear()
         if self.conversation.unanswered is not None:
             self.drop(len(self.conversation.messages) - 1)

@@ -34,6 +34,8 @@ class Script:
         self._lines = self._decoded()
 
     def _decoded(self) -> Iterator[str]:
+        if sys.stdin is None:  # closed by whoever started this program
+            return
         for number, line in enumerate(sys.stdin.buffer, start=1):
             try:
                 yield line.decode().rstrip("\r\n")
@@ -89,5 +91,5 @@ def handle(chat: Chat, line: str) -> None:
     """Does what one message or command asks for."""
     if line.startswith("/"):
         run_command(chat, line)
-    else:
-        chat.send(unquoted(line))
+    elif (text := unquoted(line)) or chat.attached:
+        chat.send(text)

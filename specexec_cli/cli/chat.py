@@ -163,7 +163,7 @@ def converse(
 
     if session.choice.draft is None:
         settings = replace(settings, method="autoregressive")
-    interactive = sys.stdin.isatty()
+    interactive = sys.stdin is not None and sys.stdin.isatty()
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
     running = Chat(
         session, screen, settings, loaded.conversation if loaded else Conversation(),

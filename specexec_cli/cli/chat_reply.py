@@ -24,6 +24,11 @@ from specexec_cli.cli.chat_text import GrowingText, MarkdownText, PlainText
 from specexec_cli.cli.render import LiveStatus, pass_line
 from specexec_cli.core import PassProgress, StepResult
 
+# a model's control characters are shown, not obeyed: U+241B for an escape, and so on
+_PICTURES: dict[int, int | None] = {
+    code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t\r"
+}
+_PICTURES |= {0x0D: None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _LEAST_INTERVAL_S = 0.05  # between two drawings of the status alone
 
 
@@ -93,7 +98,7 @@ class TerminalReply:
         settled: list[str] = []
         for piece, drafted in zip(step.pieces, step.drafted, strict=True):
             self._thought += self._splitter.thinking
-            for part in self._splitter.push(piece, drafted):
+            for part in self._splitter.push(piece.translate(_PICTURES), drafted):
                 settled += self._add(part)
         if self._text is not None:
             settled += self._text.settle()
@@ -162,12 +167,14 @@ class TerminalReply:
         trace: TracebackType | None,
     ) -> None:
         settled: list[str] = []
-        for part in self._splitter.finish():
-            settled += self._add(part)
-        if self._text is not None:
-            settled += self._text.settle(everything=True)
-        self._region.draw(settled, [])
-        self._keyboard.restore()
+        try:
+            for part in self._splitter.finish():
+                settled += self._add(part)
+            if self._text is not None:
+                settled += self._text.settle(everything=True)
+            self._region.draw(settled, [])
+        finally:
+            self._keyboard.restore()
 
 
 class PlainReply:

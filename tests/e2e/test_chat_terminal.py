@@ -121,6 +121,10 @@ def test_wide_and_combining_characters(chat: Terminal) -> None:
     assert "You said 1 characters." in chat.ask("漢字 é", "\x7f", "\x7f", "\x7f")
 
 
+def test_control_characters_of_a_model_are_shown_not_obeyed(chat: Terminal) -> None:
+    assert chat.ask("control").startswith("control\n␛[31mred␛[2J␇ text\nprompt ")
+
+
 def test_thinking_is_dimmed_or_hidden(chat: Terminal) -> None:
     before = len(chat.written)
     assert chat.ask("think").startswith("think\nLet me see.\n\nThe answer is 42.\n")
@@ -182,8 +186,8 @@ def test_ctrl_c_stops_the_reply_and_once_more_leaves(start: Start, tmp_path: Pat
 
 
 def test_ctrl_c_twice_during_a_reply_leaves(start: Start, tmp_path: Path) -> None:
-    chat = start("layer_s=0.1")
-    chat.type("slow", ENTER)
+    chat = start()
+    chat.type("stall", ENTER)  # in the first layer of the second pass
     chat.wait("word")
     chat.type(CTRL_C)
     chat.wait("stopping")
