@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,8 +12,15 @@ from pathlib import Path
 import pytest
 from cli_runner import ROOT
 
-# The console script's own function, whatever is on PATH.
-COMMAND = (sys.executable, "-c", "from specexec_cli.cli.main import main; main()")
+# The console script's own function, whatever is on PATH. A runner in the background may ignore
+# SIGINT, and children inherit that.
+PROGRAM = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from specexec_cli.cli.main import main
+main()
+"""
+COMMAND = (sys.executable, "-c", PROGRAM)
 PATIENCE_S = 300  # a busy machine; nothing here waits that long on a quiet one
 
 
@@ -72,6 +80,36 @@ def test_piped_in_and_out_without_decoration():
     assert "\x1b" not in out + err
     assert "\r" not in out + err
     assert err.count("\n") == 1, "the line of statistics alone"
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_a_terminal_for_status_leaves_the_text_alone(no_color: bool):
+    """stdout goes to a file, stderr to a terminal: the text is the same bytes as ever."""
+    screen, terminal = os.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor"}
+    environment.pop("NO_COLOR", None)
+    if no_color:
+        environment["NO_COLOR"] = "1"
+    process = start("generate", "import os\n", "--max-tokens", 6, "--stats", "--offload", "ram",
+                    stderr=terminal, env=environment)  # fmt: skip
+    os.close(terminal)
+    shown = b""
+    while chunk := _read(screen):
+        shown += chunk
+    os.close(screen)
+    out, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0
+    assert b"\x1b" not in out
+    assert b"tok/pass" in shown
+    colors = re.findall(rb"\x1b\[[0-9;]*3[0-9][0-9;]*m", shown)
+    assert not (no_color and colors)
+
+
+def _read(screen: int) -> bytes:
+    try:
+        return os.read(screen, 65536)
+    except OSError:  # Linux says so when the last writer has closed
+        return b""
 
 
 def test_a_reader_that_leaves_early():

@@ -17,7 +17,7 @@ from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, T
 from specexec_cli.session import Session
 
 DEMO = Path(specexec_cli.__file__).parent / "demo" / "target"
-MAX_TOKENS = 12
+MAX_TOKENS = 10
 LONG = "".join(f"def value_{n}(x):\n    return x + {n * 7}\n\n" for n in range(400))
 PROMPTS = (
     "def read_lines(path):\n",
