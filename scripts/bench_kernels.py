@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from specexec_cli.bench.metrics import quantile
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 
-Clock = Callable[[], float]
+SETTLE_S = 2.0  # a ring of three 7B layers is full by then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,8 @@ def show(found: dict[str, Any]) -> None:
 def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
     """Whole passes of targets of one shape, streamed from the SSD in turns; the first is baseline.
 
-    Two passes warm up each target at each row count: kernels are compiled in the first.
+    A target at rest has filled its ring, and would still be filling it while the next one is timed:
+    so each turn waits, runs one pass, and times the next two, which begin and end alike.
     """
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     models = {
@@ -139,32 +140,39 @@ def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
     }
     found = []
     for rows in settings.rows:
+        times: dict[str, list[float]] = {name: [] for name in models}
+        processor: dict[str, list[float]] = {name: [] for name in models}
         streamed: dict[str, int] = {}
-        runs = {name: _one_pass(name, model, rows, streamed) for name, model in models.items()}
-        in_turns(settings, runs)
-        times = in_turns(settings, runs)
-        case = Case(name=f"pass of {rows} rows", runs=runs, n_bytes=max(streamed.values()),
+        for _ in range(settings.repeats):
+            for name, model in models.items():
+                time.sleep(SETTLE_S)
+                seconds, processor_s, streamed[name] = _timed_passes(settings, model, rows)
+                times[name].append(seconds)
+                processor[name].append(processor_s)
+        case = Case(name=f"pass of {rows} rows", runs={}, n_bytes=max(streamed.values()),
                     sizes={"rows": rows})  # fmt: skip
-        found.append(result(case, times, 0.0) | {"bytes_streamed": streamed})
+        found.append(result(case, times, 0.0) | {"bytes_streamed": streamed,
+                                                 "processor_s": processor})  # fmt: skip
         show(found[-1])
-        print("  " + ", ".join(f"{n}: {count / 1e9:.3f} GB per pass, "
-                               f"{count / 1e9 / quantile(times[n], 0.5):.2f} GB/s"
-                               for n, count in streamed.items()))  # fmt: skip
+        for name, count in streamed.items():
+            rate = count / quantile(times[name], 0.5)
+            print(f"  {name}: {count / 1e9:.3f} GB per pass, {rate / 1e9:.2f} GB/s, "
+                  f"{min(processor[name]):.2f} s of processor time", flush=True)  # fmt: skip
     for model in models.values():
         model.close()
     return found
 
 
-def _one_pass(name: str, model: StreamedModel, rows: int, streamed: dict[str, int]) -> Run:
-    tokens = torch.randint(5, 1000, (rows,)).tolist()
-
-    def run() -> None:
-        assert model.source is not None
-        before = model.source.bytes_streamed
-        model.forward(PassRows.chain(tokens, 0), model.new_cache(), [rows - 1])
-        streamed[name] = model.source.bytes_streamed - before
-
-    return run
+def _timed_passes(settings: Settings, model: StreamedModel, rows: int) -> tuple[float, float, int]:
+    """Seconds, processor seconds and bytes of a pass, the mean of two behind an untimed one."""
+    assert model.source is not None
+    tokens = PassRows.chain(torch.randint(model.vocab_size, (rows,)).tolist(), 0)
+    model.forward(tokens, model.new_cache(), [rows - 1])
+    before, start, processor_s = model.source.bytes_streamed, settings.now(), time.process_time()
+    for _ in range(2):
+        model.forward(tokens, model.new_cache(), [rows - 1])
+    elapsed_s, processor_s = settings.now() - start, time.process_time() - processor_s
+    return elapsed_s / 2, processor_s / 2, (model.source.bytes_streamed - before) // 2
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
