@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import packed.py by name
 
