@@ -39,8 +39,26 @@ SKIP_DIRS = {
     "__pycache__",
     "lib-dynload",
     "turtledemo",
+    "tkinter",
+    "distutils",
+    "msilib",
 }
-SKIP_FILES = {"encodings", "html/entities.py", "_sysconfigdata", "token.py", "keyword.py"}
+# Tables and text that hardly looks like what a prompt asks for.
+SKIP_FILES = {
+    "encodings",
+    "html/entities.py",
+    "_sysconfigdata",
+    "token.py",
+    "keyword.py",
+    "locale.py",
+    "mimetypes.py",
+    "stringprep.py",
+    "_compat_pickle.py",
+    "re/_casefix.py",
+    "turtle.py",
+    "_pydecimal.py",
+    "email/_header_value_parser.py",
+}
 SKIP_IMPORTS = {
     "antigravity",
     "curses",
@@ -236,7 +254,7 @@ def code_documents(files: dict[str, str], rng: random.Random) -> Iterator[str]:
             piece += part
         yield piece
         for body in function_texts(text):
-            if rng.random() < 0.15:
+            if rng.random() < 0.35:
                 yield body
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def build_rows(path: Path, tok: Tokenizer, chat_share: float, epochs: int) -> Ro
     parts = []
     for epoch in range(epochs):
         rng = random.Random(1000 + epoch)
-        code = [[*e.ids, EOS] for e in tok.encode_batch(list(code_documents(files, rng)))]
+        code = [[*encode_cut(tok, text, rng), EOS] for text in code_documents(files, rng)]
         need = sum(map(len, code)) * chat_share / (1 - chat_share)
         chats = [chat_text(c) for c in chat_documents(gists, int(need / 60), rng)]
         docs = code + [e.ids for e in tok.encode_batch(chats)]
@@ -82,6 +83,24 @@ def build_rows(path: Path, tok: Tokenizer, chat_share: float, epochs: int) -> Ro
     out = np.concatenate(parts)
     np.save(path, out)
     return out
+
+
+def encode_cut(tok: Tokenizer, text: str, rng: random.Random) -> list[int]:
+    """Encode code in pieces cut at random places, some 400 characters apart, each on its own.
+
+    A user's prompt may end anywhere, as ``def `` does behind its space, and then the next token
+    begins where the tokenizer by itself would never have cut. Half of the cuts fall behind a
+    space, and every tenth text that begins with ``def `` is cut there.
+    """
+    cuts = {4} if text.startswith("def ") and rng.random() < 0.1 else set()
+    for _ in range(int(len(text) / 400 + rng.random())):
+        at = rng.randrange(1, len(text))
+        if rng.random() < 0.5:
+            at = text.find(" ", at) + 1
+        cuts.add(at)
+    bounds = sorted({0, *cuts, len(text)})
+    parts = tok.encode_batch([text[a:b] for a, b in itertools.pairwise(bounds)])
+    return [BOS, *(t for part in parts for t in part.ids[1:])]
 
 
 def held_out_rows(tok: Tokenizer) -> Tensor:

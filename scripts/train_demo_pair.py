@@ -76,12 +76,13 @@ def held_out_loss(model: Llama, rows: Tensor) -> float:
 
 
 def train_target(args: argparse.Namespace, rows: Rows, work: Path) -> Llama:
-    """Train the target: rows of 512, then of 1024 in the last fifth."""
+    """Train the target: rows of 256 in the first half, of 1024 in the last sixth, else of 512."""
     model = Llama(TARGET, seed=1)
     loss_of = torch.compile(next_token_loss) if args.compile else next_token_loss
 
     def losses_at(step: int) -> list[Callable[[], Tensor]]:
-        cut = 2 if step < 0.8 * args.target_steps else 1
+        done = step / args.target_steps
+        cut = 4 if done < 0.5 else 2 if done < 5 / 6 else 1
         batch = row_batch(rows, step, args.rows, cut)
         return [partial(loss_of, model, part) for part in batch.chunk(args.threads)]
 
@@ -234,11 +235,11 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, default=Path("specexec_cli/demo"), help="folder for target/ and draft/")
     add("--work-dir", type=Path, default=Path(".demo_work"), help="checkpoints; reused to resume")
-    add("--target-steps", type=int, default=700, help="optimizer steps of the target")
-    add("--gen-batches", type=int, default=14, help="batches of target continuations")
+    add("--target-steps", type=int, default=1900, help="optimizer steps of the target")
+    add("--gen-batches", type=int, default=18, help="batches of target continuations")
     add("--gen-size", type=int, default=256, help="continuations per batch")
     add("--gen-width", type=int, default=256, help="tokens per continuation, prefix included")
-    add("--draft-steps", type=int, default=900, help="optimizer steps of the draft")
+    add("--draft-steps", type=int, default=1000, help="optimizer steps of the draft")
     add("--rows", type=int, default=4, help="training rows of 1024 tokens per step")
     add("--lr", type=float, default=3e-3, help="peak learning rate of the target")
     add("--draft-lr", type=float, default=4e-3, help="peak learning rate of the draft")
