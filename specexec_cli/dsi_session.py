@@ -53,14 +53,13 @@ class DsiSession(Session):
         config = DsiConfig(lookahead=plan.lookahead, timeout_s=_PATIENCE * plan.long_pass_s + 60.0)
         self._orchestrator = Orchestrator(workers, config, notice)
         self._passes_before = 0
-        self._context_length = min(ready.context_length for ready in workers.ready.values())
+        self._shortest_window = min(ready.context_length for ready in workers.ready.values())
         self._layers = int(found.config.num_hidden_layers)
         self._vocab_size = int(found.config.vocab_size)
 
     @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and text together."""
-        return self._context_length
+    def _window(self) -> int:
+        return self._shortest_window
 
     @property
     def vocab_size(self) -> int:

@@ -29,10 +29,12 @@ from specexec_cli.registry import load_registry
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
+# How many tokens of prompt and text to plan memory for, once there is a tokenizer to count with.
+ContextTokens = Callable[[PreTrainedTokenizerBase], int]
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 _SMALL_MODEL_BYTES = 1_000_000_000
-# Caches are planned for this many tokens, or the model's window if that is shorter.
+# Without a better count: tokens that the caches are planned for.
 _PLANNED_CONTEXT = 4096
 
 
@@ -117,6 +119,7 @@ def find(
     device: str,
     dtype: DtypeName,
     tokenizer: Path | None,
+    context: ContextTokens | None,
     download_progress: bool,
 ) -> Found:
     """Resolves names, fetches files, and decides where and how to compute.
@@ -136,8 +139,9 @@ def find(
     torch_device = pick_device(device)
     torch_dtype = pick_dtype(dtype, torch_device, checkpoint.total_bytes, config.dtype)
     words = load_tokenizer(tokenizer or folder)
+    tokens = _PLANNED_CONTEXT if context is None else context(words)
     work = Work(
-        context_tokens=min(int(config.max_position_embeddings), _PLANNED_CONTEXT),
+        context_tokens=min(int(config.max_position_embeddings), tokens),
         budget=choice.tree.budget if draft_checkpoint is not None else 0,
         item_bytes=torch_dtype.itemsize,
     )

@@ -37,7 +37,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.text import TextStream
-from specexec_cli.opening import Found, Notice, Progress, find
+from specexec_cli.opening import ContextTokens, Found, Notice, Progress, find
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -46,6 +46,7 @@ class Session:
     """Target, draft model, tokenizer and caches, ready to generate."""
 
     distributed = False  # over several devices, where it always drafts
+    context_limit: int | None = None  # below the model's own window
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Session:
         device: str = "auto",
         dtype: DtypeName = "auto",
         tokenizer: Path | None = None,
+        context: ContextTokens | None = None,
         dsi: DsiOptions | None = None,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
@@ -88,13 +90,16 @@ class Session:
     ) -> Session:
         """Opens the models; see `specexec generate --help` for what the options mean.
 
+        Args:
+            context: given the tokenizer, how many tokens of prompt and text to plan memory for;
+                4096 unless told. Longer ones are not refused, they take memory beyond the plan.
         Raises:
             SpecexecError: whatever is wrong, in one line.
         """
         found = find(
             pair=pair, target=target, draft=draft, method=method, models_file=models_file,
             revision=revision, offline=offline, offload=offload, device=device, dtype=dtype,
-            tokenizer=tokenizer, download_progress=download_progress,
+            tokenizer=tokenizer, context=context, download_progress=download_progress,
         )  # fmt: skip
         if method == "dsi":
             from specexec_cli.dsi_session import open_dsi
@@ -108,6 +113,11 @@ class Session:
     @property
     def context_length(self) -> int:
         """Most tokens of prompt and text together."""
+        return min(self._window, self.context_limit or self._window)
+
+    @property
+    def _window(self) -> int:
+        """The model's own limit."""
         return self._target.model.context_length
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
@@ -16,6 +17,7 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 if TYPE_CHECKING:
     from specexec_cli.bench.datasets import Dataset
     from specexec_cli.bench.runner import Bench, BenchPrompt, Run
+    from specexec_cli.opening import ContextTokens
     from specexec_cli.session import Session
 
 app = typer.Typer(
@@ -125,7 +127,7 @@ def bench(
             for name in _words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
     with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet) as session:  # fmt: skip
+               quiet, _longest(sets, max_tokens)) as session:  # fmt: skip
         recommended = session.choice.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
@@ -239,7 +241,7 @@ def coverage(
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
     with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet) as session:  # fmt: skip
+               quiet, _longest([one], max_tokens)) as session:  # fmt: skip
         from specexec_cli.bench.runner import encode_prompts
 
         usable, skipped = encode_prompts(session, one, max_tokens)
@@ -287,6 +289,7 @@ def _open(
     device: str,
     dtype: str,
     quiet: bool,
+    context: ContextTokens,
 ) -> Session:
     words = {
         "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
@@ -299,13 +302,22 @@ def _open(
     try:
         return Session.open(
             pair=pair, target=target, draft=draft, models_file=models_file, offline=offline,
-            tokenizer=tokenizer, offload=cast(OffloadMode, words["offload"]), device=device,
-            dtype=cast(DtypeName, words["dtype"]), progress=bar,
+            tokenizer=tokenizer, context=context, device=device, progress=bar,
+            offload=cast(OffloadMode, words["offload"]), dtype=cast(DtypeName, words["dtype"]),
             notice=(lambda line: None) if quiet else notice,
             download_progress=not quiet and sys.stderr.isatty(),
         )  # fmt: skip
     finally:
         bar.close()
+
+
+def _longest(sets: Sequence[Dataset], max_tokens: int) -> ContextTokens:
+    """Counts the longest prompt with its text; a chat template adds some tokens to each turn."""
+    prompts = [prompt for one in sets for prompt in one.prompts]
+    turns = max((len(prompt.messages) for prompt in prompts), default=1)
+    longest = max((prompt.text for prompt in prompts), key=len, default="")
+    beside = (1 + turns) * options.TEMPLATE_TOKENS + max_tokens
+    return lambda words: len(words.encode(longest)) + beside
 
 
 def _words(value: str, flag: str) -> list[str]:

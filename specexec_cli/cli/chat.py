@@ -66,6 +66,7 @@ def chat(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = 0,
+    context: options.Context = None,
     budget: options.Budget = None,
     depth: options.Depth = None,
     batch: options.Batch = None,
@@ -113,11 +114,13 @@ def chat(
             models_file=models_file, revision=revision, offline=offline,
             offload=cast(OffloadMode, words["offload"]), device=device,
             dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
+            context=None if context is None else lambda words: context,
             dsi=options.dsi_options(sp, lookahead, devices, ray),
             notice=(lambda line: None) if quiet else notice, progress=bar,
             download_progress=not quiet and sys.stderr.isatty(),
         ) as session:  # fmt: skip
             bar.close()
+            session.context_limit = context
             settings = ChatSettings(
                 sampling=sampling,
                 tree=tree_config(

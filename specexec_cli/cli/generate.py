@@ -98,6 +98,7 @@ def generate(
         models_file=models_file, revision=revision, offline=offline,
         offload=cast(OffloadMode, words["offload"]), device=device,
         dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
+        context=lambda words: len(words.encode(text)) + max_tokens + options.TEMPLATE_TOKENS,
         dsi=options.dsi_options(sp, lookahead, devices, ray),
         notice=(lambda line: None) if quiet else notice, progress=bar,
         download_progress=not quiet and sys.stderr.isatty(),

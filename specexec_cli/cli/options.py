@@ -60,6 +60,18 @@ Tokenizer = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_MODELS)
 ]
+# What a chat template adds to a turn, at most, when memory is planned.
+TEMPLATE_TOKENS = 128
+
+Context = Annotated[
+    int | None,
+    typer.Option(
+        min=64,
+        help="Most tokens of the conversation; memory is planned for them. Default: the model's "
+        "window, planned for 4096.",
+        rich_help_panel=_MACHINE,
+    ),
+]
 Budget = Annotated[
     int | None,
     typer.Option(help="Most nodes of a draft tree. Default: the pair's.", rich_help_panel=_TREE),

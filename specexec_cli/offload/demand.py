@@ -64,10 +64,11 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 
 def mend(biggest: str) -> str:
     """What to change when this part takes the most."""
-    shorter = "Use a shorter context: --context in plan, --max-tokens elsewhere"
+    context = "--max-tokens in generate and bench, --context elsewhere"
+    shorter = f"Use a shorter context: {context}"
     return {
         "draft model": "Use a smaller draft model: --draft",
         "draft model's KV cache": shorter,
         "target's KV cache": shorter,
-        "activations": "Use a smaller draft tree: --budget",
+        "activations": f"Use a shorter context ({context}) or a smaller draft tree (--budget)",
     }.get(biggest, "Use a smaller or quantized target: --target")

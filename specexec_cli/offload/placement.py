@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,6 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
 from specexec_cli.offload.plan import Placement as DeviceTier
 from specexec_cli.offload.probe import probe_ssd
-from specexec_cli.offload.rates import load_rates, rates_file
 from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import Checkpoint
 
@@ -112,10 +110,10 @@ def _all(tier: DeviceTier, sizes: ModelBytes) -> tuple[DeviceTier, ...]:
 
 
 def _ssd_rate(files: Sequence[Path], total_bytes: int) -> float | None:
-    """What the doctor measured, or a short probe where the model is large enough for one."""
-    rates = load_rates(rates_file(), platform.node())
-    if rates is not None and rates.ssd_bytes_per_s is not None:
-        return rates.ssd_bytes_per_s
+    """A short probe of these very files, where the model is large enough for one.
+
+    Not the doctor's figure: that may be of another disk, and of another day.
+    """
     if total_bytes < _PROBE_WORTH_BYTES:
         return None
     return probe_ssd(files, _PROBE_S).bytes_per_s

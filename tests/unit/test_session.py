@@ -10,7 +10,8 @@ from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpo
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.offload import placement
 from specexec_cli.session import Session
 
 TREE = TreeConfig(budget=20, max_depth=6, batch=5)
@@ -210,3 +211,25 @@ def test_a_draft_with_a_shorter_window_than_the_target(tmp_path: Path) -> None:
         ours = tokens_of(run(session, "abcdefgh", 60))
         assert len(ours) == 60
         assert ours == tokens_of(run(session, "abcdefgh", 60, method="autoregressive"))
+
+
+def test_memory_is_planned_for_the_tokens_that_were_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window of a million tokens need not fit if the prompt and its text do."""
+    config = byte_llama(max_position_embeddings=1_000_000)
+    target, _ = save_pair(tmp_path, target=config)
+    monkeypatch.setattr(placement, "_STAY_SHARE", 10**9)  # small, yet to be streamed
+    monkeypatch.setattr(placement, "free_ram_bytes", lambda: 200_000_000)
+
+    def planned_for(count: int) -> Session:
+        return Session.open(
+            target=str(target), method="autoregressive", context=lambda words: count
+        )
+
+    with planned_for(200) as session:
+        assert session.context_length == 1_000_000
+        session.context_limit = 300
+        assert session.context_length == 300
+    with pytest.raises(OutOfMemoryError, match="Use a shorter context"):
+        planned_for(900_000)
