@@ -38,6 +38,7 @@ from specexec_cli.models.tokenizer import load_tokenizer
 HERE = Path(__file__).parent
 DEMO_DRAFT = HERE.parent / "specexec_cli" / "demo" / "draft"
 BASELINE = "accelerate"
+_LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
 
@@ -49,14 +50,18 @@ class Peer:
     needs: tuple[str, ...] = ()
     drafts: bool = False
     direct: bool = False  # llama.cpp without mmap
+    length: int = 0  # llama.cpp's speculation length
 
 
 PEERS: Mapping[str, Peer] = {
     BASELINE: Peer("accelerate", _TRANSFORMERS),
     "accelerate assisted": Peer("assisted", _TRANSFORMERS, drafts=True),
     "airllm": Peer("airllm", ("torch==2.13.0", "airllm==4.0.0")),
-    "llama.cpp mmap": Peer("llama_cpp", ("llama-cpp-python==0.3.36", "gguf==0.19.0")),
-    "llama.cpp read": Peer("llama_cpp", ("llama-cpp-python==0.3.36", "gguf==0.19.0"), direct=True),
+    "llama.cpp mmap": Peer("llama_cpp", _LLAMA_CPP),
+    "llama.cpp read": Peer("llama_cpp", _LLAMA_CPP, direct=True),
+    "llama.cpp draft 4": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=4),
+    "llama.cpp draft 8": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=8),
+    "llama.cpp draft 16": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=16),
     "specexec autoregressive": Peer("specexec"),
     "specexec": Peer("specexec", drafts=True),
 }
@@ -109,13 +114,25 @@ class PeerBench:
             peer = PEERS[name]
             try:
                 python = python_of(peer, self.options.home)
-                if peer.program == "llama_cpp" and not self.options.gguf.exists():
-                    partial = self.options.gguf.with_suffix(".partial")
-                    rig = self.options.rig
-                    subprocess.run([python, HERE / "gguf_rig.py", rig, partial], check=True)
-                    partial.replace(self.options.gguf)
+                if peer.program == "llama_cpp":
+                    self._convert(python, self.options.rig, self.options.gguf)
+                    self._convert(python, self.options.draft, self._draft_gguf)
             except (OSError, subprocess.CalledProcessError) as error:
                 self.failed[name] = f"could not be installed: {error}"
+
+    @property
+    def _draft_gguf(self) -> Path:
+        return self.options.gguf.with_suffix(".draft.gguf")
+
+    @staticmethod
+    def _convert(python: Path, folder: Path, gguf: Path) -> None:
+        """Writes the GGUF of a checkpoint unless there is one as new as the checkpoint."""
+        written = max(path.stat().st_mtime for path in folder.glob("*.safetensors"))
+        if gguf.exists() and gguf.stat().st_mtime > written:
+            return
+        partial = gguf.with_suffix(".partial")
+        subprocess.run([python, HERE / "gguf_rig.py", folder, partial], check=True)
+        partial.replace(gguf)
 
     def run(self, name: str) -> None:
         """One process of one peer over all prompts."""
@@ -144,9 +161,11 @@ class PeerBench:
     def _task(self, peer: Peer, scratch: str) -> dict[str, Any]:
         options = self.options
         depth = min(options.depth, options.budget)
+        draft = self._draft_gguf if peer.program == "llama_cpp" else options.draft
         return {
             "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
-            "draft": str(options.draft) if peer.drafts else None, "direct": peer.direct,
+            "draft": str(draft) if peer.drafts else None, "direct": peer.direct,
+            "length": peer.length,
             "prompts": [list(prompt) for prompt in self.prompts], "tokens": options.tokens,
             "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
             "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch},
