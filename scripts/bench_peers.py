@@ -4,10 +4,10 @@
     python scripts/bench_peers.py --rig /var/tmp/rig-7b --cap 4GB
 
 Each peer runs in a virtual environment of its own, which this script makes under --home. Every run
-is a new process under the cap, with the rig's files dropped from the page cache before it, and
-writes the same number of greedy tokens. A peer that fails is a row with its message. Times do not
-hold the opening of the model, which is a column of its own; they do hold the prompt. Prints a
-table; the last line is JSON.
+is a new process under the cap, with the rig's files dropped from the page cache before it. Programs
+that draft write --tokens greedy tokens, the others --baseline-tokens, for one costs them what
+another does. A peer that fails is a row with its message. Times do not hold the opening of the
+model, which is a column of its own; they do hold the prompt. Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -165,8 +165,8 @@ class PeerBench:
         return {
             "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
             "draft": str(draft) if peer.drafts else None, "direct": peer.direct,
-            "length": peer.length,
-            "prompts": [list(prompt) for prompt in self.prompts], "tokens": options.tokens,
+            "length": peer.length, "prompts": [list(prompt) for prompt in self.prompts],
+            "tokens": options.tokens if peer.drafts else options.baseline_tokens,
             "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
             "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch},
         }  # fmt: skip
@@ -174,7 +174,9 @@ class PeerBench:
     def summary(self) -> list[dict[str, Any]]:
         """One entry per peer, with samples."""
         entries = []
-        reference = self._texts("specexec autoregressive") or self._texts(BASELINE)
+        texts = [self._texts(name) for name in self.options.peers]
+        # the longest: a text that differs shows, whichever of the two is the wrong one
+        reference = max(texts, key=lambda runs: sum(map(len, runs)))
         for name in self.options.peers:
             if name in self.failed or not self.results[name]:
                 reason = self.failed.get(name, "stopped before its turn")
@@ -182,8 +184,7 @@ class PeerBench:
                 continue
             runs = [run for result in self.results[name] for run in result["runs"]]
             rates = [len(run["tokens"]) / run["total_s"] for run in runs]
-            texts = self._texts(name)
-            same = [_common(a, b) for a, b in zip(texts, reference, strict=False)]
+            same = [_common(a, b) for a, b in zip(self._texts(name), reference, strict=False)]
             entries.append({
                 "peer": name,
                 "tokens_per_s": spread(rates),
@@ -248,6 +249,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--gguf", type=Path, help="default: RIG.gguf beside the rig")
     parser.add_argument("--prompts", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--baseline-tokens", type=int, help="without a draft model; as --tokens")
     parser.add_argument("--repeats", type=int, default=2)
     for name, value in (("--budget", 64), ("--depth", 16), ("--batch", 8)):
         parser.add_argument(name, type=int, default=value)
@@ -257,8 +259,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.peers = [name.strip() for name in options.peers.split(",")]
     if unknown := [name for name in options.peers if name not in PEERS]:
         raise ConfigError(f"no peer '{unknown[0]}'; there are {', '.join(PEERS)}")
-    if min(options.prompts, options.tokens, options.repeats) < 1:
-        raise ConfigError("--prompts, --tokens and --repeats must be 1 or more")
+    if options.baseline_tokens is None:
+        options.baseline_tokens = options.tokens
+    if min(options.prompts, options.tokens, options.baseline_tokens, options.repeats) < 1:
+        raise ConfigError("--prompts, --repeats and both numbers of tokens must be 1 or more")
     if not (options.rig / "config.json").is_file():
         raise ConfigError(f"no rig in {options.rig}: write one with scripts/make_rig.py")
     options.cap = parse_bytes(options.cap, "--cap") if options.cap != "0" else 0
