@@ -52,10 +52,15 @@ class DsiSession(Session):
         self._workers = workers
         config = DsiConfig(lookahead=plan.lookahead, timeout_s=_PATIENCE * plan.long_pass_s + 60.0)
         self._orchestrator = Orchestrator(workers, config, notice)
-        self._passes_before = 0
+        self._passes_before = self._bytes_before = 0
         self._shortest_window = min(ready.context_length for ready in workers.ready.values())
         self._layers = int(found.config.num_hidden_layers)
         self._vocab_size = int(found.config.vocab_size)
+
+    @property
+    def method(self) -> Method:
+        """Always over all devices."""
+        return "dsi"
 
     @property
     def _window(self) -> int:
@@ -78,6 +83,7 @@ class DsiSession(Session):
         self.context = list(tokens)
         self.stats = GenerationStats(prompt_tokens=len(tokens))
         self._passes_before = self._orchestrator.passes
+        self._bytes_before = self._orchestrator.bytes_streamed
 
     def _steps(
         self,
@@ -90,7 +96,7 @@ class DsiSession(Session):
         return dsi(self._workers, self._orchestrator, sampling, tokens, limit, self.eos_ids)
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
-        """Passes are those begun, prefills and stale ones included."""
+        """Passes are those begun, prefills and stale ones included, and bytes are theirs."""
         stats = self.stats
         if stats.target_passes == 0:
             stats.ttft_s = elapsed_s
@@ -98,6 +104,7 @@ class DsiSession(Session):
             stats.prompt_rows = step.pending_rows
         stats.add(step)
         stats.target_passes = self._orchestrator.passes - self._passes_before
+        stats.bytes_streamed = self._orchestrator.bytes_streamed - self._bytes_before
         stats.total_s = elapsed_s
         stats.peak_ram_bytes = peak_ram_bytes()
 

@@ -111,6 +111,11 @@ class Session:
         return cls(found, LocalTarget(found.open_target(notice, progress)), draft_model)
 
     @property
+    def method(self) -> Method:
+        """How it decodes unless told otherwise."""
+        return "specexec" if self._draft is not None else "autoregressive"
+
+    @property
     def context_length(self) -> int:
         """Most tokens of prompt and text together."""
         return min(self._window, self.context_limit or self._window)
@@ -262,7 +267,7 @@ class Session:
         method: Method | BenchMethod | None,
     ) -> Iterator[StepResult]:
         sampler = Sampler(sampling)
-        method = method or ("specexec" if self._draft is not None else "autoregressive")
+        method = method or self.method
         if method == "autoregressive":
             return autoregressive(self._target, sampler, tokens, limit, self.eos_ids)
         if self._draft is None:

@@ -30,6 +30,7 @@ class ToyServer:
     exits_at: int = -1  # the pass that ends the process, as a segmentation fault would
     passes: int = 0
     offset: int = 0
+    bytes_streamed: int = 0
 
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)

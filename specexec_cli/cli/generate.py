@@ -115,8 +115,7 @@ def generate(
         live = LiveStatus(shown=not quiet and not as_json)
         steps, interrupted = _run(session, tokens, sampling, tree, generation, live, as_json)
         if as_json:
-            print(json.dumps(_result(session, steps, interrupted, sampling, tree, generation,
-                                     words["method"])))  # fmt: skip
+            print(json.dumps(_result(session, steps, interrupted, sampling, tree, generation)))
         elif stats and not quiet:
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:
@@ -213,7 +212,6 @@ def _result(
     sampling: SamplingConfig,
     tree: TreeConfig,
     generation: GenerationConfig,
-    method: str,
 ) -> dict[str, Any]:
     """The object that --json prints; its schema is documented and tested."""
     return {
@@ -222,7 +220,7 @@ def _result(
         "tokens": [token for step in steps for token in step.tokens],
         "finish_reason": "interrupted" if interrupted else steps[-1].finish_reason,
         "seed": sampling.seed,
-        "method": method,
+        "method": session.method,
         "pair": session.choice.name,
         "config": {
             **asdict(sampling), **asdict(tree), **asdict(generation), **session.settings,

@@ -31,7 +31,7 @@ def dsi(
     """Yields one StepResult per commit until an EOS token or `max_tokens`.
 
     Drafting and verification overlap, so a step's verify_s is the time since the step before it
-    and its draft_s is 0.
+    and its draft_s is 0. Bytes are counted by the orchestrator.
     """
     workers.configure(sampling)
     left, since = max_tokens, time.perf_counter()

@@ -116,6 +116,11 @@ class ModelTarget:
         self.cached = CachedModel(model)
         self._sampler = Sampler(SamplingConfig())
 
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came over the link so far."""
+        return self.cached.model.bytes_streamed
+
     def configure(self, sampling: SamplingConfig) -> None:
         """Draw the tokens of later tasks by `sampling`."""
         self._sampler = Sampler(sampling)

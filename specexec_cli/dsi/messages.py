@@ -63,6 +63,7 @@ class Verified:
     task: int
     draws: tuple[int, ...]
     seconds: float  # time the pass took
+    bytes_streamed: int = 0  # by the server for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,7 @@ class Aborted:
 
     server: int
     task: int
+    bytes_streamed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,6 +90,7 @@ class Orchestrator:
         self._asked = 0  # the highest position some task draws
         self._draws: dict[int, int] = {}  # position -> the target's draw, not committed yet
         self._orphans: list[Verify] = []  # tasks of lost servers
+        self.bytes_streamed = 0  # by all servers for all tasks answered so far
 
     @property
     def passes(self) -> int:
@@ -199,6 +200,7 @@ class Orchestrator:
         elif isinstance(event, WorkerLost):
             self._lose(event)
         elif event.server in self._running and self._running[event.server][0].task == event.task:
+            self.bytes_streamed += event.bytes_streamed
             task, _ = self._running.pop(event.server)
             self._idle.add(event.server)
             if isinstance(event, Aborted):

@@ -35,6 +35,11 @@ Message = TypeVar("Message", covariant=True)
 class TargetServer(Protocol):
     """One instance of the target with a KV cache of its own."""
 
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came over the link so far."""
+        ...
+
     def ready(self) -> Ready:
         """What the pool must know before the first task."""
         ...
@@ -106,11 +111,12 @@ def run_task(
     def stale() -> bool:
         return task.epoch not in (NEVER_STALE, epoch())
 
-    begin = time.perf_counter()
+    begin, bytes_before = time.perf_counter(), server.bytes_streamed
     draws = None if stale() else server.verify(task.tokens, task.first, stale)
+    streamed = server.bytes_streamed - bytes_before
     if draws is None:
-        return Aborted(number, task.task)
-    return Verified(number, task.task, draws, time.perf_counter() - begin)
+        return Aborted(number, task.task, streamed)
+    return Verified(number, task.task, draws, time.perf_counter() - begin, streamed)
 
 
 def run_draft(server: DraftServer, order: Draft, epoch: Callable[[], int]) -> Iterator[Drafted]:

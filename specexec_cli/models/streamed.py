@@ -248,6 +248,11 @@ class StreamedModel:
             self._masks[window] = mask
         return mask
 
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes of layers that came over the link so far."""
+        return self.source.bytes_streamed if self.source is not None else 0
+
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""
         if self.source is not None:

@@ -44,7 +44,7 @@ class LocalTarget:
     @property
     def bytes_streamed(self) -> int:
         """Bytes that came over the link so far."""
-        return self.model.source.bytes_streamed if self.model.source else 0
+        return self.model.bytes_streamed
 
     @property
     def tree_nodes(self) -> int:

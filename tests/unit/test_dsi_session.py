@@ -36,8 +36,8 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
         expected = [tokens_of(plain, temperature, 24) for temperature in (0.0, 1.0)]
     children = set(psutil.Process().children(recursive=True))
     with Session.open(
-        target=target, draft=draft, method="dsi", device="cpu", notice=notices.append,
-        dsi=DsiOptions(sp=2, lookahead=2),
+        target=target, draft=draft, method="dsi", device="cpu", offload="ssd",
+        notice=notices.append, dsi=DsiOptions(sp=2, lookahead=2),
     ) as session:  # fmt: skip
         assert isinstance(session, DsiSession)
         for temperature, tokens in zip((0.0, 1.0), expected, strict=True):
@@ -45,6 +45,8 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
         assert tokens_of(session, 0.0, 3) == expected[0][:3]
         assert session.stats.generated_tokens == 3
         assert session.stats.target_passes >= 1
+        assert session.stats.bytes_streamed > 0
+        assert session.method == "dsi"
         assert session.settings["sp"] == "2"
         assert session.context_length == 4096
         workers = set(psutil.Process().children(recursive=True)) - children
@@ -67,6 +69,7 @@ def test_one_device_falls_back_and_says_so(pair):
         target=target, draft=draft, method="dsi", device="cpu", notice=notices.append
     ) as session:
         assert not isinstance(session, DsiSession)
+        assert session.method == "specexec"
         assert len(tokens_of(session, 0.0, 4)) == 4
     assert notices == ["DSI needs two devices or more and there is one: using --method specexec"]
 
