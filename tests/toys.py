@@ -113,9 +113,9 @@ class ToyDrafter:
                 logits = torch.from_numpy(self.model.logits(path))[None]
                 utilities = self._scorer.utilities(logits, [len(path)], context)
                 self._utilities[tuple(path)] = utilities[0]
-                best = self._scorer.log_probs(utilities)[0].topk(min(width, self.model.vocab_size))
-                log_probs.append(best.values.double().numpy())
-                tokens.append(best.indices.numpy())
+                best, found = self._scorer.best(utilities, width)
+                log_probs.append(best[0].double().numpy())
+                tokens.append(found[0].numpy())
             return np.stack(log_probs), np.stack(tokens)
 
         return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree

@@ -13,14 +13,19 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_quant
+from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.packing import PackedWeight
+from specexec_kernels.tree_attention import tree_attention_ref
 
 # Rows from which a library GEMM over dequantized tiles beats the fused kernel, by the dtype of that
 # GEMM. float32 measured by scripts/bench_kernels.py (docs/experiments.md, "Quantized linears on the
 # CPU"); bfloat16 from the 500 GFLOP/s that CPUs with such matrix instructions reach there.
 CPU_TILED_ROWS = {torch.float32: 768, torch.bfloat16: 32}
 GPU_FUSED_ROWS = 16
+# The fused top-k picks its candidates one by one; beyond this PyTorch's selection is taken. Chosen
+# by reasoning, not measured: no GPU was at hand.
+GPU_FUSED_TOPK = 64
 
 
 @cache
@@ -29,8 +34,19 @@ def has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+def uses_triton(device: torch.device) -> bool:
+    """Whether operations on this device go to Triton's kernels."""
+    return device.type == "cuda" and has_triton()
+
+
 def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """x (rows, inputs) @ W (inputs, outputs), in x's dtype; sums in float32 or better."""
+    if uses_triton(x.device):
+        from specexec_kernels import triton_quant
+
+        if x.shape[0] <= GPU_FUSED_ROWS:
+            return triton_quant.quantized_matmul(x, weight)
+        return x @ triton_quant.dequantize(weight, x.dtype)
     if x.device.type == "cpu":
         if not cpu_quant.supports(weight):
             return x @ dequantize_ref(weight, x.dtype)
@@ -38,13 +54,48 @@ def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
         if x.shape[0] < CPU_TILED_ROWS[wide.dtype]:
             return cpu_quant.matmul(x, weight).to(x.dtype)
         return cpu_quant.tiled_matmul(wide, weight).to(x.dtype)
-    if x.device.type == "cuda" and has_triton():
-        from specexec_kernels import triton_quant
-
-        if x.shape[0] <= GPU_FUSED_ROWS:
-            return triton_quant.quantized_matmul(x, weight)
-        return x @ triton_quant.dequantize(weight, x.dtype)
     return x @ dequantize_ref(weight, x.dtype)
+
+
+def tree_attention(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    prefix_len: int,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention over the prefix and each row's ancestors; see tree_attention_ref."""
+    if uses_triton(queries.device):
+        from specexec_kernels import triton_tree_attention as kernel
+
+        return kernel.tree_attention(queries, keys, values, ancestors, prefix_len, scale)
+    return tree_attention_ref(queries, keys, values, ancestors, prefix_len, scale)
+
+
+def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best log-probabilities (rows, k) float32, falling, and their columns (rows, k).
+
+    Args:
+        logits: (rows, vocab); of equal ones any order.
+        k: 1 to vocab.
+    """
+    if uses_triton(logits.device) and k <= GPU_FUSED_TOPK:
+        from specexec_kernels import triton_topk
+
+        return triton_topk.log_softmax_topk(logits, k)
+    best = logits.float().log_softmax(-1).topk(k, dim=-1)
+    return best.values, best.indices
+
+
+def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
+    """Moves the rows of slots `kept` behind the first `start`, in place; see compact_kv_ref."""
+    if uses_triton(cache.device):
+        from specexec_kernels import triton_compact_kv
+
+        triton_compact_kv.compact_kv(cache, kept, start)
+    else:
+        compact_kv_ref(cache, kept, start)
 
 
 def choices(device: torch.device) -> dict[str, str]:
@@ -56,7 +107,7 @@ def choices(device: torch.device) -> dict[str, str]:
             "log-softmax + top-k": "PyTorch",
             "cache compaction": "PyTorch",
         }
-    name = "Triton" if device.type == "cuda" and has_triton() else "PyTorch"
+    name = "Triton" if uses_triton(device) else "PyTorch"
     operations = (
         "quantized linears", "tree attention", "log-softmax + top-k", "cache compaction",
     )  # fmt: skip

@@ -38,7 +38,12 @@ def unpack_ancestors(words: Tensor, slots: int) -> Tensor:
 
 
 def tree_attention_ref(
-    queries: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, prefix_len: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    prefix_len: int,
+    scale: float | None = None,
 ) -> Tensor:
     """Dense masked attention.
 
@@ -47,6 +52,7 @@ def tree_attention_ref(
         keys, values: (kv_heads, slots, head_dim), slots > prefix_len.
         ancestors: (rows, words) int32, see `pack_ancestors`; a row sees at least one slot.
         prefix_len: slots that every row sees.
+        scale: of the scores; 1 / sqrt(head_dim) unless told.
     Returns:
         (rows, heads, head_dim) in the dtype of `queries`.
     """
@@ -54,6 +60,6 @@ def tree_attention_ref(
     tree = unpack_ancestors(ancestors, slots - prefix_len)
     mask = torch.cat([tree.new_ones(queries.shape[0], prefix_len), tree], dim=1)
     scores = torch.einsum("rhd,hsd->hrs", queries, keys.repeat_interleave(group, 0))
-    scores = scores.float() / math.sqrt(queries.shape[2])
+    scores = scores.float() * (scale or 1 / math.sqrt(queries.shape[2]))
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(values.dtype)
     return torch.einsum("hrs,hsd->rhd", weights, values.repeat_interleave(group, 0))

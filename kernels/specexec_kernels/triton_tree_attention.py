@@ -76,7 +76,12 @@ def _tree_attention_kernel(
 
 
 def tree_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, ancestors: Tensor, prefix_len: int
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    ancestors: Tensor,
+    prefix_len: int,
+    scale: float | None = None,
 ) -> Tensor:
     """As tree_attention_ref; keys and values may be views of a larger cache, rows contiguous."""
     rows, heads, head_dim = queries.shape
@@ -91,7 +96,7 @@ def tree_attention(
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
     _tree_attention_kernel[grid](
         queries, keys, values, ancestors, out, rows, prefix_len, slots - prefix_len,
-        ancestors.shape[1], 1 / math.sqrt(head_dim), keys.stride(0), values.stride(0),
+        ancestors.shape[1], scale or 1 / math.sqrt(head_dim), keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_ROWS=block_rows, BLOCK_SLOTS=64,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from specexec_cli.drafting.search import (
     SearchResult,
     grow_tree,
 )
+from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
@@ -56,6 +57,8 @@ class ModelDrafter:
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._cache = model.new_cache()
+        on_gpu = model.device.type == "cuda"
+        self._steps = StepRunner(model, self._cache, capture=True) if on_gpu else None
         self._tree = tree
         self._scorer = DraftScorer(sampler, tree.scoring)
         self._context: Sequence[int] = ()
@@ -124,7 +127,10 @@ class ModelDrafter:
         else:
             rows = self._tree_rows(frontier)
             logit_rows = range(len(rows.tokens))
-        logits = self.model.forward(rows, self._cache, logit_rows)
+        if self._steps is not None:
+            logits = self._steps.forward(rows, logit_rows)
+        else:
+            logits = self.model.forward(rows, self._cache, logit_rows)
         if frontier.ids[0] == ROOT:
             self.tokens = list(self._context)
         return self._children(frontier, logits[:, : self._vocab_size], width)
@@ -134,9 +140,8 @@ class ModelDrafter:
         positions = (len(self._context) + frontier.depths).tolist()
         utilities = self._scorer.utilities(logits, positions, self._context)
         self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
-        log_probs = self._scorer.log_probs(utilities)
-        best = log_probs.topk(min(width, log_probs.shape[-1]), dim=-1)
-        return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
+        log_probs, tokens = self._scorer.best(utilities, width)
+        return log_probs.double().cpu().numpy(), tokens.cpu().numpy()
 
     def _tree_rows(self, frontier: Frontier) -> PassRows:
         """The frontier as rows behind those already expanded; they join the slots."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from specexec_kernels import dispatch
 from torch import Tensor
 
 from specexec_cli.config import DraftScoring
@@ -71,9 +72,17 @@ class DraftScorer:
             utilities += torch.stack([noise[p] for p in positions]).to(utilities.device)
         return utilities
 
-    def log_probs(self, utilities: Tensor) -> Tensor:
-        """(rows, vocab) log-probability that each token will be the target's."""
-        return (utilities / self.sharpness).log_softmax(-1)
+    def best(self, utilities: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """The tokens most likely to be the target's.
+
+        Args:
+            utilities: (rows, vocab).
+        Returns:
+            Their log-probabilities (rows, width), falling, and the tokens (rows, width); fewer
+            columns where the vocabulary is smaller.
+        """
+        count = min(width, utilities.shape[-1])
+        return dispatch.log_softmax_topk(utilities / self.sharpness, count)
 
     def observe(self, utilities: Tensor, token: int) -> None:
         """Learns from a settled position: `token` was the target's.

@@ -8,9 +8,11 @@ branch may be inside that of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from specexec_kernels import dispatch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -24,6 +26,7 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.reserved = 0
+        self.write_slots: Tensor | None = None  # see SlotCache.writing_to
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Takes heads, head size, dtype and device from the first rows."""
@@ -44,12 +47,24 @@ class SlotLayer(CacheLayerMixin):
             new[:, :, : self.length] = old[:, :, : self.length]
             setattr(self, name, new)
 
+    def grow_zeroed(self, capacity: int) -> None:
+        """Moves the filled rows to buffers of `capacity` slots that are zero elsewhere."""
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = self._buffer(old, capacity).zero_()
+            new[:, :, : self.length] = old[:, :, : self.length]
+            setattr(self, name, new)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Appends (1, heads, n, head_dim) rows; returns every filled row."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.write_slots is not None:
+            self.keys.index_copy_(2, self.write_slots, key_states)
+            self.values.index_copy_(2, self.write_slots, value_states)
+            return self.keys, self.values
         stop = self.length + key_states.shape[2]
         if stop > self.keys.shape[2]:
             self._grow(stop)
@@ -60,11 +75,9 @@ class SlotLayer(CacheLayerMixin):
 
     def compact(self, prefix_len: int, kept: Tensor) -> None:
         """Keeps the first `prefix_len` slots and then `kept`, (n,) slots in rising order."""
-        count = int(kept.shape[0])
         for rows in (self.keys, self.values):
-            # index_select copies first, so source and destination may overlap
-            rows[:, :, prefix_len : prefix_len + count] = rows.index_select(2, kept)
-        self.length = prefix_len + count
+            dispatch.compact_kv(rows[0], kept, prefix_len)
+        self.length = prefix_len + int(kept.shape[0])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Total slots after `query_length` more rows, and the first slot."""
@@ -86,6 +99,7 @@ class SlotCache(Cache):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+        self.zeroed_capacity = 0
 
     @property
     def length(self) -> int:
@@ -96,6 +110,46 @@ class SlotCache(Cache):
         """The next growth of every layer goes to at least this many slots."""
         for layer in self.layers:
             layer.reserved = slots
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated in every layer, once there are rows."""
+        return int(self.layers[0].keys.shape[2])
+
+    def grow_zeroed(self, slots: int, at_least: int) -> bool:
+        """Makes room for `slots`, with zeros where nothing was written: a mask hides what it
+        multiplies by zero, and only numbers become zero by that.
+
+        Returns:
+            Whether the buffers are new ones. They hold `at_least` slots or a doubling of that,
+            and never become smaller.
+        """
+        capacity = max(at_least, self.zeroed_capacity)
+        while capacity < slots:
+            capacity *= 2
+        if self.zeroed_capacity == capacity:
+            return False
+        self.zeroed_capacity = capacity
+        for layer in self.layers:
+            layer.grow_zeroed(capacity)
+        return True
+
+    @contextmanager
+    def writing_to(self, slots: Tensor) -> Iterator[None]:
+        """Rows go to `slots`, (rows,), whatever is filled, and every slot is handed to attention:
+        for passes whose masks span the whole capacity. `advance` tells what they filled."""
+        for layer in self.layers:
+            layer.write_slots = slots
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.write_slots = None
+
+    def advance(self, count: int) -> None:
+        """Takes the next `count` slots as filled."""
+        for layer in self.layers:
+            layer.length += count
 
     def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
         """Keeps the first `prefix_len` slots followed by the slots `kept`, which must rise."""

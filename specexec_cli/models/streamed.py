@@ -8,14 +8,15 @@ that stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
+from specexec_kernels import dispatch
 from torch import Tensor, nn
-from torch.func import functional_call
 
+from specexec_cli.models import attention
+from specexec_cli.models.attention import TreeMask
+from specexec_cli.models.decoder_layer import DecoderLayer, LayerSource
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear
 from specexec_cli.models.quant_checkpoint import Quantization, config_dict
@@ -24,108 +25,8 @@ from specexec_cli.models.rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
 from specexec_cli.offload.cuda import DeviceStream, DeviceTier
 from specexec_cli.offload.link import CudaLink
-from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import LayerStream, Tier, read_tensors
-
-# Rows that go through a layer together: bounds activations and masks of a long prompt.
-CHUNK_ROWS = 512
-
-
-class LayerSource(Protocol):
-    """Where a decoder layer's weights come from. Layers are asked for in cyclic order."""
-
-    bytes_streamed: int
-
-    def layer(self, index: int) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """The layer's tensors by checkpoint name; valid inside the `with`."""
-
-    def restart(self) -> None:
-        """Begin again at layer 0 after an aborted pass."""
-
-    def close(self) -> None:
-        """Give threads, files and memory back."""
-
-
-class DecoderLayer(nn.Module):
-    """One decoder layer of the skeleton, fed by the layer source."""
-
-    def __init__(
-        self, layer: nn.Module, index: int, model: StreamedModel, tensors: dict[str, TensorRange]
-    ) -> None:
-        super().__init__()
-        self.layer = layer
-        self.index = index
-        self.window = _window(model.skeleton.config, index)
-        self._model = [model]  # in a list, so that nn.Module does not register it as a child
-        self._names = {name: tensor.name for name, tensor in tensors.items()}
-        # linears take the file's dtype; everything else is converted to the compute dtype
-        self._kept = {
-            f"{path}.{leaf}"
-            for path, module in layer.named_modules()
-            if isinstance(module, MixedLinear | QuantizedLinear)
-            for leaf, _ in module.named_parameters()
-        }
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(1, rows, hidden) -> (1, rows, hidden)."""
-        model = self._model[0]
-        if model.source is None:
-            output = self._chunks(self.layer, hidden, args, kwargs)
-            model.on_layer(self.index)
-            return output
-        with model.source.layer(self.index) as stored:
-            weights = self.stage(stored, model.device, model.dtype)
-            output = self._chunks(
-                lambda *a, **k: functional_call(self.layer, weights, a, k), hidden, args, kwargs
-            )
-            weights.clear()  # no view may outlive the slot
-        model.on_layer(self.index)
-        return output
-
-    def stage(
-        self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
-    ) -> dict[str, Tensor]:
-        """The layer's parameters from its stored tensors."""
-        return {
-            name: stored[stored_name].to(device)
-            if name in self._kept
-            else stored[stored_name].to(device=device, dtype=dtype)
-            for name, stored_name in self._names.items()
-        }
-
-    def _chunks(
-        self,
-        run: Callable[..., Any],
-        hidden: Tensor,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Runs the rows through the layer in chunks; the cache fills up in between."""
-        model = self._model[0]
-        per_row = kwargs.keys() & {"position_ids", "position_embeddings"}
-        outputs = []
-        for start in range(0, hidden.shape[1], CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, hidden.shape[1])
-            own = {name: _slice_rows(kwargs[name], start, stop) for name in per_row}
-            own["attention_mask"] = model.attention_mask(start, stop, self.window)
-            output = run(hidden[:, start:stop], *args, **{**kwargs, **own})
-            outputs.append(output[0] if isinstance(output, tuple) else output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-
-
-def _slice_rows(value: Any, start: int, stop: int) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_slice_rows(part, start, stop) for part in value)
-    return value[:, start:stop]
-
-
-def _window(config: Any, index: int) -> int | None:
-    """The layer's sliding window in positions, or None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[index] != "sliding_attention":
-        return None
-    return window
 
 
 class StreamedModel:
@@ -138,7 +39,11 @@ class StreamedModel:
         self.source: LayerSource | None = None
         self.on_layer: Callable[[int], None] = lambda index: None
         self._rows: PassRows | None = None
-        self._masks: dict[int | None, Tensor] = {}
+        self._masks: dict[int | None, Tensor | TreeMask] = {}
+        # transformers hands a 4D mask on as it is; the layers replace it by their own
+        self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+        if dispatch.uses_triton(device) and skeleton.config._attn_implementation == "sdpa":
+            skeleton.config._attn_implementation = attention.NAME
         self._layers = [
             DecoderLayer(layer, index, self, skeleton.layer_tensors[index])
             for index, layer in enumerate(skeleton.layers)
@@ -201,6 +106,11 @@ class StreamedModel:
             return int(rope["original_max_position_embeddings"])
         return int(config.max_position_embeddings)
 
+    @property
+    def windows(self) -> set[int | None]:
+        """The sliding windows of its layers; None is full attention."""
+        return {layer.window for layer in self._layers}
+
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
         return SlotCache(len(self._layers))
@@ -217,36 +127,74 @@ class StreamedModel:
             StreamError: weights could not be read; the cache may then hold part of the rows and
                 is to be cropped by the caller.
         """
-        self._rows = rows
-        self._masks.clear()
-        # transformers hands a 4D mask on as it is; the layers replace it by their own
-        placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.device)
+        self._rows, self._masks = rows, {}
+        return self._run(
+            torch.tensor([list(rows.tokens)], device=self.device),
+            torch.tensor([list(rows.positions)], device=self.device),
+            cache,
+            torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
+        )
+
+    @torch.no_grad()
+    def step(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        masks: Mapping[int | None, Tensor],
+        cache: SlotCache,
+    ) -> Tensor:
+        """A pass over tensors alone, for models that stay; see graphs.py.
+
+        Args:
+            tokens, positions: (1, rows).
+            masks: for each of `windows`, (1, 1, rows, slots) as `dense` gives it.
+        Returns:
+            (rows, vocab) logits.
+        """
+        self._rows, self._masks = None, dict(masks)
+        return self._run(tokens, positions, cache, 0)
+
+    def _run(
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | int
+    ) -> Tensor:
         output = self.skeleton.model(
-            input_ids=torch.tensor([list(rows.tokens)], device=self.device),
-            position_ids=torch.tensor([list(rows.positions)], device=self.device),
-            attention_mask=placeholder,
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=self._placeholder,
             past_key_values=cache,
             use_cache=True,
-            logits_to_keep=torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
+            logits_to_keep=logit_rows,
         )
         logits: Tensor = output.logits[0]
         return logits
 
-    def attention_mask(self, start: int, stop: int, window: int | None) -> Tensor:
+    def attention_mask(self, start: int, stop: int, window: int | None) -> Tensor | TreeMask:
         """The current pass's mask for rows start..stop, in the form the attention needs."""
-        assert self._rows is not None
+        if self._rows is None:  # a step: its masks are given
+            return self._masks[window]
         whole = stop - start == len(self._rows.tokens)
         if whole and window in self._masks:
             return self._masks[window]
-        mask = self._rows.mask(start, stop, window).to(self.device)
-        if self.skeleton.config._attn_implementation == "eager":
-            lowest = torch.finfo(self.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.dtype, device=self.device).masked_fill(
-                ~mask, lowest
-            )
+        mask: Tensor | TreeMask | None = self._tree_mask(start, stop, window)
+        if mask is None:
+            mask = self.dense(self._rows.mask(start, stop, window))
         if whole:
             self._masks[window] = mask
         return mask
+
+    def _tree_mask(self, start: int, stop: int, window: int | None) -> TreeMask | None:
+        if self.skeleton.config._attn_implementation != attention.NAME:
+            return None
+        assert self._rows is not None
+        return attention.tree_mask(self._rows, start, stop, window, self.device)
+
+    def dense(self, mask: Tensor) -> Tensor:
+        """A bool mask, True = attend, as this model's attention takes it."""
+        mask = mask.to(self.device)
+        if self.skeleton.config._attn_implementation != "eager":
+            return mask
+        blank = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
+        return blank.masked_fill(~mask, torch.finfo(self.dtype).min)
 
     @property
     def bytes_streamed(self) -> int:

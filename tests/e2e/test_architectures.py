@@ -21,12 +21,13 @@ from checkpoints import (
     save_byte_tokenizer,
     save_checkpoint,
 )
+from specexec_kernels import dispatch, triton_tree_attention
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import streamed
+from specexec_cli.models import decoder_layer
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.skeleton import SUPPORTED, load_config
 from specexec_cli.models.streamed import StreamedModel
@@ -86,7 +87,37 @@ def test_chains_and_trees_match_transformers(
         assert float(expected.abs().max()) > 0.1, "the logits carry a signal"
         assert_close(chain_logits(model, tokens), own_logits(own, tokens))
         assert_close(two_passes(model, tokens, 20, tree), expected)
-        monkeypatch.setattr(streamed, "CHUNK_ROWS", 7)  # chunk borders in pending rows and tree
+        monkeypatch.setattr(
+            decoder_layer, "CHUNK_ROWS", 7
+        )  # chunk borders in pending rows and tree
+        assert_close(two_passes(model, tokens, 3, tree), expected)
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "phi3", "gpt-bigcode", "gemma2", "gemma3"])
+def test_the_kernels_of_a_gpu_match_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tree attention as the layers of a GPU call it, in Triton's interpreter."""
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    attended: list[int] = []
+    kernel = triton_tree_attention.tree_attention
+
+    def counted(queries: Tensor, *args: object) -> Tensor:
+        attended.append(queries.shape[0])
+        return kernel(queries, *args)
+
+    monkeypatch.setattr(triton_tree_attention, "tree_attention", counted)
+    own = save_checkpoint(tmp_path, architecture(name))
+    model = open_float32(tmp_path)
+    try:
+        tokens, tree = random_tokens(31), random_tree(17, seed=1)
+        expected = expected_logits(own, tokens, tree)
+        assert_close(two_passes(model, tokens, 20, tree), expected)
+        # softcapped logits exist in eager attention alone; here every row outgrows the window
+        assert bool(attended) == (name not in ("gemma2", "mistral"))
+        monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
         assert_close(two_passes(model, tokens, 3, tree), expected)
     finally:
         model.close()
@@ -131,7 +162,7 @@ def test_prompts_longer_than_2048_tokens(name: str, tmp_path: Path) -> None:
     own = save_checkpoint(tmp_path, architecture(name))
     model = open_float32(tmp_path)
     tokens, tree = random_tokens(2100), random_tree(4, seed=3)
-    assert len(tokens) > 4 * streamed.CHUNK_ROWS
+    assert len(tokens) > 4 * decoder_layer.CHUNK_ROWS
     expected = expected_logits(own, tokens, tree)
     assert_close(two_passes(model, tokens, 2060, tree), expected)
     rows = verification_rows(tokens, tree, 0)  # prompt and tree in one pass

@@ -11,6 +11,7 @@ import torch
 from checkpoints import architecture, open_float32, random_tokens, random_tree, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from specexec_kernels import dispatch, triton_compact_kv
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
@@ -131,6 +132,26 @@ def test_the_draft_model_s_cache(model: StreamedModel, temperature: float) -> No
     drafter.grow(random_tokens(8, seed=9), 5)  # another prompt altogether
     drafter.commit([], [3])
     assert_fresh(model, drafter._cache, random_tokens(8, seed=9))
+
+
+def test_compaction_by_the_kernel_of_a_gpu(
+    model: StreamedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter."""
+    moved: list[int] = []
+    kernel = triton_compact_kv.compact_kv
+
+    def counted(cache: torch.Tensor, kept: torch.Tensor, start: int) -> None:
+        moved.append(len(kept))
+        kernel(cache, kept, start)
+
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    monkeypatch.setattr(triton_compact_kv, "compact_kv", counted)
+    target, rng, context = LocalTarget(model), np.random.default_rng(0), random_tokens(11)
+    for seed in range(3):
+        iterate(target, context, rng, seed)
+        assert_fresh(model, target._cache, target.tokens)
+    assert max(moved) > 1
 
 
 @pytest.mark.parametrize("failing_pass", [0, 1, 2])

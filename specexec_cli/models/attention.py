@@ -1,0 +1,70 @@
+"""How decoder layers attend where the device has a tree-attention kernel.
+
+transformers' layers hand queries, keys, values and the mask to a function named in the config. Ours
+takes a TreeMask, ancestor bits without any mask over the prefix, to the kernel, and every other
+mask to transformers' own function for PyTorch's attention.
+
+The kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums are
+grouped differently in passes of different shape: on such a device tokens may differ between methods
+where two candidates are nearly tied, as with any half-precision arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from specexec_kernels import dispatch
+from specexec_kernels.tree_attention import pack_ancestors
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from specexec_cli.models.rows import PassRows
+
+NAME = "specexec_tree"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeMask:
+    """Rows that all see the first `prefix_len` slots, and of the others their ancestors."""
+
+    prefix_len: int
+    ancestors: Tensor  # (rows, words) int32, see pack_ancestors
+
+
+def tree_mask(
+    rows: PassRows, start: int, stop: int, window: int | None, device: torch.device
+) -> TreeMask | None:
+    """The mask of rows start..stop; None where a sliding window hides part of the prefix."""
+    if window is not None and max(rows.positions[start:stop]) >= window:
+        return None
+    prefix_len = rows.prefix_len + min(start, rows.pending)
+    visible = rows.mask(start, stop, None)[0, 0, :, prefix_len:]
+    return TreeMask(prefix_len, pack_ancestors(visible).to(device))
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: TreeMask | Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """query (1, heads, rows, head_dim), key and value (1, kv_heads, slots, head_dim) ->
+    (1, rows, heads, head_dim)."""
+    if not isinstance(attention_mask, TreeMask):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    attended = dispatch.tree_attention(
+        query[0].transpose(0, 1), key[0], value[0],
+        attention_mask.ancestors, attention_mask.prefix_len, scaling,
+    )  # fmt: skip
+    return attended[None], None
+
+
+AttentionInterface.register(NAME, _attention)

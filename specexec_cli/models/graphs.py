@@ -1,0 +1,114 @@
+"""Draft steps over static tensors, so that a GPU can replay them as CUDA graphs.
+
+A draft step runs a handful of rows through a small model: on a GPU, launching its hundreds of
+kernels one by one takes longer than running them. A graph launches them together, but holds
+addresses and shapes: so rows are padded to a bucket, inputs live in fixed buffers, and the rows'
+keys and values go to cache slots that a tensor names. One graph is captured per bucket and lasts
+until the cache outgrows its buffers, which double, whatever the prompts are.
+
+On a CPU the same steps run without capture; the tests hold them against plain passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows of a step
+_CAPACITY = 2048  # slots of the first buffers
+_WARM_UPS = 3  # runs before a capture, as PyTorch's documentation of CUDA graphs asks
+
+
+class StepRunner:
+    """Runs passes of few rows of a resident model as steps, the others as they are.
+
+    Args:
+        cache: of the model; nobody else may append to it.
+        capture: whether to replay steps as CUDA graphs.
+    """
+
+    def __init__(self, model: StreamedModel, cache: SlotCache, capture: bool) -> None:
+        self._model = model
+        self._cache = cache
+        self._capture = capture
+        self._steps: dict[int, _Step] = {}
+
+    def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
+        """As StreamedModel.forward on the runner's cache."""
+        count = len(rows.tokens)
+        bucket = next((size for size in BUCKETS if size >= count), None)
+        if not self._cache.layers[0].is_initialized:
+            return self._model.forward(rows, self._cache, logit_rows)
+        # one slot more, the last, is where padding goes
+        if self._cache.grow_zeroed(self._cache.length + count + 1, _CAPACITY):
+            self._steps.clear()
+        if bucket is None:
+            return self._model.forward(rows, self._cache, logit_rows)
+        step = self._steps.get(bucket)
+        if step is None:
+            step = self._steps[bucket] = _Step(self._model, self._cache, bucket)
+        step.load(rows)
+        if step.replay is None:
+            step.replay = step.captured() if self._capture else step.run
+        step.replay()
+        self._cache.advance(count)
+        return step.logits[list(logit_rows)]
+
+
+class _Step:
+    """Static inputs and outputs of steps of up to `bucket` rows."""
+
+    def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
+        self._model = model
+        self._cache = cache
+        device = model.device
+        self._tokens = torch.zeros(1, bucket, dtype=torch.int64, device=device)
+        self._positions = torch.zeros_like(self._tokens)
+        self._slots = torch.zeros(bucket, dtype=torch.int64, device=device)
+        shape = (1, 1, bucket, cache.capacity)
+        self._masks = {
+            window: model.dense(torch.zeros(shape, dtype=torch.bool)) for window in model.windows
+        }
+        self.logits = torch.empty(0)
+        self.replay: Callable[[], None] | None = None
+
+    def load(self, rows: PassRows) -> None:
+        """Copies the rows into the inputs; padding attends to the padding slot alone."""
+        bucket, count = self._tokens.shape[1], len(rows.tokens)
+        padding, padding_slot = [0] * (bucket - count), self._cache.capacity - 1
+        self._tokens.copy_(torch.tensor([[*rows.tokens, *padding]]))
+        self._positions.copy_(torch.tensor([[*rows.positions, *padding]]))
+        slots = range(self._cache.length, self._cache.length + count)
+        self._slots.copy_(torch.tensor([*slots, *[padding_slot] * (bucket - count)]))
+        for window, static in self._masks.items():
+            mask = torch.zeros(static.shape, dtype=torch.bool)
+            visible = rows.mask(0, count, window)
+            mask[:, :, :count, : visible.shape[3]] = visible
+            mask[:, :, count:, padding_slot] = True
+            static.copy_(self._model.dense(mask))
+
+    def run(self) -> None:
+        """One step, kernel by kernel."""
+        with self._cache.writing_to(self._slots):
+            self.logits = self._model.step(self._tokens, self._positions, self._masks, self._cache)
+
+    def captured(self) -> Callable[[], None]:
+        """Captures a step; what it computed on the way is computed again by the first replay."""
+        here, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(here)
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UPS):
+                self.run()
+        here.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # other threads copy weights to the device meanwhile: their calls are not part of it
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.run()
+        replay: Callable[[], None] = graph.replay
+        return replay
