@@ -14,6 +14,7 @@ BenchMethod = Literal[
 ]
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 DraftScoring = Literal["noise", "probs"]
+Policy = Literal["fixed", "heuristic", "cost"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -56,6 +57,7 @@ class TreeConfig:
     max_depth: int = 32  # longest root-to-leaf path, tokens
     batch: int = 16  # nodes expanded per draft step
     scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
+    policy: Policy = "fixed"  # how much of the budget a tree uses, see drafting/policies.py
 
     def __post_init__(self) -> None:
         for name, flag in (("budget", "--budget"), ("max_depth", "--depth"), ("batch", "--batch")):

@@ -272,6 +272,8 @@ class Session:
             return autoregressive(self._target, sampler, tokens, limit, self.eos_ids)
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        if tree.policy == "cost" and method != "specexec":
+            raise ConfigError(f"--policy cost sizes SpecExec's trees, not those of method {method}")
         if (speculative := SPECULATIVE.get(method)) is None:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
         if self._drafter is None or self._drafter_method != method:

@@ -10,7 +10,7 @@ import torch
 from toys import NoisyCopy, ToyLM, ToyTarget
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.core import DraftTree
+from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.search import ROOT, Frontier, Search
 from specexec_cli.sampling import Sampler
@@ -86,6 +86,9 @@ class ToySampledDrafter:
         return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
+        pass
+
+    def observe(self, step: StepResult) -> None:
         pass
 
     def walk(

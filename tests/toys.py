@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from specexec_cli.config import SamplingConfig, TreeConfig
-from specexec_cli.core import DraftTree
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.policies import new_policy
 from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
@@ -90,6 +91,7 @@ class ToyDrafter:
     search: Search = grow_tree
 
     def __post_init__(self) -> None:
+        self.policy = new_policy(self.tree)
         self._scorer = DraftScorer(self.sampler, self.tree.scoring)
         self._utilities: dict[tuple[int, ...], torch.Tensor] = {}
 
@@ -118,7 +120,10 @@ class ToyDrafter:
                 tokens.append(found[0].numpy())
             return np.stack(log_probs), np.stack(tokens)
 
-        return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
+        return self.policy.grow(self.search, expand, max_depth).tree
+
+    def observe(self, step: StepResult) -> None:
+        self.policy.observe(step)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         path = tuple(self._context)

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.config import DraftScoring, DtypeName, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.config import (
+    DraftScoring,
+    DtypeName,
+    OffloadMode,
+    Policy,
+    SamplingConfig,
+    TreeConfig,
+)
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -73,6 +80,7 @@ def bench(
     temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0",
     batch: options.Batch = None,
     draft_scoring: options.Scoring = "noise",
+    policy: options.PolicyName = "fixed",
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -107,6 +115,7 @@ def bench(
 
     options.one_of(output, "--output", FORMATS)
     scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
+    sizing = options.one_of(policy, "--policy", get_args(Policy))
     for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
                                ("--prompts", prompts, 1)):  # fmt: skip
         if value < least:
@@ -132,7 +141,7 @@ def bench(
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
             batch=recommended.batch if batch is None else batch,
-            scoring=cast(DraftScoring, scoring),
+            scoring=cast(DraftScoring, scoring), policy=cast(Policy, sizing),
         )  # fmt: skip
         _measure(session, grid.cases(tree), sets, max_tokens, repeats, warmup, file, output, quiet)
 

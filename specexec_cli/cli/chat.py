@@ -18,6 +18,7 @@ from specexec_cli.config import (
     GenerationConfig,
     Method,
     OffloadMode,
+    Policy,
     SamplingConfig,
 )
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
@@ -71,6 +72,7 @@ def chat(
     depth: options.Depth = None,
     batch: options.Batch = None,
     draft_scoring: options.Scoring = "noise",
+    policy: options.PolicyName = "fixed",
     offload: options.Offload = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -97,6 +99,7 @@ def chat(
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
     scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
+    sizing = options.one_of(policy, "--policy", get_args(Policy))
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -124,7 +127,12 @@ def chat(
             settings = ChatSettings(
                 sampling=sampling,
                 tree=tree_config(
-                    session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring)
+                    session.choice.tree,
+                    budget,
+                    depth,
+                    batch,
+                    cast(DraftScoring, scoring),
+                    cast(Policy, sizing),
                 ),
                 generation=generation,
                 thinking=not hide_thinking,

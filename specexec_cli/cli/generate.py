@@ -18,6 +18,7 @@ from specexec_cli.config import (
     GenerationConfig,
     Method,
     OffloadMode,
+    Policy,
     SamplingConfig,
     TreeConfig,
 )
@@ -59,6 +60,7 @@ def generate(
     depth: options.Depth = None,
     batch: options.Batch = None,
     draft_scoring: options.Scoring = "noise",
+    policy: options.PolicyName = "fixed",
     offload: options.Offload = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -87,6 +89,7 @@ def generate(
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
     scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
+    sizing = options.one_of(policy, "--policy", get_args(Policy))
     text = read_prompt(prompt, file)
 
     from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
@@ -104,7 +107,10 @@ def generate(
         download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
-        tree = tree_config(session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring))
+        tree = tree_config(
+            session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring),
+            cast(Policy, sizing),
+        )  # fmt: skip
         tokens = (
             session.encode_chat([{"role": "user", "content": text}])
             if chat
@@ -165,14 +171,18 @@ def tree_config(
     depth: int | None,
     batch: int | None,
     scoring: DraftScoring,
+    policy: Policy,
 ) -> TreeConfig:
     """The pair's tree with the flags that were given; a depth not given yields to the budget."""
     nodes = recommended.budget if budget is None else budget
+    if policy == "cost" and budget is None:
+        nodes *= 2  # room to find more worthwhile than was recommended
     return TreeConfig(
         budget=nodes,
         max_depth=min(recommended.max_depth, max(nodes, 1)) if depth is None else depth,
         batch=recommended.batch if batch is None else batch,
         scoring=scoring,
+        policy=policy,
     )
 
 

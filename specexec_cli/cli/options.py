@@ -93,6 +93,16 @@ Scoring = Annotated[
         rich_help_panel=_TREE,
     ),
 ]
+PolicyName = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        help="How much of the budget each tree uses: fixed (all of it), heuristic (deeper after a "
+        "tree accepted whole), cost (as much as pays in tokens/s; the budget is then twice the "
+        "pair's unless given).",
+        rich_help_panel=_TREE,
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
 TopP = Annotated[
     float,

@@ -49,7 +49,7 @@ def specexec(
         context += accepted.tokens
         ended = accepted.tokens[-1] in eos_ids
         finish: FinishReason | None = "eos" if ended else "length" if len(context) == stop else None
-        yield StepResult(
+        step = StepResult(
             tokens=accepted.tokens,
             drafted=accepted.drafted,
             tree_nodes=len(tree),
@@ -60,5 +60,7 @@ def specexec(
             pending_rows=len(pending),
             finish_reason=finish,
         )
+        drafter.observe(step)
+        yield step
         if finish:
             return

@@ -9,7 +9,8 @@ import numpy as np
 from torch import Tensor
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.core import DraftTree
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.policies import new_policy
 from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.drafting.search import (
     ROOT,
@@ -34,6 +35,9 @@ class Drafter(Protocol):
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Tells which nodes of the last tree were accepted, and every token committed."""
+
+    def observe(self, step: StepResult) -> None:
+        """Tells what the iteration brought and cost."""
 
 
 class ModelDrafter:
@@ -60,13 +64,15 @@ class ModelDrafter:
         on_gpu = model.device.type == "cuda"
         self._steps = StepRunner(model, self._cache, capture=True) if on_gpu else None
         self._tree = tree
+        self._policy = new_policy(tree)
         self._scorer = DraftScorer(sampler, tree.scoring)
         self._context: Sequence[int] = ()
         self._reset_tree()
 
     def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
-        """Settings of the next generation; what the cache holds and the scorer learned stays."""
-        self._tree = tree
+        """Settings of the next generation; the cache and what was learned stay."""
+        if tree != self._tree:
+            self._tree, self._policy = tree, new_policy(tree)
         scorer = DraftScorer(sampler, tree.scoring)
         scorer.learn_from(self._scorer)
         self._scorer = scorer
@@ -84,8 +90,7 @@ class ModelDrafter:
         self._reset_tree()
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
-            depth = min(max_depth, self._tree.max_depth)
-            self._result = self._search(self._expand, self._tree, depth)
+            self._result = self._policy.grow(self._search, self._expand, max_depth)
         return self._result.tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -98,6 +103,10 @@ class ModelDrafter:
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
         self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
+
+    def observe(self, step: StepResult) -> None:
+        """What the policy of the budget learns from."""
+        self._policy.observe(step)
 
     def _reset_tree(self) -> None:
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))

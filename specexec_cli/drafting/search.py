@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +53,19 @@ class SearchResult:
 Search = Callable[[Expand, TreeConfig, int], SearchResult]
 
 
-def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+class Worth(Protocol):
+    """Says when a tree is large enough; see policies.py."""
+
+    def goes_on(self, log_probs: Floats, chosen: Ints) -> bool:
+        """Whether to run the nodes `chosen` of all found so far through the draft model."""
+
+    def size(self, log_probs: Floats) -> int:
+        """How many of all nodes found to keep, at least 1."""
+
+
+def grow_tree(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
     """Finds the `config.budget` most probable continuations of at most `max_depth` tokens.
 
     Per step the best `config.batch` unexpanded nodes go through `expand` together. A node can only
@@ -64,6 +77,7 @@ def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResul
         expand: the draft model.
         config: budget K and batch B.
         max_depth: longest path in tokens, D; at least 1.
+        worth: ends the search and trims the tree before the budget does.
     """
     tokens, parents, depths, scores = _root_children(expand, config.budget)
     expanded = np.zeros(len(tokens), dtype=bool)
@@ -72,7 +86,7 @@ def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResul
         # a node at the threshold itself has no child that could displace a kept node
         open_ids = np.flatnonzero(~expanded & (depths < max_depth) & (scores > threshold))
         chosen = open_ids[np.argsort(-scores[open_ids], kind="stable")[: config.batch]]
-        if len(chosen) == 0:
+        if len(chosen) == 0 or (worth is not None and not worth.goes_on(scores, chosen)):
             break
         frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
         child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
@@ -84,7 +98,8 @@ def grow_tree(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResul
         depths = np.concatenate([depths, depths[chosen][rows] + 1])
         scores = np.concatenate([scores, child_scores[rows, columns]])
         expanded = np.concatenate([expanded, np.zeros(len(rows), dtype=bool)])
-    return _trim(tokens, parents, depths, scores, config.budget)
+    size = config.budget if worth is None else min(worth.size(scores), config.budget)
+    return _trim(tokens, parents, depths, scores, size)
 
 
 # No node of a useful tree has more children than this; it bounds the arrays for huge budgets.

@@ -35,10 +35,11 @@ SAMPLINGS = (
     {"temperature": 1.0, "min_p": 0.05, "repetition_penalty": 1.2},
 )
 TREES = tuple(
-    TreeConfig(budget=budget, max_depth=min(depth, budget), batch=batch)
-    for budget, depth, batch in (
-        (1, 1, 1), (2, 2, 1), (5, 3, 8), (9, 2, 2), (16, 16, 4), (24, 6, 24),
-        (32, 8, 16), (48, 12, 3), (64, 5, 64), (100, 10, 32), (256, 12, 64),
+    TreeConfig(budget=budget, max_depth=min(depth, budget), batch=batch, policy=policy)
+    for budget, depth, batch, policy in (
+        (1, 1, 1, "fixed"), (2, 2, 1, "fixed"), (5, 3, 8, "cost"), (9, 2, 2, "fixed"),
+        (16, 16, 4, "heuristic"), (24, 6, 24, "fixed"), (32, 8, 16, "cost"), (48, 12, 3, "fixed"),
+        (64, 5, 64, "fixed"), (100, 10, 32, "cost"), (256, 12, 64, "fixed"),
     )
 )  # fmt: skip
 

@@ -1,0 +1,151 @@
+"""Budget policies: tree sizes under a virtual clock, and the schedule of the heuristic one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from specexec_cli.config import Policy, TreeConfig
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.policies import Cost, Heuristic, IterationCost, new_policy
+from specexec_cli.drafting.search import Frontier, grow_tree
+
+Seconds = Callable[[int, int], float]  # (rows, draft steps) of an iteration
+
+
+class Text:
+    """A text whose every position offers the same choices: the i-th child of any node is the
+    target's token with probability `chances[i]`, and the draft model knows it."""
+
+    def __init__(self, chances: list[float], seed: int) -> None:
+        self.log_chances = np.log(np.array(chances))
+        self.chances = chances
+        self.rng = np.random.default_rng(seed)
+        self.steps = 0
+
+    def expand(self, frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        self.steps += 1
+        count = min(width, len(self.chances))
+        shape = (len(frontier.ids), count)
+        return (
+            np.broadcast_to(self.log_chances[:count], shape),
+            np.broadcast_to(np.arange(count), shape),
+        )
+
+    def accepted(self, tree: DraftTree) -> int:
+        """How many of the tree's nodes the target's tokens lead through."""
+        node, count = -1, 0
+        while True:
+            drawn = self.rng.choice(len(self.chances) + 1, p=[*self.chances, 1 - sum(self.chances)])
+            children = np.flatnonzero((tree.parents == node) & (tree.tokens == drawn))
+            if len(children) == 0:
+                return count
+            node, count = int(children[0]), count + 1
+
+
+def outcome(tree: DraftTree, accepted: int, draft_s: float, total_s: float) -> StepResult:
+    """An iteration that committed `accepted` nodes of the tree and the bonus token."""
+    return StepResult(
+        tokens=(0,) * (accepted + 1),
+        drafted=(True,) * accepted + (False,),
+        tree_nodes=len(tree),
+        tree_depth=int(tree.depths.max(initial=0)),
+        draft_s=draft_s,
+        verify_s=total_s - draft_s,
+        bytes_streamed=0,
+        pending_rows=1,
+    )
+
+
+def tokens_per_s(
+    config: TreeConfig, seconds: Seconds, iterations: int, warm_up: int, chances: list[float]
+) -> float:
+    """Of a policy on a stationary workload, under a clock that only `seconds` moves."""
+    policy, text = new_policy(config), Text(chances, seed=1)
+    tokens, clock = 0.0, 0.0
+    for iteration in range(iterations):
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, config.max_depth).tree
+        rows, steps = len(tree) + 1, text.steps
+        policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
+        if iteration >= warm_up:
+            # what the tree promises, for the draft model is right about its chances: the luck
+            # of the draws is left out of the comparison
+            tokens += 1.0 + float(np.exp(tree.log_probs).sum())
+            clock += seconds(rows, steps)
+    return tokens / clock
+
+
+STREAMED: Seconds = lambda rows, steps: max(1.0, rows / 60) + 0.01 * steps  # noqa: E731
+HIDDEN: Seconds = lambda rows, steps: max(1.0, rows / 60)  # noqa: E731
+RESIDENT: Seconds = lambda rows, steps: 0.03 + 0.004 * rows + 0.01 * steps  # noqa: E731
+STEEP: Seconds = lambda rows, steps: 0.1 + 0.02 * max(0, rows - 8) + 0.01 * steps  # noqa: E731
+
+
+@pytest.mark.parametrize("seconds", [STREAMED, HIDDEN, RESIDENT, STEEP])
+@pytest.mark.parametrize("chances", [[0.8, 0.1, 0.05], [0.4, 0.2, 0.1, 0.1], [0.95]])
+def test_cost_is_within_two_percent_of_the_best_fixed_budget(
+    seconds: Seconds, chances: list[float]
+) -> None:
+    fixed = {
+        (budget, depth): tokens_per_s(
+            TreeConfig(budget=budget, max_depth=depth, batch=8), seconds, 1, 0, chances
+        )
+        for budget in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+        for depth in (1, 2, 4, 8, 16, 32)
+        if depth <= budget
+    }
+    cost = TreeConfig(budget=256, max_depth=32, batch=8, policy="cost")
+    assert tokens_per_s(cost, seconds, 160, 100, chances) >= 0.98 * max(fixed.values())
+
+
+def test_the_fit_finds_the_knee_and_what_a_step_adds() -> None:
+    cost, rng = IterationCost(), np.random.default_rng(0)
+    for _ in range(64):
+        rows, steps = int(rng.integers(2, 200)), int(rng.integers(1, 20))
+        total_s = max(1.0, rows / 100) + 0.02 * steps + 0.005 * rng.standard_normal()
+        cost.observe(rows, steps, 0.05 * steps, total_s)
+    found = cost.seconds(np.array([10.0, 90.0, 150.0, 190.0]), 10)
+    np.testing.assert_allclose(found, [1.2, 1.2, 1.7, 2.1], rtol=0.06)
+    assert cost.seconds(np.array([50.0]), 20)[0] - found[0] == pytest.approx(0.2, abs=0.03)
+
+
+def test_the_heuristic_schedule() -> None:
+    policy = Heuristic(TreeConfig(budget=64, max_depth=8))
+    depths = []
+    text = Text([0.9], seed=0)
+    for reached in (True, True, False, False, True):
+        tree = policy.grow(grow_tree, text.expand, 8).tree
+        depth = int(tree.depths.max())
+        depths.append(depth)
+        policy.observe(outcome(tree, depth if reached else depth - 1, 0.0, 1.0))
+    assert depths == [5, 7, 8, 7, 6]
+
+
+def test_a_prompt_teaches_the_cost_nothing() -> None:
+    policy = Cost(TreeConfig(policy="cost"))
+    policy.observe(
+        StepResult(
+            tokens=(1,),
+            drafted=(False,),
+            tree_nodes=8,
+            tree_depth=2,
+            draft_s=1.0,
+            verify_s=500.0,
+            bytes_streamed=0,
+            pending_rows=900,
+        )
+    )
+    assert policy._cost.most_rows == 0
+
+
+@pytest.mark.parametrize("name", ["fixed", "heuristic", "cost"])
+def test_trees_stay_within_budget_and_depth(name: Policy) -> None:
+    policy = new_policy(TreeConfig(budget=20, max_depth=6, policy=name))
+    text = Text([0.6, 0.3], seed=3)
+    for limit in (9, 3, 1):
+        tree = policy.grow(grow_tree, text.expand, limit).tree
+        assert 1 <= len(tree) <= 20
+        assert int(tree.depths.max()) <= min(limit, 6)
