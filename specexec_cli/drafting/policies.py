@@ -169,9 +169,8 @@ class Cost:
         self._accepted = self._expected = 1.0  # running sums
         self._caught = 0.5  # share of an expanded node's probability that its children add
         self._iteration = self._steps = 0
-        self._probing = self._probed = (
-            False  # this tree tries a step and nodes more than seem to pay
-        )
+        self._probing = False  # this tree tries a step and nodes more than seem to pay
+        self._probed = False  # and has tried the step
         self._drawn = 0.0  # probability of the nodes under way
         self._before = 0.0  # expected tokens before them
         self._tree_expects = 0.0
