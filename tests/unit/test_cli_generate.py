@@ -127,6 +127,7 @@ MISTAKES = {
     "offload": (["generate", "x", "--offload", "sdd"], 2, ["--offload 'sdd'", "'ssd'?"]),
     "dtype": (["generate", "x", "--dtype", "fp16"], 2, ["--dtype 'fp16'", "float16"]),
     "scoring": (["generate", "x", "--draft-scoring", "nois"], 2, ["'noise'?"]),
+    "policy": (["generate", "x", "--policy", "costs"], 2, ["--policy 'costs'", "'cost'?"]),
     "device": (["generate", "x", "--device", "gpu"], 2, ["--device gpu", "cpu"]),
     "other device": (["generate", "x", "--device", "mps"], 2, ["--device mps", "cpu"]),
     "cuda 77": (["generate", "x", "--device", "cuda:77"], 2, ["--device cuda:77"]),

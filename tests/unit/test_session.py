@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
 
-from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.config import GenerationConfig, Policy, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload import placement
@@ -168,6 +169,21 @@ def test_statistics_add_up(session: Session) -> None:
     assert stats.bytes_streamed == len(steps) * layer_bytes
     assert 0 < stats.ttft_s <= stats.total_s
     assert stats.draft_s + stats.verify_s <= stats.total_s * 1.001
+
+
+@pytest.mark.parametrize("policy", ["heuristic", "cost"])
+def test_policies_size_trees_and_change_no_token(session: Session, policy: Policy) -> None:
+    tree = replace(TREE, policy=policy)
+    plain = tokens_of(run(session, "abcdef", 40, method="autoregressive"))
+    steps = list(session.generate("abcdef", generation=GenerationConfig(max_tokens=40), tree=tree))
+    assert tokens_of(steps) == plain
+    assert len({step.tree_nodes for step in steps}) > 1
+    assert max(step.tree_nodes for step in steps) <= TREE.budget
+
+
+def test_cost_sizes_best_first_trees_alone(session: Session) -> None:
+    with pytest.raises(ConfigError, match="--policy cost"):
+        session.generate("abc", tree=replace(TREE, policy="cost"), method="chain-coupled")
 
 
 def test_another_seed_gives_another_text(session: Session) -> None:
