@@ -54,6 +54,7 @@ class SlotToy:
     source: None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     passes: int = 0
+    bytes_streamed: int = 0
 
     @property
     def vocab_size(self) -> int:

@@ -116,7 +116,7 @@ def test_the_kernels_of_a_gpu_match_transformers(
         expected = expected_logits(own, tokens, tree)
         assert_close(two_passes(model, tokens, 20, tree), expected)
         # softcapped logits exist in eager attention alone; here every row outgrows the window
-        assert bool(attended) == (name not in ("gemma2", "mistral"))
+        assert bool(attended) == (name not in ("gemma2", "mistral", "phi3"))
         monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
         assert_close(two_passes(model, tokens, 3, tree), expected)
     finally:

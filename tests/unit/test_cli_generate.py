@@ -150,7 +150,7 @@ MISTAKES = {
         ["--depth (5) cannot exceed --budget (4)"],
     ),
     "empty stop": (["generate", "x", "--stop", ""], 2, ["--stop"]),
-    "no number": (["generate", "x", "--max-tokens", "ten"], 2, ["--max-tokens", "integer"]),
+    "no number": (["generate", "x", "--max-tokens", "ten"], 2, ["--max-tokens", "'ten'"]),
     "no such option": (["generate", "x", "--max-token", "1"], 2, ["--max-tokens"]),
     "an option without value": (["generate", "x", "--seed"], 2, ["--seed", "requires"]),
     "two arguments": (["generate", "x", "y"], 2, ["y"]),
