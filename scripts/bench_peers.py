@@ -174,9 +174,11 @@ class PeerBench:
     def summary(self) -> list[dict[str, Any]]:
         """One entry per peer, with samples."""
         entries = []
-        texts = [self._texts(name) for name in self.options.peers]
-        # the longest: a text that differs shows, whichever of the two is the wrong one
-        reference = max(texts, key=lambda runs: sum(map(len, runs)))
+        texts = [texts for name in self.options.peers if (texts := self._texts(name))]
+        # programs compute in different types, and one may part at a near-tie: what most agree on
+        reference = max(
+            texts, default=[], key=lambda ours: sum(_shared(ours, theirs) for theirs in texts)
+        )
         for name in self.options.peers:
             if name in self.failed or not self.results[name]:
                 reason = self.failed.get(name, "stopped before its turn")
@@ -184,7 +186,10 @@ class PeerBench:
                 continue
             runs = [run for result in self.results[name] for run in result["runs"]]
             rates = [len(run["tokens"]) / run["total_s"] for run in runs]
-            same = [_common(a, b) for a, b in zip(self._texts(name), reference, strict=False)]
+            same = [
+                _common(ours, theirs) / min(len(ours), len(theirs))
+                for ours, theirs in zip(self._texts(name), reference, strict=False)
+            ]
             entries.append({
                 "peer": name,
                 "tokens_per_s": spread(rates),
@@ -193,6 +198,7 @@ class PeerBench:
                 "load_s": spread([result["load_s"] for result in self.results[name]]),
                 "peak_rss_bytes": max(r["peak_rss_bytes"] for r in self.results[name]),
                 "same_tokens": sum(same) / len(same) if same else None,
+                "texts": self._texts(name),
             })  # fmt: skip
         return entries
 
@@ -207,10 +213,15 @@ def _limited(command: Sequence[str], cap: int) -> int:
     return subprocess.run(command, check=False).returncode
 
 
-def _common(ours: Sequence[int], theirs: Sequence[int]) -> float:
-    """Share of tokens before the first that differs."""
+def _shared(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
+    """Tokens before the first difference, over all texts."""
+    return sum(_common(a, b) for a, b in zip(ours, theirs, strict=False))
+
+
+def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
     pairs = list(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs)) / len(pairs)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
 
 def show(entries: Sequence[Mapping[str, Any]]) -> str:

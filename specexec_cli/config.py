@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,7 +15,17 @@ BenchMethod = Literal[
 ]
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 DraftScoring = Literal["noise", "probs"]
-Policy = Literal["fixed", "heuristic", "cost"]
+Policy = Literal["fixed", "heuristic", "disco", "cost", "oracle"]  # the last in `bench` alone
+# What can size each method's trees: cost needs a search by falling probability, disco and the
+# oracle drafts that are the target's own choices if anything is, the oracle a single path.
+POLICIES: Mapping[str, tuple[Policy, ...]] = {
+    "specexec": ("fixed", "heuristic", "disco", "cost"),
+    "chain": ("fixed", "heuristic"),
+    "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
+    "specinfer": ("fixed", "heuristic"),
+    "beam": ("fixed", "heuristic", "disco"),
+    "beam-pruned": ("fixed", "heuristic", "disco"),
+}
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -58,6 +69,7 @@ class TreeConfig:
     batch: int = 16  # nodes expanded per draft step
     scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
     policy: Policy = "fixed"  # how much of the budget a tree uses, see drafting/policies.py
+    calibrated: bool = True  # scores corrected by what was accepted, see drafting/calibration.py
 
     def __post_init__(self) -> None:
         for name, flag in (("budget", "--budget"), ("max_depth", "--depth"), ("batch", "--batch")):

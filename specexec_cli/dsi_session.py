@@ -49,6 +49,7 @@ class DsiSession(Session):
         self.settings = {**found.settings, **settings}
         self.stats = GenerationStats()
         self.context = []
+        self._drafter = None
         self._workers = workers
         config = DsiConfig(lookahead=plan.lookahead, timeout_s=_PATIENCE * plan.long_pass_s + 60.0)
         self._orchestrator = Orchestrator(workers, config, notice)
@@ -92,6 +93,7 @@ class DsiSession(Session):
         sampling: SamplingConfig,
         tree: TreeConfig,
         method: Method | BenchMethod | None,
+        continuation: Sequence[int],
     ) -> Iterator[StepResult]:
         return dsi(self._workers, self._orchestrator, sampling, tokens, limit, self.eos_ids)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from specexec_cli.config import (
+    POLICIES,
     BenchMethod,
     DsiOptions,
     DtypeName,
@@ -32,7 +33,9 @@ from specexec_cli.core import DraftTree, GenerationStats, PassProgress, StepResu
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.device import peak_ram_bytes
+from specexec_cli.drafting.disco import Classifier, load_classifier
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
@@ -40,6 +43,8 @@ from specexec_cli.models.text import TextStream
 from specexec_cli.opening import ContextTokens, Found, Notice, Progress, find
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
+
+_LEARNED = "learned.json"
 
 
 class Session:
@@ -59,6 +64,8 @@ class Session:
         self.eos_ids = found.eos_ids
         self.settings: Mapping[str, str] = found.settings  # what "auto" became
         self.stats = GenerationStats()
+        self.learned = Learned(self.classifier)  # about the pair, from one generation to the next
+        self._keep: Notice | None = None  # at the end for later sessions; told of failures
         self._link_bytes_per_s = found.placement.link_bytes_per_s
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self._target = target
@@ -83,6 +90,7 @@ class Session:
         dtype: DtypeName = "auto",
         tokenizer: Path | None = None,
         context: ContextTokens | None = None,
+        remember: bool = False,
         dsi: DsiOptions | None = None,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
@@ -93,6 +101,8 @@ class Session:
         Args:
             context: given the tokenizer, how many tokens of prompt and text to plan memory for;
                 4096 unless told. Longer ones are not refused, they take memory beyond the plan.
+            remember: begin with what earlier sessions learned about the pair, and keep what this
+                one learns; it changes how many passes a text takes, never the text.
         Raises:
             SpecexecError: whatever is wrong, in one line.
         """
@@ -108,7 +118,39 @@ class Session:
             if distributed is not None:
                 return distributed
         draft_model = found.open_draft(notice)
-        return cls(found, LocalTarget(found.open_target(notice, progress)), draft_model)
+        session = cls(found, LocalTarget(found.open_target(notice, progress)), draft_model)
+        if remember and draft_model is not None:
+            session.learned.load(session.pair_folder / _LEARNED, session._machine)
+            session._keep = notice
+        return session
+
+    @property
+    def pair_folder(self) -> Path:
+        """Where what is learned about this target and draft model is kept."""
+        assert self.choice.draft is not None
+        return pair_folder(self.choice.target.repo, self.choice.draft.repo)
+
+    @property
+    def _machine(self) -> str:
+        """What the cost of an iteration depends on, besides the pair."""
+        return " ".join(self.settings[name] for name in ("offload", "device", "dtype"))
+
+    def classifier(self) -> Classifier:
+        """The pair's, of --policy disco.
+
+        Raises:
+            CheckpointError: there is none, or none that can be used; says how to train one.
+        """
+        assert self.choice.draft is not None
+        return load_classifier(self.pair_folder, self.choice.target.repo, self.choice.draft.repo)
+
+    @property
+    def calibration_errors(self) -> tuple[float, float] | None:
+        """Of the draft's acceptance probabilities in the last generation, as the draft gave them
+        and as calibrated; see Reliability.errors. None where nothing was drafted."""
+        if self._drafter is None:
+            return None
+        return self._drafter.calibration.reliability.errors()
 
     @property
     def method(self) -> Method:
@@ -207,6 +249,7 @@ class Session:
         tree: TreeConfig | None = None,
         generation: GenerationConfig | None = None,
         method: Method | BenchMethod | None = None,
+        continuation: Sequence[int] = (),
     ) -> Iterator[StepResult]:
         """Yields one step per target pass; `step.text` is what may be shown.
 
@@ -215,6 +258,7 @@ class Session:
         Args:
             prompt: text, or tokens.
             method: "specexec" where there is a draft model, unless told otherwise.
+            continuation: the tokens that will come, which --policy oracle must be told.
         Raises:
             ConfigError: an empty prompt, or one that does not fit the context window.
             StreamError, NonFiniteLogitsError: a pass failed.
@@ -224,7 +268,7 @@ class Session:
         room = self._room(tokens)
         limit = min(generation.max_tokens, room)
         self._prepare(tokens, limit, tree or self.choice.tree)
-        steps = self._steps(tokens, limit, sampling, tree or self.choice.tree, method)
+        steps = self._steps(tokens, limit, sampling, tree or self.choice.tree, method, continuation)
         return self._with_text(steps, tokens, generation.stop)
 
     def _room(self, tokens: Sequence[int]) -> int:
@@ -265,6 +309,7 @@ class Session:
         sampling: SamplingConfig,
         tree: TreeConfig,
         method: Method | BenchMethod | None,
+        continuation: Sequence[int],
     ) -> Iterator[StepResult]:
         sampler = Sampler(sampling)
         method = method or self.method
@@ -272,14 +317,19 @@ class Session:
             return autoregressive(self._target, sampler, tokens, limit, self.eos_ids)
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
-        if tree.policy == "cost" and method != "specexec":
-            raise ConfigError(f"--policy cost sizes SpecExec's trees, not those of method {method}")
         if (speculative := SPECULATIVE.get(method)) is None:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
+        if tree.policy not in POLICIES[method]:
+            raise ConfigError(
+                f"--policy {tree.policy} cannot size the trees of method {method}: use "
+                f"{' or '.join(POLICIES[method])}"
+            )
         if self._drafter is None or self._drafter_method != method:
-            self._drafter = speculative.new_drafter(self._draft, sampler, tree, self.vocab_size)
+            self._drafter = speculative.new_drafter(
+                self._draft, sampler, tree, self.vocab_size, self.learned
+            )
             self._drafter_method = method
-        self._drafter.configure(sampler, tree)
+        self._drafter.configure(sampler, tree, continuation)
         return speculative.decode(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
 
     def _with_text(
@@ -330,15 +380,19 @@ class Session:
         Raises:
             ConfigError: there is no draft model.
         """
-        if self._draft is None:
-            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        draft_logits = self.draft_logits(tokens, first)
         self.forget()
-        rows = range(first - 1, len(tokens) - 1)
         chain = DraftTree.chain(tokens[first:-1])
         target_logits = self._target.verify(tokens[:first], chain)
         self._target.commit([])
-        draft_rows = PassRows.chain(tokens[:-1], 0)
-        return target_logits, self._draft.forward(draft_rows, self._draft.new_cache(), rows)
+        return target_logits, draft_logits
+
+    def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        """The draft model's half of `score`."""
+        if self._draft is None:
+            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        rows = range(first - 1, len(tokens) - 1)
+        return self._draft.forward(PassRows.chain(tokens[:-1], 0), self._draft.new_cache(), rows)
 
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
@@ -347,6 +401,12 @@ class Session:
 
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""
+        if self._keep is not None:
+            path, tell, self._keep = self.pair_folder / _LEARNED, self._keep, None
+            try:
+                self.learned.save(path, self._machine)
+            except OSError as error:
+                tell(f"what was learned about the pair cannot be kept in {path}: {error.strerror}")
         self._target.close()
         if self._draft is not None:
             self._draft.close()

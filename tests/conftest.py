@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ import torch
 # Read when Triton is first imported, which many a test does long before those of the kernels.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# What sessions learn about a pair must not pass from one run of the tests to the next.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specexec-tests-cache-")
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from toys import NoisyCopy, ToyLM
+from toys import NoisyCopy, ToyLM, classifier
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.models.rows import PassRows
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -98,4 +99,10 @@ def slot_drafter(
     context_length: int = 4096,
 ) -> ModelDrafter:
     toy = SlotToy(model, chunk_rows, context_length)
-    return ModelDrafter(toy, Sampler(sampling), tree, model.vocab_size)  # type: ignore[arg-type]
+    return ModelDrafter(
+        toy,  # type: ignore[arg-type]
+        Sampler(sampling),
+        tree,
+        model.vocab_size,
+        learned=Learned(classifier),
+    )

@@ -10,8 +10,9 @@ import torch
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.policies import new_policy
-from specexec_cli.drafting.scoring import DraftScorer
+from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
 
@@ -81,6 +82,23 @@ class ToyTarget:
         del self.tokens[length:]
 
 
+def classifier(seed: int = 0) -> Classifier:
+    """Random weights: it ends drafts anywhere."""
+    rng = np.random.default_rng(seed)
+    return Classifier(
+        {
+            "norm.mean": np.zeros(FEATURES),
+            "norm.scale": np.ones(FEATURES),
+            "hidden.weight": rng.normal(size=(8, FEATURES)),
+            "hidden.bias": rng.normal(size=8),
+            "out.weight": rng.normal(size=(1, 8)),
+            "out.bias": rng.normal(size=1),
+        },
+        threshold=0.5,
+        max_length=12,
+    )
+
+
 @dataclass
 class ToyDrafter:
     """A Drafter over any toy model, with the real search and scoring."""
@@ -91,8 +109,8 @@ class ToyDrafter:
     search: Search = grow_tree
 
     def __post_init__(self) -> None:
-        self.policy = new_policy(self.tree)
-        self._scorer = DraftScorer(self.sampler, self.tree.scoring)
+        self.policy = Learned(classifier).policy(self.tree)
+        self._scorer = DraftScorer(self.sampler, self.tree.scoring, self.tree.calibrated)
         self._utilities: dict[tuple[int, ...], torch.Tensor] = {}
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
@@ -115,20 +133,24 @@ class ToyDrafter:
                 logits = torch.from_numpy(self.model.logits(path))[None]
                 utilities = self._scorer.utilities(logits, [len(path)], context)
                 self._utilities[tuple(path)] = utilities[0]
-                best, found = self._scorer.best(utilities, width)
-                log_probs.append(best[0].double().numpy())
-                tokens.append(found[0].numpy())
+                depth = np.array([len(path) - len(context) + 1])
+                best, found = self._scorer.best(utilities, width, depth)
+                log_probs.append(best[0])
+                tokens.append(found[0])
             return np.stack(log_probs), np.stack(tokens)
 
-        return self.policy.grow(self.search, expand, max_depth).tree
+        def signals_of(ids: np.ndarray) -> np.ndarray:
+            return signals(torch.stack([self._utilities[tuple(paths[i])] for i in ids.tolist()]))
+
+        return self.policy.grow(self.search, expand, max_depth, signals_of).tree
 
     def observe(self, step: StepResult) -> None:
         self.policy.observe(step)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         path = tuple(self._context)
-        for token in tokens:
+        for depth, token in enumerate(tokens, 1):
             if path in self._utilities:
-                self._scorer.observe(self._utilities[path], token)
+                self._scorer.observe(self._utilities[path], depth, token)
             path = (*path, token)
         self._utilities.clear()

@@ -25,7 +25,6 @@ _SCALE_TYPES: dict[torch.dtype, ScaleType] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-MOST_FEW_ROWS = 24
 _names = itertools.count()
 
 
@@ -43,8 +42,8 @@ def supports(weight: PackedWeight) -> bool:
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """x (rows, inputs) times the packed weight, as float32 (rows, outputs).
 
-    Up to MOST_FEW_ROWS rows the sums live in registers; above, blocks of weights are unpacked
-    once for all rows. Neither writes the dequantized weight to memory.
+    The sums of a few rows live in registers; of more, blocks of weights are unpacked once for all
+    rows. Neither writes the dequantized weight to memory.
     """
     rows = x.shape[0]
     mode, tile_rows, vectors = plan(rows, weight)
@@ -99,17 +98,20 @@ def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Te
 def plan(rows: int, weight: PackedWeight) -> tuple[Mode, int, int]:
     """Mode, rows per register tile and vectors per strip for a product with `rows` rows.
 
-    The sums of a tile, its weights and one broadcast of x fill the vector registers.
+    The sums of a tile, its weights and one broadcast of x fill the vector registers. "few" walks
+    down the whole weight strip by strip. Tensors lie in a checkpoint as they come, so a strip
+    begins in the middle of a cache line, and the next strip fetches its last line again: that is
+    why only wide strips are walked so, and more rows take blocks (docs/experiments.md).
     """
     widths = _vectors(weight)
-    for vectors in (v for v in reversed(widths) if v <= 4):
-        most = min(_most_rows(vectors), MOST_FEW_ROWS)
-        if rows <= most:
-            sizes = [size for size in (1, 2, 4, 6, 8, 10, 12, 14, 16, 20, 24) if size <= most]
-            return "few", next((size for size in sizes if size >= rows), most), vectors
+    widest = max((v for v in widths if v <= 4), default=0)
+    sizes = [size for size in (1, 2, 4, 6) if widest and size <= _most_rows(widest)]
+    if sizes and rows <= sizes[-1]:
+        return "few", next(size for size in sizes if size >= rows), widest
     vectors = min((v for v in widths if v > 1), default=1)
     most = _most_rows(vectors)
-    best = min(range(max(most - 4, 1), most + 1), key=lambda n: (-(-rows // n) * n, -n))
+    # unpacking for a tile takes about as long as two rows of it
+    best = min(range(max(most - 6, 1), most + 1), key=lambda n: (-(-rows // n) * (n + 2), -n))
     return "many", best, vectors
 
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
+from specexec_cli.config import (
+    POLICIES,
+    BenchMethod,
+    DraftScoring,
+    Policy,
+    SamplingConfig,
+    TreeConfig,
+)
 from specexec_cli.errors import ConfigError, nearest
 
 METHODS: tuple[BenchMethod, ...] = get_args(BenchMethod)
@@ -27,12 +34,11 @@ class Case:
 
     @property
     def label(self) -> str:
-        """'specexec 64/16', 'chain 8'."""
+        """'specexec 64/16', 'chain 8', 'specexec cost 128/32'."""
         if self.tree is None:
             return self.method
-        if self.method in CHAINS:
-            return f"{self.method} {self.tree.budget}"
-        return f"{self.method} {self.tree.budget}/{self.tree.max_depth}"
+        size = "" if self.method in CHAINS else f"/{self.tree.max_depth}"
+        return f"{variant(self.settings())} {self.tree.budget}{size}"
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides the result, for the row and its key; the seed is the row's."""
@@ -40,6 +46,22 @@ class Case:
         del sampling["seed"]
         tree = asdict(self.tree) if self.tree is not None else {}
         return {"method": self.method, **tree, **sampling, "max_tokens": self.max_tokens}
+
+
+def variant(settings: Mapping[str, Any]) -> str:
+    """The method, and in what its trees are not the usual ones.
+
+    Args:
+        settings: Case.settings.
+    """
+    words = [settings["method"]]
+    if settings.get("policy", "fixed") != "fixed":
+        words.append(settings["policy"])
+    if settings.get("scoring", "noise") != "noise":
+        words.append(settings["scoring"])
+    if not settings.get("calibrated", True):
+        words.append("uncalibrated")
+    return " ".join(words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +72,9 @@ class Grid:
     budgets: Sequence[int]  # empty: the recommended tree's
     depths: Sequence[int]  # likewise
     lengths: Sequence[int]  # of chains: draft tokens per iteration
+    scorings: Sequence[DraftScoring] = ("noise",)
+    policies: Sequence[Policy] = ("fixed",)  # a method passes over those that cannot size its trees
+    calibrated: Sequence[bool] = (True,)
     sampling: Sequence[SamplingConfig]
     max_tokens: int
     baseline_tokens: int
@@ -61,6 +86,11 @@ class Grid:
                     f"--method '{method}' is not one of {', '.join(METHODS)}."
                     f"{nearest(method, list(METHODS))}"
                 )
+        drafting = set(self.methods) - {BASELINE}
+        for policy in self.policies if drafting else ():
+            able = [method for method, policies in POLICIES.items() if policy in policies]
+            if not set(able) & drafting:
+                raise ConfigError(f"--policy {policy} needs --method {' or '.join(able)}")
         if any(length < 1 for length in self.lengths):
             raise ConfigError("--speculation-length must be 1 or more")
         if min(self.max_tokens, self.baseline_tokens) < 1:
@@ -79,8 +109,18 @@ class Grid:
                 if method != BASELINE:
                     name = METHODS[METHODS.index(method)]
                     for tree in self._trees(name, recommended):
-                        found[Case(name, tree, sampling, self.max_tokens)] = None
+                        for varied in self._variants(name, tree):
+                            found[Case(name, varied, sampling, self.max_tokens)] = None
         return list(found)
+
+    def _variants(self, method: BenchMethod, tree: TreeConfig) -> list[TreeConfig]:
+        return [
+            replace(tree, scoring=scoring, policy=policy, calibrated=calibrated)
+            for policy in self.policies
+            if policy in POLICIES[method]
+            for scoring in self.scorings
+            for calibrated in self.calibrated
+        ]
 
     def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:
         if method in CHAINS:

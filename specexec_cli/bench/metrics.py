@@ -20,6 +20,8 @@ TIMING: Mapping[str, str] = {
     "generation_rate": "all passes, bonus tokens included",
     "excluded": "opening the models, warm-up generations, probing the link; caches are emptied "
     "before each run, so every run prefills its whole prompt",
+    "ece": "sum |predicted - accepted| / sum predicted, over ten bins of the probability that a "
+    "child is accepted once its parent is; ece_draft: of the draft's own probabilities",
     "peak_ram_bytes": "of the process during the run, models included",
 }  # fmt: skip
 
@@ -28,6 +30,7 @@ AVERAGED = (
     "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
     "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s", "bytes_per_pass",
     "stream_bytes_per_s", "link_share", "roofline_share", "peak_ram_bytes", "peak_vram_bytes",
+    "ece_draft", "ece",
 )  # fmt: skip
 
 Metrics = dict[str, float | int | None]
@@ -52,12 +55,14 @@ def run_metrics(
     *,
     link_bytes_per_s: float | None,
     is_chain: bool,
+    calibration_errors: tuple[float, float] | None = None,
 ) -> Metrics:
     """Numbers of one generation.
 
     Args:
         link_bytes_per_s: what the probe measured, for the shares of it.
         is_chain: whether acceptance rates mean something.
+        calibration_errors: of acceptance probabilities, the draft's own and as used.
     """
     passes = stats.target_passes
     bytes_per_pass = stats.bytes_streamed / passes
@@ -89,6 +94,8 @@ def run_metrics(
         "roofline_share": roofline_share,
         "peak_ram_bytes": stats.peak_ram_bytes,
         "peak_vram_bytes": stats.peak_vram_bytes,
+        "ece_draft": calibration_errors[0] if calibration_errors else None,
+        "ece": calibration_errors[1] if calibration_errors else None,
     }
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from specexec_cli.bench.cases import BASELINE
+from specexec_cli.bench.cases import BASELINE, variant
 from specexec_cli.bench.results import Row
 from specexec_cli.bench.summary import Summary
 from specexec_cli.errors import ConfigError
@@ -86,17 +86,21 @@ def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label
     """One line per method over its budget (speculation length, for chains), p20 to p80 shaded."""
     figure, axes = _figure(title)
     budgets: set[int] = set()
-    for method, (color, marker) in _METHOD_STYLE.items():
+    drafted = [s for s in summaries if s["case"]["method"] in _METHOD_STYLE]
+    lines = list(dict.fromkeys(variant(s["case"]) for s in drafted))
+    for method in lines:
+        color, marker = _METHOD_STYLE[method.split()[0]]
+        kin = [other for other in lines if other.split()[0] == method.split()[0]]
+        style = ("-", "--", ":", "-.")[kin.index(method) % 4]
         points = sorted(
-            ((s["case"]["budget"], s["metrics"][metric]) for s in summaries
-             if s["case"]["method"] == method),
+            ((s["case"]["budget"], s["metrics"][metric]) for s in drafted
+             if variant(s["case"]) == method),
             key=lambda point: point[0],
         )  # fmt: skip
-        if not points:
-            continue
         x = [budget for budget, _ in points]
         budgets |= set(x)
-        axes.plot(x, [m["mean"] for _, m in points], color=color, marker=marker, label=method)
+        axes.plot(x, [m["mean"] for _, m in points], color=color, marker=marker, linestyle=style,
+                  label=method)  # fmt: skip
         low, high = [m["p20"] for _, m in points], [m["p80"] for _, m in points]
         axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
     if not budgets:

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.bench.cases import CHAINS, Case
+from specexec_cli.bench.cases import BASELINE, CHAINS, Case
 from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.environment import reset_peak_memory
 from specexec_cli.bench.metrics import TIMING, run_metrics
 from specexec_cli.bench.results import ResultsFile, Row, row_key
 from specexec_cli.bench.schema import SCHEMA
 from specexec_cli.config import GenerationConfig
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,6 +108,8 @@ class Bench:
         self._results = results
         self._env = env
         self._link = link
+        self._learned: dict[Case, Learned] = {}  # no case learns from another
+        self._texts: dict[tuple[str, Case, int], list[int]] = {}  # of the baseline
 
     def key(self, run: Run) -> str:
         """Identifies the run in the results file."""
@@ -151,7 +154,11 @@ class Bench:
         }
 
     def _generate(self, case: Case, prompt: BenchPrompt, seed: int) -> list[Any]:
+        continuation = self._continuation(case, prompt, seed)
         self._session.forget()
+        if case not in self._learned:
+            self._learned[case] = Learned(self._session.classifier)
+        self._session.learned = self._learned[case]
         return list(
             self._session.generate(
                 prompt.tokens,
@@ -159,8 +166,20 @@ class Bench:
                 tree=case.tree,
                 generation=GenerationConfig(max_tokens=case.max_tokens),
                 method=case.method,
+                continuation=continuation,
             )
         )
+
+    def _continuation(self, case: Case, prompt: BenchPrompt, seed: int) -> list[int]:
+        """The text that the oracle must know, by the baseline."""
+        if case.tree is None or case.tree.policy != "oracle":
+            return []
+        baseline = replace(case, method=BASELINE, tree=None)
+        key = prompt.sha256, baseline, seed
+        if key not in self._texts:
+            steps = self._generate(baseline, prompt, seed)
+            self._texts[key] = [token for step in steps for token in step.tokens]
+        return self._texts[key]
 
     def _row(self, run: Run) -> Row:
         reset_peak_memory(self._session.settings["device"])
@@ -172,6 +191,7 @@ class Bench:
             self._session.stats,
             link_bytes_per_s=self._link["link_bytes_per_s"],
             is_chain=run.case.method in CHAINS,
+            calibration_errors=self._session.calibration_errors,
         )
         prompt = run.prompt
         return {

@@ -67,6 +67,11 @@ def _tree(summary: Summary) -> str:
     return f"{metrics['tree_nodes']['mean']:.0f}/{metrics['tree_depth']['mean']:.1f}"
 
 
+def _ece(summary: Summary) -> str:
+    found = [summary["metrics"][name] for name in ("ece_draft", "ece")]
+    return "-" if None in found else "/".join(f"{errors['mean']:.2f}" for errors in found)
+
+
 COLUMNS: tuple[Column, ...] = (
     ("method", lambda s: s["label"]),
     ("data", lambda s: s["config"]["dataset"]),
@@ -84,6 +89,7 @@ COLUMNS: tuple[Column, ...] = (
     ("GB/s", _mean("stream_bytes_per_s", 1e-9)),
     ("link", _percent("link_share")),
     ("roofline", _percent("roofline_share")),
+    ("ECE draft/used", _ece),
     ("RAM GB", _mean("peak_ram_bytes", 1e-9)),
     ("VRAM GB", _mean("peak_vram_bytes", 1e-9)),
     ("same text", _same),
@@ -119,6 +125,7 @@ def _legend() -> list[str]:
         "and seeds; in brackets what Leviathan et al. predict from the acceptance rate.",
         "same text: runs whose tokens equal the baseline's; a method that keeps the distribution "
         "only has no such number. RAM: peak of the process.",
+        f"ECE: {TIMING['ece']}.",
     ]
 
 

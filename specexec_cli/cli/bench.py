@@ -79,8 +79,28 @@ def bench(
     ] = "4,8",
     temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0",
     batch: options.Batch = None,
-    draft_scoring: options.Scoring = "noise",
-    policy: options.PolicyName = "fixed",
+    draft_scoring: Annotated[
+        str,
+        typer.Option(
+            help="noise, probs: rank draft tokens by the target's own sampling noise, or not.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "noise",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="fixed, heuristic, disco, cost: how much of the budget a tree uses; oracle: "
+            "chain-coupled drafts exactly as long as will be accepted, the bound.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "fixed",
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="on, off: draft probabilities corrected by how often tokens were accepted.",
+            rich_help_panel=_GRID,
+        ),
+    ] = "on",
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -114,17 +134,21 @@ def bench(
     from specexec_cli.bench.tables import FORMATS
 
     options.one_of(output, "--output", FORMATS)
-    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
-    sizing = options.one_of(policy, "--policy", get_args(Policy))
     for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
                                ("--prompts", prompts, 1)):  # fmt: skip
         if value < least:
             raise ConfigError(f"{flag} must be {least} or more, not {value}")
     grid = Grid(
-        methods=_words(method, "--method"),
+        methods=words(method, "--method"),
         budgets=_numbers(budget, "--budget", int),
         depths=_numbers(depth, "--depth", int),
         lengths=_numbers(speculation_length, "--speculation-length", int),
+        scorings=cast(
+            list[DraftScoring],
+            _chosen(draft_scoring, "--draft-scoring", get_args(DraftScoring)),
+        ),
+        policies=cast(list[Policy], _chosen(policy, "--policy", get_args(Policy))),
+        calibrated=[word == "on" for word in _chosen(calibration, "--calibration", ("on", "off"))],
         sampling=[
             SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
             for value in _numbers(temperature, "--temperature", float)
@@ -133,15 +157,14 @@ def bench(
         baseline_tokens=max_tokens if baseline_tokens is None else baseline_tokens,
     )
     sets = [load_dataset(name, data_folder=data, count=prompts)
-            for name in _words(dataset, "--dataset")]  # fmt: skip
+            for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
-    with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet, _longest(sets, max_tokens)) as session:  # fmt: skip
+    with open_session(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
+               quiet, longest(sets, max_tokens)) as session:  # fmt: skip
         recommended = session.choice.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
             batch=recommended.batch if batch is None else batch,
-            scoring=cast(DraftScoring, scoring), policy=cast(Policy, sizing),
         )  # fmt: skip
         _measure(session, grid.cases(tree), sets, max_tokens, repeats, warmup, file, output, quiet)
 
@@ -249,8 +272,8 @@ def coverage(
     check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
-    with _open(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet, _longest([one], max_tokens)) as session:  # fmt: skip
+    with open_session(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
+               quiet, longest([one], max_tokens)) as session:  # fmt: skip
         from specexec_cli.bench.runner import encode_prompts
 
         usable, skipped = encode_prompts(session, one, max_tokens)
@@ -287,7 +310,7 @@ def report(
         print(f"figure: {path}", file=sys.stderr)
 
 
-def _open(
+def open_session(
     pair: str | None,
     target: str | None,
     draft: str | None,
@@ -300,7 +323,8 @@ def _open(
     quiet: bool,
     context: ContextTokens,
 ) -> Session:
-    words = {
+    """A session as these options say, with a bar while it loads."""
+    chosen = {
         "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
@@ -312,7 +336,7 @@ def _open(
         return Session.open(
             pair=pair, target=target, draft=draft, models_file=models_file, offline=offline,
             tokenizer=tokenizer, context=context, device=device, progress=bar,
-            offload=cast(OffloadMode, words["offload"]), dtype=cast(DtypeName, words["dtype"]),
+            offload=cast(OffloadMode, chosen["offload"]), dtype=cast(DtypeName, chosen["dtype"]),
             notice=(lambda line: None) if quiet else notice,
             download_progress=not quiet and sys.stderr.isatty(),
         )  # fmt: skip
@@ -320,20 +344,25 @@ def _open(
         bar.close()
 
 
-def _longest(sets: Sequence[Dataset], max_tokens: int) -> ContextTokens:
+def longest(sets: Sequence[Dataset], max_tokens: int) -> ContextTokens:
     """Counts the longest prompt with its text; a chat template adds some tokens to each turn."""
     prompts = [prompt for one in sets for prompt in one.prompts]
     turns = max((len(prompt.messages) for prompt in prompts), default=1)
-    longest = max((prompt.text for prompt in prompts), key=len, default="")
+    text = max((prompt.text for prompt in prompts), key=len, default="")
     beside = (1 + turns) * options.TEMPLATE_TOKENS + max_tokens
-    return lambda words: len(words.encode(longest)) + beside
+    return lambda tokenizer: len(tokenizer.encode(text)) + beside
 
 
-def _words(value: str, flag: str) -> list[str]:
-    words = [word.strip() for word in value.split(",") if word.strip()]
-    if not words:
+def words(value: str, flag: str) -> list[str]:
+    """The words of a comma list, at least one."""
+    found = [word.strip() for word in value.split(",") if word.strip()]
+    if not found:
         raise ConfigError(f"{flag} is empty")
-    return words
+    return found
+
+
+def _chosen(value: str, flag: str, allowed: tuple[str, ...]) -> list[str]:
+    return [options.one_of(word, flag, allowed) for word in words(value, flag)]
 
 
 def _numbers(value: str, flag: str, kind: type) -> list[Any]:

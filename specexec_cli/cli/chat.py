@@ -18,7 +18,6 @@ from specexec_cli.config import (
     GenerationConfig,
     Method,
     OffloadMode,
-    Policy,
     SamplingConfig,
 )
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
@@ -72,7 +71,8 @@ def chat(
     depth: options.Depth = None,
     batch: options.Batch = None,
     draft_scoring: options.Scoring = "noise",
-    policy: options.PolicyName = "fixed",
+    policy: options.PolicyName = "auto",
+    calibration: options.Calibration = True,
     offload: options.Offload = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -99,7 +99,7 @@ def chat(
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
     scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
-    sizing = options.one_of(policy, "--policy", get_args(Policy))
+    sizing = options.policy(policy, words["method"])
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -118,6 +118,7 @@ def chat(
             offload=cast(OffloadMode, words["offload"]), device=device,
             dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
             context=None if context is None else lambda words: context,
+            remember=True,
             dsi=options.dsi_options(sp, lookahead, devices, ray),
             notice=(lambda line: None) if quiet else notice, progress=bar,
             download_progress=not quiet and sys.stderr.isatty(),
@@ -132,7 +133,8 @@ def chat(
                     depth,
                     batch,
                     cast(DraftScoring, scoring),
-                    cast(Policy, sizing),
+                    sizing,
+                    calibration,
                 ),
                 generation=generation,
                 thinking=not hide_thinking,

@@ -60,7 +60,8 @@ def generate(
     depth: options.Depth = None,
     batch: options.Batch = None,
     draft_scoring: options.Scoring = "noise",
-    policy: options.PolicyName = "fixed",
+    policy: options.PolicyName = "auto",
+    calibration: options.Calibration = True,
     offload: options.Offload = "auto",
     device: options.Device = "auto",
     dtype: options.Dtype = "auto",
@@ -89,7 +90,7 @@ def generate(
         "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
     }
     scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
-    sizing = options.one_of(policy, "--policy", get_args(Policy))
+    sizing = options.policy(policy, words["method"])
     text = read_prompt(prompt, file)
 
     from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
@@ -102,6 +103,7 @@ def generate(
         offload=cast(OffloadMode, words["offload"]), device=device,
         dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
         context=lambda words: len(words.encode(text)) + max_tokens + options.TEMPLATE_TOKENS,
+        remember=True,
         dsi=options.dsi_options(sp, lookahead, devices, ray),
         notice=(lambda line: None) if quiet else notice, progress=bar,
         download_progress=not quiet and sys.stderr.isatty(),
@@ -109,7 +111,7 @@ def generate(
         bar.close()
         tree = tree_config(
             session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring),
-            cast(Policy, sizing),
+            sizing, calibration,
         )  # fmt: skip
         tokens = (
             session.encode_chat([{"role": "user", "content": text}])
@@ -172,6 +174,7 @@ def tree_config(
     batch: int | None,
     scoring: DraftScoring,
     policy: Policy,
+    calibrated: bool,
 ) -> TreeConfig:
     """The pair's tree with the flags that were given; a depth not given yields to the budget."""
     nodes = recommended.budget if budget is None else budget
@@ -183,6 +186,7 @@ def tree_config(
         batch=recommended.batch if batch is None else batch,
         scoring=scoring,
         policy=policy,
+        calibrated=calibrated,
     )
 
 
@@ -198,11 +202,10 @@ def _run(
     """Prints text as it comes; Ctrl-C ends it and keeps what there is."""
     steps: list[StepResult] = []
     session.on_layer(live.layer)
+    running = session.generate(tokens, sampling=sampling, tree=tree, generation=generation)
     try:
         with live:
-            for step in session.generate(
-                tokens, sampling=sampling, tree=tree, generation=generation
-            ):
+            for step in running:
                 live.step(step.text)
                 steps.append(step)
                 if not as_json:

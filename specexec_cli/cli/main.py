@@ -14,6 +14,7 @@ from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
 from specexec_cli.cli.plan import plan
+from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import SpecexecError
 
 # the base of all mistakes on the command line, which typer does not name itself
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.add_typer(bench.app, name="bench")
+app.command()(train_policy)
 app.command()(plan)
 app.command()(doctor)
 app.add_typer(models.app, name="models")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from specexec_cli.config import DsiOptions
+    from specexec_cli.config import DsiOptions, Policy
 
 _MODELS, _TREE, _SAMPLING, _MACHINE, _OUTPUT = (
     "Models", "Draft tree", "Sampling", "Machine", "Output",
@@ -98,8 +98,16 @@ PolicyName = Annotated[
     typer.Option(
         "--policy",
         help="How much of the budget each tree uses: fixed (all of it), heuristic (deeper after a "
-        "tree accepted whole), cost (as much as pays in tokens/s; the budget is then twice the "
-        "pair's unless given).",
+        "tree accepted whole), disco (as deep as the pair's trained classifier says, see "
+        "train-policy), cost (as much as pays in tokens/s; the budget is then twice the pair's "
+        "unless given). auto is cost, and fixed for other methods than specexec.",
+        rich_help_panel=_TREE,
+    ),
+]
+Calibration = Annotated[
+    bool,
+    typer.Option(
+        help="Correct the draft's probabilities by how often its tokens were accepted.",
         rich_help_panel=_TREE,
     ),
 ]
@@ -198,6 +206,19 @@ def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
         hint = nearest(value, list(allowed))
         raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
     return value
+
+
+def policy(value: str, method: str) -> Policy:
+    """--policy, where auto is the method's own.
+
+    Raises:
+        ConfigError: no such policy.
+    """
+    names = ("auto", "fixed", "heuristic", "disco", "cost")
+    found = one_of(value, "--policy", names)
+    if found == "auto":
+        return "cost" if method == "specexec" else "fixed"
+    return cast("Policy", found)
 
 
 def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:

@@ -17,6 +17,7 @@ from specexec_cli.drafting.baselines import (
     grow_chain,
 )
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.sampled import SampledDrafter
 from specexec_cli.drafting.search import Search, grow_tree
 from specexec_cli.models.streamed import StreamedModel
@@ -39,10 +40,15 @@ class SpeculativeMethod:
     lossless: Literal["tokens", "distribution"] = "tokens"  # against autoregressive decoding
 
     def new_drafter(
-        self, model: StreamedModel, sampler: Sampler, tree: TreeConfig, target_vocab_size: int
+        self,
+        model: StreamedModel,
+        sampler: Sampler,
+        tree: TreeConfig,
+        target_vocab_size: int,
+        learned: Learned,
     ) -> ModelDrafter:
         """A drafter for this method; it may be used for many generations."""
-        return self.drafter(model, sampler, tree, target_vocab_size, self.search)
+        return self.drafter(model, sampler, tree, target_vocab_size, self.search, learned)
 
 
 SPECULATIVE: Mapping[str, SpeculativeMethod] = {

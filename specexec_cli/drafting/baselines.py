@@ -13,37 +13,57 @@ from numpy.typing import NDArray
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
-from specexec_cli.drafting.search import ROOT, Expand, Floats, Frontier, Ints, SearchResult
+from specexec_cli.drafting.search import (
+    ROOT,
+    Expand,
+    Floats,
+    Frontier,
+    Ints,
+    SearchResult,
+    Worth,
+)
 
 # scores (parents, children) of a level, -inf where there is no child -> which of them join
 _Choose = Callable[[Floats], NDArray[np.bool_]]
 
 
-def grow_chain(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+def grow_chain(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
     """One path: each node's first child. Leviathan et al., arXiv:2211.17192, algorithm 1."""
     length = min(config.budget, max_depth)
-    return _grow_levels(expand, lambda level: 1, np.isfinite, length)
+    return _grow_levels(expand, lambda level: 1, np.isfinite, length, worth)
 
 
-def grow_bundle(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+def grow_bundle(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
     """`width` children of the root, and one path below each of them.
 
     The shape SpecExec's reference code gives SpecInfer (specdec/spec_SI.py): sequences that part
     at the root and never branch again; SpecInfer's expansion <w, 1, 1, ...>.
     """
     width = _width(config)
-    return _grow_levels(expand, lambda level: width if level == 0 else 1, np.isfinite, max_depth)
+    return _grow_levels(
+        expand, lambda level: width if level == 0 else 1, np.isfinite, max_depth, worth
+    )
 
 
-def grow_beam(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+def grow_beam(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
     """Beam search of `width` beams; every node that ever was a beam stays in the tree."""
     width = _width(config)
-    return _grow_levels(expand, lambda level: width, lambda scores: _best(scores, width), max_depth)
+    return _grow_levels(
+        expand, lambda level: width, lambda scores: _best(scores, width), max_depth, worth
+    )
 
 
-def grow_beam_pruned(expand: Expand, config: TreeConfig, max_depth: int) -> SearchResult:
+def grow_beam_pruned(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
     """Beam search that keeps the final beams and their ancestors alone, as a decoder would."""
-    tree = grow_beam(expand, config, max_depth).tree
+    tree = grow_beam(expand, config, max_depth, worth).tree
     kept = tree.depths == tree.depths.max(initial=0)
     for node in range(len(tree) - 1, -1, -1):
         if kept[node] and tree.parents[node] != ROOT:
@@ -70,19 +90,28 @@ def _best(scores: Floats, count: int) -> NDArray[np.bool_]:
 
 
 def _grow_levels(
-    expand: Expand, width: Callable[[int], int], choose: _Choose, max_depth: int
+    expand: Expand,
+    width: Callable[[int], int],
+    choose: _Choose,
+    max_depth: int,
+    worth: Worth | None,
 ) -> SearchResult:
     """Grows `max_depth` levels; the tree's ids are its indices.
 
     Args:
         width: children asked for per node of a level, the root being level 0.
         choose: which of the scored children join.
+        worth: ends the growth before `max_depth` does.
     """
     root = np.array([ROOT], dtype=np.int64)
     frontier, frontier_scores = Frontier(root, root, root, np.zeros(1, dtype=np.int64)), np.zeros(1)
     levels: list[tuple[Frontier, Floats]] = []
     count = 0
     for level in range(max_depth):
+        if level and worth is not None:
+            found = np.concatenate([scores for _, scores in levels])
+            if not worth.goes_on(found, frontier):
+                break
         log_probs, tokens = expand(frontier, width(level))
         scores = frontier_scores[:, None] + log_probs
         rows, columns = np.nonzero(choose(scores))

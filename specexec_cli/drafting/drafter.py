@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.policies import new_policy
-from specexec_cli.drafting.scoring import DraftScorer
+from specexec_cli.drafting.calibration import Calibration, Reliability
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import (
     ROOT,
     Floats,
@@ -54,28 +56,43 @@ class ModelDrafter:
         tree: TreeConfig,
         target_vocab_size: int,
         search: Search = grow_tree,
+        learned: Learned | None = None,
     ) -> None:
         self.model = model
         self._search = search
+        self._learned = learned or Learned()
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._cache = model.new_cache()
         on_gpu = model.device.type == "cuda"
         self._steps = StepRunner(model, self._cache, capture=True) if on_gpu else None
-        self._tree = tree
-        self._policy = new_policy(tree)
-        self._scorer = DraftScorer(sampler, tree.scoring)
         self._context: Sequence[int] = ()
         self._reset_tree()
+        self.configure(sampler, tree)
 
-    def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
-        """Settings of the next generation; the cache and what was learned stay."""
-        if tree != self._tree:
-            self._tree, self._policy = tree, new_policy(tree)
-        scorer = DraftScorer(sampler, tree.scoring)
-        scorer.learn_from(self._scorer)
-        self._scorer = scorer
+    def configure(
+        self, sampler: Sampler, tree: TreeConfig, continuation: Sequence[int] = ()
+    ) -> None:
+        """Settings of the next generation; the cache and what was learned stay.
+
+        Args:
+            continuation: the text to come, for the oracle.
+        Raises:
+            CheckpointError: the policy is disco, and its classifier cannot be used.
+        """
+        self._policy = self._learned.policy(tree, continuation)
+        kind = DraftScorer.kind(sampler, tree.scoring)
+        self._scorer = DraftScorer(
+            sampler, tree.scoring, tree.calibrated, self._learned.trust(kind)
+        )
+        self._scorer.trust.calibration.reliability = Reliability()
+        self._learned.keep(kind, self._scorer.trust)
+
+    @property
+    def calibration(self) -> Calibration:
+        """Of the scores that this generation's trees are searched by."""
+        return self._scorer.trust.calibration
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
         """The most probable continuations of `context` under the draft model.
@@ -90,15 +107,15 @@ class ModelDrafter:
         self._reset_tree()
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
-            self._result = self._policy.grow(self._search, self._expand, max_depth)
+            self._result = self._policy.grow(self._search, self._expand, max_depth, self._signals)
         return self._result.tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
         ids = [int(self._result.ids[node]) for node in nodes]
-        for node_id, token in zip([ROOT, *ids], tokens, strict=False):
+        for depth, (node_id, token) in enumerate(zip([ROOT, *ids], tokens, strict=False), 1):
             if node_id in self._utilities and token < self._vocab_size:
-                self._scorer.observe(self._utilities[node_id], token)
+                self._scorer.observe(self._utilities[node_id], depth, token)
         slots = [self._slots[node_id] for node_id in ids if node_id in self._slots]
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
@@ -149,8 +166,12 @@ class ModelDrafter:
         positions = (len(self._context) + frontier.depths).tolist()
         utilities = self._scorer.utilities(logits, positions, self._context)
         self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
-        log_probs, tokens = self._scorer.best(utilities, width)
-        return log_probs.double().cpu().numpy(), tokens.cpu().numpy()
+        return self._scorer.best(utilities, width, frontier.depths + 1)
+
+    def _signals(self, ids: Ints) -> Floats:
+        """What policies read of expanded nodes; see policies.Signals."""
+        utilities = torch.stack([self._utilities[node] for node in ids.tolist()])
+        return signals(utilities)
 
     def _tree_rows(self, frontier: Frontier) -> PassRows:
         """The frontier as rows behind those already expanded; they join the slots."""

@@ -92,9 +92,11 @@ class SampledChildren:
 class SampledDrafter(ModelDrafter):
     """A draft model that draws its trees."""
 
-    def configure(self, sampler: Sampler, tree: TreeConfig) -> None:
+    def configure(
+        self, sampler: Sampler, tree: TreeConfig, continuation: Sequence[int] = ()
+    ) -> None:
         """Settings of the next generation; what the cache holds stays."""
-        super().configure(sampler, tree)
+        super().configure(sampler, tree, continuation)
         self._sampled = SampledChildren(sampler)
 
     def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:

@@ -10,7 +10,8 @@ target will use:
 With a perfect draft and c -> 0 this is the target's own choice; c absorbs the disagreement between
 the two models. It is calibrated online: every position that the target settles shows which child
 was the right one, and c is the value under which those children were most probable. With greedy
-decoding there is no noise and c is a temperature of the draft's own distribution.
+decoding there is no noise and c is a temperature of the draft's own distribution. What c leaves
+wrong, calibration.py corrects.
 
 What is committed is drawn by the target alone (verify/accept.py), and the noise is independent of
 the target's logits. The tree, however it was ranked, only decides how many draws one pass settles;
@@ -20,13 +21,17 @@ drafter-invariant speculative decoding: Daliri, Musco, Suresh, arXiv:2408.07978,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from specexec_kernels import dispatch
 from torch import Tensor
 
 from specexec_cli.config import DraftScoring
+from specexec_cli.drafting.calibration import CHILDREN, Calibration
+from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.sampling import Sampler, gumbel_noise
 
 # Candidates for c, a factor of about 1.25 apart.
@@ -35,25 +40,90 @@ _DECAY = 0.99  # the last hundred positions decide
 _PRIOR_POSITIONS = 10.0  # how many positions the starting value is worth
 
 
-class DraftScorer:
-    """Scores draft logits for one set of sampling settings, and learns how far to trust them."""
+TOP = 10  # probabilities among the signals
 
-    def __init__(self, sampler: Sampler, scoring: DraftScoring) -> None:
-        self._sampler = sampler
-        self._noisy = scoring == "noise" and sampler.config.temperature > 0.0
+
+def signals(utilities: Tensor) -> Floats:
+    """What tells how sure the draft model is: its highest probabilities, and its entropy.
+
+    Args:
+        utilities: (rows, vocab) of DraftScorer.utilities.
+    Returns:
+        (rows, 11): ten probabilities, falling, 0 where the vocabulary is smaller; nats.
+    """
+    log_probs = utilities.log_softmax(-1)
+    chances = log_probs.exp()
+    found = np.zeros((len(utilities), TOP + 1))
+    best = chances.topk(min(TOP, utilities.shape[-1]), dim=-1).values
+    found[:, : best.shape[1]] = best.double().cpu().numpy()
+    # a filtered token has probability 0 and adds nothing
+    entropy = -(chances * log_probs.clamp(min=-1e4)).sum(-1)
+    found[:, TOP] = entropy.double().cpu().numpy()
+    return found
+
+
+class Trust:
+    """How far the draft model's scores can be trusted: c, and the calibration behind it."""
+
+    def __init__(self, start: float) -> None:
         # Losses of the candidates in nats; the prior is a parabola around the starting value.
-        start = 1.25 if self._noisy else 1.0
-        self._losses = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
-
-    def learn_from(self, earlier: DraftScorer) -> None:
-        """Starts from what another generation taught, where both know of noise or neither does."""
-        if earlier._noisy == self._noisy:
-            self._losses = earlier._losses
+        self.losses = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
+        self.calibration = Calibration()
 
     @property
     def sharpness(self) -> float:
         """The current c."""
-        return float(_SHARPNESS[self._losses.argmin()])
+        return float(_SHARPNESS[self.losses.argmin()])
+
+    def state(self) -> dict[str, Any]:
+        """What was learned, for JSON."""
+        return {"losses": self.losses.tolist(), "calibration": self.calibration.state()}
+
+    @classmethod
+    def restored(cls, state: Mapping[str, Any]) -> Trust:
+        """From `state`.
+
+        Raises:
+            ValueError, KeyError, TypeError: it is not one.
+        """
+        found = cls(1.0)
+        losses = torch.tensor(state["losses"], dtype=torch.float32)
+        if losses.shape != _SHARPNESS.shape or not torch.isfinite(losses).all():
+            raise ValueError(f"losses must be {len(_SHARPNESS)} finite numbers")
+        found.losses = losses
+        found.calibration = Calibration.restored(state["calibration"])
+        return found
+
+
+class DraftScorer:
+    """Scores draft logits for one set of sampling settings.
+
+    Args:
+        calibrated: whether the calibration corrects the scores; it learns in any case.
+        trust: what earlier generations taught, of the same kind; it goes on learning.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        scoring: DraftScoring,
+        calibrated: bool = True,
+        trust: Trust | None = None,
+    ) -> None:
+        self._sampler = sampler
+        self._noisy = scoring == "noise" and sampler.config.temperature > 0.0
+        self._calibrated = calibrated
+        self.trust = trust or Trust(1.25 if self._noisy else 1.0)
+
+    @staticmethod
+    def kind(sampler: Sampler, scoring: DraftScoring) -> str:
+        """Scores of one kind are wrong in the same way: 'greedy', 'noise' or 'probs'."""
+        return "greedy" if sampler.config.temperature == 0.0 else scoring
+
+    @property
+    def sharpness(self) -> float:
+        """The current c."""
+        return self.trust.sharpness
 
     def utilities(self, logits: Tensor, positions: Sequence[int], context: Sequence[int]) -> Tensor:
         """What the target is expected to maximise: filtered log-probabilities plus its noise.
@@ -72,26 +142,42 @@ class DraftScorer:
             utilities += torch.stack([noise[p] for p in positions]).to(utilities.device)
         return utilities
 
-    def best(self, utilities: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def best(self, utilities: Tensor, width: int, depths: Ints) -> tuple[Floats, Ints]:
         """The tokens most likely to be the target's.
 
         Args:
             utilities: (rows, vocab).
+            depths: (rows,) of the tokens in the tree, from 1.
         Returns:
-            Their log-probabilities (rows, width), falling, and the tokens (rows, width); fewer
-            columns where the vocabulary is smaller.
+            Log-probabilities that they are (rows, width), falling, and the tokens (rows, width);
+            fewer columns where the vocabulary is smaller.
         """
-        count = min(width, utilities.shape[-1])
-        return dispatch.log_softmax_topk(utilities / self.sharpness, count)
+        log_probs, tokens = self._top(utilities, max(width, CHILDREN))
+        if self._calibrated:
+            log_probs = self.trust.calibration.calibrated(log_probs, depths)
+        return log_probs[:, :width], tokens[:, :width]
 
-    def observe(self, utilities: Tensor, token: int) -> None:
+    def _top(self, utilities: Tensor, width: int) -> tuple[Floats, Ints]:
+        count = min(width, utilities.shape[-1])
+        log_probs, tokens = dispatch.log_softmax_topk(utilities / self.sharpness, count)
+        # a draft model whose logits are not numbers proposes nothing
+        known = log_probs.double().nan_to_num(nan=-np.inf, neginf=-np.inf)
+        return known.cpu().numpy(), tokens.cpu().numpy()
+
+    def observe(self, utilities: Tensor, depth: int, token: int) -> None:
         """Learns from a settled position: `token` was the target's.
 
         Args:
             utilities: (vocab,) what `utilities` gave for this position.
+            depth: of the position in the tree, from 1.
         """
+        log_probs, tokens = self._top(utilities[None], CHILDREN)
+        accepted = np.flatnonzero(tokens[0] == token)
+        self.trust.calibration.observe(
+            log_probs[0], depth, int(accepted[0]) if len(accepted) else None, self._calibrated
+        )
         if not torch.isfinite(utilities[token]):
             return  # the draft's filter excluded it: no c could have found it
         candidates = _SHARPNESS.to(utilities.device)
         losses = (utilities / candidates[:, None]).logsumexp(-1) - utilities[token] / candidates
-        self._losses = _DECAY * self._losses + losses.cpu()
+        self.trust.losses = _DECAY * self.trust.losses + losses.cpu()

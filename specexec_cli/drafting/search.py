@@ -49,18 +49,22 @@ class SearchResult:
     ids: Ints
 
 
-# Grows a tree of at most `config.budget` nodes and the given depth.
-Search = Callable[[Expand, TreeConfig, int], SearchResult]
-
-
 class Worth(Protocol):
     """Says when a tree is large enough; see policies.py."""
 
-    def goes_on(self, log_probs: Floats, chosen: Ints) -> bool:
-        """Whether to run the nodes `chosen` of all found so far through the draft model."""
+    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
+        """Whether to run the frontier through the draft model too.
+
+        Args:
+            log_probs: cumulative ones of all nodes found so far, by their ids.
+        """
 
     def size(self, log_probs: Floats) -> int:
-        """How many of all nodes found to keep, at least 1."""
+        """How many of all nodes found to keep, at least 1; the best-first search alone asks."""
+
+
+# (expand, config, max_depth, worth) -> a tree of at most `config.budget` nodes and the given depth
+Search = Callable[[Expand, TreeConfig, int, Worth | None], SearchResult]
 
 
 def grow_tree(
@@ -86,9 +90,9 @@ def grow_tree(
         # a node at the threshold itself has no child that could displace a kept node
         open_ids = np.flatnonzero(~expanded & (depths < max_depth) & (scores > threshold))
         chosen = open_ids[np.argsort(-scores[open_ids], kind="stable")[: config.batch]]
-        if len(chosen) == 0 or (worth is not None and not worth.goes_on(scores, chosen)):
-            break
         frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        if len(chosen) == 0 or (worth is not None and not worth.goes_on(scores, frontier)):
+            break
         child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
         expanded[chosen] = True
         child_scores = scores[chosen][:, None] + child_log_probs
@@ -98,7 +102,9 @@ def grow_tree(
         depths = np.concatenate([depths, depths[chosen][rows] + 1])
         scores = np.concatenate([scores, child_scores[rows, columns]])
         expanded = np.concatenate([expanded, np.zeros(len(rows), dtype=bool)])
-    size = config.budget if worth is None else min(worth.size(scores), config.budget)
+    size = config.budget
+    if worth is not None and len(scores):
+        size = min(worth.size(scores), config.budget)
     return _trim(tokens, parents, depths, scores, size)
 
 

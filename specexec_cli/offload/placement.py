@@ -17,8 +17,8 @@ from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import Checkpoint
 
 _PROBE_S = 0.3
-# Reading less than this to find out how fast reading is would measure the start-up alone.
-_PROBE_WORTH_BYTES = 1_000_000_000
+_SMALL_PROBE_S = 0.05  # of files that are read faster than a long probe takes
+_SMALL_BYTES = 1_000_000_000
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
 
 
@@ -109,11 +109,9 @@ def _all(tier: DeviceTier, sizes: ModelBytes) -> tuple[DeviceTier, ...]:
     return (tier,) * len(sizes.layers)
 
 
-def _ssd_rate(files: Sequence[Path], total_bytes: int) -> float | None:
-    """A short probe of these very files, where the model is large enough for one.
+def _ssd_rate(files: Sequence[Path], total_bytes: int) -> float:
+    """A short probe of these very files.
 
     Not the doctor's figure: that may be of another disk, and of another day.
     """
-    if total_bytes < _PROBE_WORTH_BYTES:
-        return None
-    return probe_ssd(files, _PROBE_S).bytes_per_s
+    return probe_ssd(files, _SMALL_PROBE_S if total_bytes < _SMALL_BYTES else _PROBE_S).bytes_per_s

@@ -69,6 +69,36 @@ def test_every_method_on_the_demo_pair(tmp_path):
     assert by_label["specexec 8/4"]["metrics"]["generation_rate"]["mean"] > 1.3
 
 
+def test_policies_scorings_and_calibrations_beside_each_other(tmp_path):
+    content = run_json(
+        *SMALL, "--method", "specexec,chain-coupled", "--policy", "fixed,cost,oracle",
+        "--draft-scoring", "noise,probs", "--calibration", "on,off", "--temperature", "0.8",
+        "--max-tokens", "12", "--results", tmp_path / "bench.jsonl",
+    )  # fmt: skip
+    cases = {case["label"]: case for case in content["cases"]}
+    # the oracle drafts chains alone, cost grows trees alone
+    assert len(cases) == 1 + 4 * 2 + 4 * 2
+    assert {"specexec cost 8/4", "chain-coupled oracle probs 3", "specexec uncalibrated 8/4"} <= {
+        *cases
+    }
+    del cases["autoregressive"]
+    for label, case in cases.items():
+        assert case["same_text"] == {"same": 3, "of": 3}, label
+        errors = [case["metrics"][name]["mean"] for name in ("ece_draft", "ece")]
+        assert min(errors) > 0.0, label
+        if "uncalibrated" in label:
+            assert errors[0] == errors[1]
+    oracle, fixed = cases["chain-coupled oracle probs 3"], cases["chain-coupled probs 3"]
+    # the same chains, but for what lies behind the first wrong token
+    assert oracle["passes"]["target_passes"] == fixed["passes"]["target_passes"]
+    assert oracle["metrics"]["tree_nodes"]["mean"] < fixed["metrics"]["tree_nodes"]["mean"]
+
+
+def test_a_policy_that_sizes_no_method_s_trees_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="--policy oracle needs --method chain-coupled"):
+        run(*SMALL, "--policy", "oracle", "--results", tmp_path / "bench.jsonl")
+
+
 def test_cases_take_turns(tmp_path):
     results = tmp_path / "bench.jsonl"
     run(*SMALL, "--method", "specexec", "--results", results)

@@ -32,7 +32,8 @@ def trees(draw: st.DrawFn) -> TreeConfig:
         max_depth=draw(st.integers(1, min(budget, 6))),
         batch=draw(st.integers(1, 8)),
         scoring=draw(st.sampled_from(["noise", "probs"])),
-        policy=draw(st.sampled_from(["fixed", "heuristic", "cost"])),
+        policy=draw(st.sampled_from(["fixed", "heuristic", "disco", "cost"])),
+        calibrated=draw(st.booleans()),
     )
 
 

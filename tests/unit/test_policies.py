@@ -9,8 +9,11 @@ import pytest
 
 from specexec_cli.config import Policy, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.policies import Cost, Heuristic, IterationCost, new_policy
-from specexec_cli.drafting.search import Frontier, grow_tree
+from specexec_cli.drafting.baselines import grow_chain
+from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import Cost, Heuristic, IterationCost
+from specexec_cli.drafting.search import Frontier, Search, grow_tree
 
 Seconds = Callable[[int, int], float]  # (rows, draft steps) of an iteration
 
@@ -45,6 +48,10 @@ class Text:
             node, count = int(children[0]), count + 1
 
 
+def no_signals(ids: np.ndarray) -> np.ndarray:
+    return np.zeros((len(ids), FEATURES - 1))
+
+
 def outcome(tree: DraftTree, accepted: int, draft_s: float, total_s: float) -> StepResult:
     """An iteration that committed `accepted` nodes of the tree and the bonus token."""
     return StepResult(
@@ -63,11 +70,11 @@ def tokens_per_s(
     config: TreeConfig, seconds: Seconds, iterations: int, warm_up: int, chances: list[float]
 ) -> float:
     """Of a policy on a stationary workload, under a clock that only `seconds` moves."""
-    policy, text = new_policy(config), Text(chances, seed=1)
+    policy, text = Learned().policy(config), Text(chances, seed=1)
     tokens, clock = 0.0, 0.0
     for iteration in range(iterations):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth).tree
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
         rows, steps = len(tree) + 1, text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
         if iteration >= warm_up:
@@ -117,7 +124,7 @@ def test_the_heuristic_schedule() -> None:
     depths = []
     text = Text([0.9], seed=0)
     for reached in (True, True, False, False, True):
-        tree = policy.grow(grow_tree, text.expand, 8).tree
+        tree = policy.grow(grow_tree, text.expand, 8, no_signals).tree
         depth = int(tree.depths.max())
         depths.append(depth)
         policy.observe(outcome(tree, depth if reached else depth - 1, 0.0, 1.0))
@@ -125,7 +132,7 @@ def test_the_heuristic_schedule() -> None:
 
 
 def test_a_prompt_teaches_the_cost_nothing() -> None:
-    policy = Cost(TreeConfig(policy="cost"))
+    policy = Cost(TreeConfig(policy="cost"), IterationCost())
     policy.observe(
         StepResult(
             tokens=(1,),
@@ -143,9 +150,61 @@ def test_a_prompt_teaches_the_cost_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["fixed", "heuristic", "cost"])
 def test_trees_stay_within_budget_and_depth(name: Policy) -> None:
-    policy = new_policy(TreeConfig(budget=20, max_depth=6, policy=name))
+    policy = Learned().policy(TreeConfig(budget=20, max_depth=6, policy=name))
     text = Text([0.6, 0.3], seed=3)
     for limit in (9, 3, 1):
-        tree = policy.grow(grow_tree, text.expand, limit).tree
+        tree = policy.grow(grow_tree, text.expand, limit, no_signals).tree
         assert 1 <= len(tree) <= 20
         assert int(tree.depths.max()) <= min(limit, 6)
+
+
+def eager(threshold: float, max_length: int = 32) -> Classifier:
+    """Finds a token the more likely to be accepted the higher the first signal is."""
+    weight = np.zeros((1, FEATURES))
+    weight[0, 0] = 1.0
+    return Classifier(
+        {
+            "norm.mean": np.zeros(FEATURES),
+            "norm.scale": np.ones(FEATURES),
+            "hidden.weight": weight,
+            "hidden.bias": np.zeros(1),
+            "out.weight": np.full((1, 1), 10.0),
+            "out.bias": np.full(1, -5.0),
+        },
+        threshold,
+        max_length,
+    )
+
+
+@pytest.mark.parametrize("search", [grow_chain, grow_tree])
+def test_disco_drafts_until_the_classifier_doubts(search: Search) -> None:
+    text = Text([0.7], seed=0)
+
+    def signals(ids: np.ndarray) -> np.ndarray:
+        found = no_signals(ids)
+        found[:, 0] = ids < 3  # sure of the children of the root and of nodes 0, 1 and 2
+        return found
+
+    def depth(classifier: Classifier, max_depth: int = 20) -> int:
+        tree = TreeConfig(budget=20, max_depth=20, policy="disco")
+        policy = Learned(lambda: classifier).policy(tree)
+        return int(policy.grow(search, text.expand, max_depth, signals).tree.depths.max())
+
+    # the doubtful token has been drafted when it is found doubtful
+    assert depth(eager(0.5)) == 5
+    assert depth(eager(0.5, max_length=3)) == 3
+    assert depth(eager(0.5), max_depth=2) == 2
+    assert depth(eager(0.0)) == 20
+    assert depth(eager(1.0)) == 1
+
+
+def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
+    text = Text([0.9], seed=0)  # drafts token 0 and nothing else
+    tree = TreeConfig(budget=8, max_depth=8, policy="oracle")
+    policy = Learned().policy(tree, continuation=[0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    lengths = []
+    for accepted in (2, 8):
+        grown = policy.grow(grow_chain, text.expand, 8, no_signals).tree
+        lengths.append(len(grown))
+        policy.observe(outcome(grown, accepted, 0.0, 1.0))
+    assert lengths == [3, 8]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from specexec_cli.config import SamplingConfig
-from specexec_cli.drafting.scoring import DraftScorer
+from specexec_cli.drafting.scoring import DraftScorer, Trust, signals
 from specexec_cli.sampling import Sampler
 
 VOCAB = 50
@@ -51,7 +52,7 @@ def test_sharpness_follows_how_often_the_draft_was_right(disagreement, expected)
         logits = torch.randn(VOCAB, generator=generator) * 2
         noise = disagreement * torch.randn(VOCAB, generator=generator)
         utilities = drafts.utilities(logits[None], [position], [0])[0]
-        drafts.observe(utilities, int((utilities + noise).argmax()))
+        drafts.observe(utilities, 1, int((utilities + noise).argmax()))
     assert (drafts.sharpness < start) == (expected == "sharper")
     assert drafts.sharpness != start
 
@@ -61,16 +62,28 @@ def test_a_token_the_draft_had_filtered_out_teaches_nothing():
     utilities = drafts.utilities(torch.arange(VOCAB).float()[None], [3], [0])[0]
     before = drafts.sharpness
     for _ in range(100):
-        drafts.observe(utilities, 0)
+        drafts.observe(utilities, 1, 0)
     assert drafts.sharpness == before
 
 
 def test_what_one_generation_taught_the_next_one_starts_with():
-    taught, later, greedy = scorer(temperature=1.0), scorer(temperature=0.6, seed=3), scorer()
+    taught = scorer(temperature=1.0)
     for position in range(100):
         utilities = taught.utilities(torch.randn(1, VOCAB), [position], [0])[0]
-        taught.observe(utilities, int(utilities.argmax()))
-    later.learn_from(taught)
-    greedy.learn_from(taught)
+        taught.observe(utilities, 1, int(utilities.argmax()))
+    sampler = Sampler(SamplingConfig(temperature=0.6, seed=3))
+    later = DraftScorer(sampler, "noise", trust=Trust.restored(taught.trust.state()))
     assert later.sharpness == taught.sharpness < 1.25
-    assert greedy.sharpness == 1.0  # without noise, the lesson does not carry over
+
+
+def test_what_is_learned_is_kept_apart_by_what_can_be_wrong():
+    warm, cold = Sampler(SamplingConfig(temperature=0.5)), Sampler(SamplingConfig())
+    kinds = [DraftScorer.kind(sampler, s) for sampler in (warm, cold) for s in ("noise", "probs")]
+    assert kinds == ["noise", "probs", "greedy", "greedy"]
+
+
+def test_signals_are_the_highest_probabilities_and_the_entropy():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    found = signals(torch.cat([logits, torch.full((1, 4), -torch.inf)], dim=1))
+    expected = [0.5, 0.25, 0.125, 0.125, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.75 * np.log(2)]
+    np.testing.assert_allclose(found[0], expected, atol=1e-6)

@@ -182,7 +182,7 @@ def test_policies_size_trees_and_change_no_token(session: Session, policy: Polic
 
 
 def test_cost_sizes_best_first_trees_alone(session: Session) -> None:
-    with pytest.raises(ConfigError, match="--policy cost"):
+    with pytest.raises(ConfigError, match="--policy cost cannot size the trees of method chain"):
         session.generate("abc", tree=replace(TREE, policy="cost"), method="chain-coupled")
 
 

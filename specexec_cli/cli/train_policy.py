@@ -1,0 +1,206 @@
+"""`specexec train-policy`: train the classifier of --policy disco for a pair."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specexec_cli.cli import options
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.bench.runner import BenchPrompt
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.drafting.disco import Classifier
+    from specexec_cli.drafting.training import Costs, Evaluation, Text
+    from specexec_cli.session import Session
+
+_DATA = "Prompts"
+_FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
+
+
+def train_policy(
+    pair: options.Pair = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    models_file: options.ModelsFile = None,
+    tokenizer: options.Tokenizer = None,
+    offline: options.Offline = False,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="To train on: names or files as in bench, a comma list.", rich_help_panel=_DATA
+        ),
+    ] = "demo",
+    transfer: Annotated[
+        str, typer.Option(help="To test on without training, likewise.", rich_help_panel=_DATA)
+    ] = "",
+    data: Annotated[
+        Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
+    ] = Path("data"),
+    prompts: Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)] = 40,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    target_ms: Annotated[
+        float | None, typer.Option(help="Time of a target pass. Default: measured.")
+    ] = None,
+    draft_ms: Annotated[
+        float | None, typer.Option(help="Time of a draft step. Default: measured.")
+    ] = None,
+    offload: options.Offload = "auto",
+    device: options.Device = "auto",
+    dtype: options.Dtype = "auto",
+    output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Train the classifier of --policy disco for a pair, and report it beside fixed lengths.
+
+    Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
+    """
+    from specexec_cli.bench.datasets import load_dataset
+    from specexec_cli.bench.runner import encode_prompts
+    from specexec_cli.cli.bench import longest, open_session, words
+    from specexec_cli.config import SamplingConfig
+
+    options.one_of(output, "--output", ("table", "md", "json"))
+    if prompts < _FEWEST:
+        raise ConfigError(f"--prompts must be {_FEWEST} or more, not {prompts}")
+    for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):
+        if value is not None and not 0.0 < value < 1e9:
+            raise ConfigError(f"{flag} must be above 0, not {value:g}")
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    named = words(dataset, "--dataset")
+    others = words(transfer, "--transfer") if transfer else []
+    sets = [load_dataset(name, data_folder=data, count=prompts) for name in (*named, *others)]
+    with open_session(
+        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
+        longest(sets, max_tokens),
+    ) as session:  # fmt: skip
+        encoded = {one.name: encode_prompts(session, one, max_tokens)[0] for one in sets}
+        for name, found in encoded.items():
+            if len(found) < _FEWEST:
+                raise ConfigError(
+                    f"dataset {name} has {len(found)} usable prompts, and {_FEWEST} are needed"
+                )
+        trained = [one.name for one in sets[: len(named)]]
+        try:
+            texts = _collect(session, encoded, sampling, max_tokens, quiet)
+            costs = _costs(session, encoded[trained[0]][0], target_ms, draft_ms)
+            classifier, evaluations = _train(texts, trained, costs, quiet)
+        except KeyboardInterrupt:
+            if not quiet:
+                print("stopped; the same command goes on", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+        choice = session.choice
+        assert choice.draft is not None
+        classifier.save(
+            session.pair_folder,
+            {"target": choice.target.repo, "draft": choice.draft.repo, "datasets": trained,
+             "temperature": temperature, "costs": asdict(costs),
+             "f1": {name: found.disco_f1 for name, found in evaluations.items()}},
+        )  # fmt: skip
+        print(_report(session.pair_folder, classifier, trained, costs, evaluations, output))
+
+
+def _collect(
+    session: Session,
+    encoded: dict[str, list[BenchPrompt]],
+    sampling: SamplingConfig,
+    max_tokens: int,
+    quiet: bool,
+) -> dict[str, list[Text]]:
+    from specexec_cli.bench.policy_labels import LabelsFile, collect
+    from specexec_cli.cli.render import CountBar
+
+    labels = LabelsFile(session.pair_folder / "labels.jsonl")
+    found: dict[str, list[Text]] = {}
+    with CountBar("texts", sum(map(len, encoded.values())), shown=not quiet) as bar:
+        for name, prompts in encoded.items():
+            found[name] = []
+            for text in collect(session, prompts, sampling, max_tokens, labels):
+                found[name].append(text)
+                bar.advance(name)
+    return found
+
+
+def _costs(
+    session: Session, prompt: BenchPrompt, target_ms: float | None, draft_ms: float | None
+) -> Costs:
+    from specexec_cli.bench.policy_labels import measure_costs
+    from specexec_cli.drafting.training import Costs
+
+    if target_ms is not None and draft_ms is not None:
+        return Costs(target_ms / 1e3, draft_ms / 1e3)
+    measured = measure_costs(session, prompt)
+    return Costs(
+        measured.target_s if target_ms is None else target_ms / 1e3,
+        measured.draft_s if draft_ms is None else draft_ms / 1e3,
+    )
+
+
+def _train(
+    texts: dict[str, list[Text]], trained: list[str], costs: Costs, quiet: bool
+) -> tuple[Classifier, dict[str, Evaluation]]:
+    """Trains on three fifths of the datasets named for it and tunes on one; tests on the last one,
+    and on all of the other datasets."""
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.drafting import training
+
+    parts: list[list[Text]] = [[], []]
+    tested: dict[str, list[Text]] = {}
+    for name, found in texts.items():
+        for at, text in enumerate(found):
+            if name in trained and at % 5 < 4:
+                parts[at % 5 == 3].append(text)
+            else:
+                tested.setdefault(name, []).append(text)
+    features, labels = training.examples(parts[0])
+    with CountBar("training", training.STEPS, shown=not quiet) as bar:
+        tensors = training.train(features, labels, lambda: bar.advance(""))
+    classifier = training.tune(tensors, parts[1], costs)
+    static = training.best_static(parts[1], costs)
+    return classifier, {
+        name: training.evaluate(classifier, static, found, costs) for name, found in tested.items()
+    }
+
+
+def _report(
+    folder: Path,
+    classifier: Classifier,
+    trained: list[str],
+    costs: Costs,
+    evaluations: dict[str, Evaluation],
+    output: str,
+) -> str:
+    from specexec_cli.bench.tables import aligned, markdown
+
+    if output == "json":
+        return json.dumps(
+            {"schema": 1, "folder": str(folder), "threshold": classifier.threshold,
+             "max_length": classifier.max_length, "costs": asdict(costs), "trained_on": trained,
+             "evaluations": {name: asdict(found) for name, found in evaluations.items()}}
+        )  # fmt: skip
+    header = ["data", "trained", "plain ms", "static", "ms", "disco ms", "gain", "oracle ms",
+              "F1 static", "F1 disco"]  # fmt: skip
+    rows = [
+        [name, "yes" if name in trained else "no", f"{found.plain_s * 1e3:.1f}",
+         str(found.static_length), f"{found.static_s * 1e3:.2f}", f"{found.disco_s * 1e3:.2f}",
+         f"{found.static_s / found.disco_s - 1:+.1%}", f"{found.oracle_s * 1e3:.2f}",
+         f"{found.static_f1:.3f}", f"{found.disco_f1:.3f}"]
+        for name, found in evaluations.items()
+    ]  # fmt: skip
+    lines = markdown(header, rows) if output == "md" else aligned(header, rows)
+    notes = [
+        f"ms: per token, counted on texts that were kept apart, at {costs.target_s * 1e3:.2f} ms a "
+        f"target pass and {costs.draft_s * 1e3:.2f} ms a draft step; static: the best fixed length",
+        "F1: of whether a drafted token is accepted; oracle: drafts to the first wrong token",
+        f"drafting ends below {classifier.threshold:.2f}, or after {classifier.max_length} tokens; "
+        f"kept in {folder}",
+    ]
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)])

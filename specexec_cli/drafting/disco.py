@@ -1,0 +1,144 @@
+"""DISCO: a small classifier decides after each draft step whether another one will pay.
+
+A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy
+and the position within the draft, and gives the probability that the token just drafted will be
+accepted; drafting ends below a threshold, or at a length, that were tuned for latency (Mamou et
+al., arXiv:2405.04304, section 3). It decides per token of a chain. For a tree it decides per level,
+by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is a
+level of one node. drafting/training.py makes the classifier.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import StepResult
+from specexec_cli.drafting.policies import Signals
+from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+from specexec_cli.errors import CheckpointError
+
+FEATURES = 12  # the signals, and the position
+SCHEMA = 1
+_SHAPES = {"norm.mean": (FEATURES,), "norm.scale": (FEATURES,), "hidden.weight": (-1, FEATURES),
+           "hidden.bias": (-1,), "out.weight": (1, -1), "out.bias": (1,)}  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Classifier:
+    """Probability that a drafted token is accepted, and what to make of it."""
+
+    tensors: dict[str, Floats]  # of _SHAPES
+    threshold: float  # of that probability, below which drafting ends
+    max_length: int  # tokens drafted at most
+
+    def probabilities(self, features: Floats) -> Floats:
+        """(n, FEATURES) as in `features` -> (n,)."""
+        t = self.tensors
+        scaled = (features - t["norm.mean"]) * t["norm.scale"]
+        hidden = np.maximum(scaled @ t["hidden.weight"].T + t["hidden.bias"], 0.0)
+        logits = hidden @ t["out.weight"][0] + t["out.bias"]
+        return np.exp(-np.logaddexp(0.0, -logits))  # type: ignore[no-any-return]
+
+    def save(self, folder: Path, about: dict[str, Any]) -> None:
+        """Writes disco.safetensors and disco.json.
+
+        Args:
+            about: models and training, for people; `load` compares "target" and "draft".
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = folder / "disco.safetensors"
+        partial = weights.with_suffix(".partial")
+        save_file(self.tensors, partial)
+        digest = hashlib.sha256(partial.read_bytes()).hexdigest()
+        partial.replace(weights)
+        text = {"schema": SCHEMA, **about, "threshold": self.threshold,
+                "max_length": self.max_length, "sha256": digest}  # fmt: skip
+        partial.write_text(json.dumps(text, indent=2) + "\n")
+        partial.replace(folder / "disco.json")
+
+
+def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
+    """The pair's classifier.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or it is another pair's.
+    """
+    mend = f"train it: specexec train-policy --target {target} --draft {draft} --dataset NAME"
+    about_path, weights_path = folder / "disco.json", folder / "disco.safetensors"
+    if not about_path.exists():
+        raise CheckpointError(f"--policy disco has no classifier for this pair: {mend}")
+    try:
+        about = json.loads(about_path.read_text("utf-8"))
+        if about["schema"] != SCHEMA:
+            raise ValueError(f"schema {about['schema']}, not {SCHEMA}")
+        if (about["target"], about["draft"]) != (target, draft):
+            raise ValueError(f"of {about['target']} with {about['draft']}")
+        if hashlib.sha256(weights_path.read_bytes()).hexdigest() != about["sha256"]:
+            raise ValueError("not the weights that were saved with it")
+        tensors = {
+            name: array.astype(np.float64) for name, array in load_file(weights_path).items()
+        }
+        _check_shapes(tensors)
+        threshold, length = float(about["threshold"]), int(about["max_length"])
+        if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0 and 1 <= length <= 65536):
+            raise ValueError(f"threshold {threshold} or length {length} out of range")
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else error
+        raise CheckpointError(
+            f"the classifier in {about_path} cannot be used ({what}): {mend}"
+        ) from error
+    return Classifier(tensors, threshold, length)
+
+
+def _check_shapes(tensors: dict[str, Floats]) -> None:
+    if set(tensors) != set(_SHAPES):
+        raise ValueError(f"tensors {', '.join(sorted(tensors))}")
+    width = len(tensors["hidden.bias"])
+    for name, shape in _SHAPES.items():
+        wanted = tuple(width if size < 0 else size for size in shape)
+        if tensors[name].shape != wanted or not np.isfinite(tensors[name]).all():
+            raise ValueError(f"{name} must be {wanted} finite numbers")
+
+
+class Disco:
+    """Grows trees while the classifier finds the last level promising."""
+
+    def __init__(self, tree: TreeConfig, classifier: Classifier) -> None:
+        self._tree = tree
+        self._classifier = classifier
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+    ) -> SearchResult:
+        """See BudgetPolicy."""
+        self._signals = signals
+        depth = min(max_depth, self._tree.max_depth, self._classifier.max_length)
+        return search(expand, self._tree, depth, self)
+
+    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
+        """Whether the nodes about to be expanded are likely enough to be accepted."""
+        # a token's chance is read from the distribution it was drafted from: its parent's
+        signals = self._signals(frontier.parents)
+        features = np.column_stack([signals, frontier.depths])
+        weights = np.exp(log_probs[frontier.ids])
+        chance = weights @ self._classifier.probabilities(features) / weights.sum()
+        return bool(chance >= self._classifier.threshold)
+
+    def size(self, log_probs: Floats) -> int:
+        """All of them, within the budget."""
+        return len(log_probs)
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy; a trained classifier learns no more."""

@@ -1,0 +1,136 @@
+"""What sessions keep about a pair: it comes back, and what is damaged is learned anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from toys import classifier
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.drafting.disco import FEATURES, Classifier, load_classifier
+from specexec_cli.drafting.learned import Learned, pair_folder
+from specexec_cli.drafting.scoring import DraftScorer
+from specexec_cli.errors import CheckpointError
+from specexec_cli.sampling import Sampler
+
+
+def learned(sharpness: float = 0.5) -> Learned:
+    found = Learned()
+    scorer = DraftScorer(Sampler(SamplingConfig()), "noise")
+    scorer.trust.losses[:] = 1.0
+    scorer.trust.losses[3] = 0.0
+    found.keep("greedy", scorer.trust)
+    for rows in (10, 20, 30):
+        found._cost.observe(rows, 2, 0.1, 1.0)
+    return found
+
+
+def test_a_later_session_begins_where_the_last_one_ended(tmp_path: Path) -> None:
+    path = tmp_path / "pairs" / "learned.json"
+    learned().save(path, "ssd cpu float32")
+    later = Learned()
+    later.load(path, "ssd cpu float32")
+    trust = later.trust("greedy")
+    assert trust is not None
+    assert trust.sharpness == pytest.approx(0.51)
+    assert later._cost.seen == learned()._cost.seen
+    assert later.trust("noise") is None
+
+
+def test_costs_are_of_one_way_to_run_and_others_keep_theirs(tmp_path: Path) -> None:
+    path = tmp_path / "learned.json"
+    learned().save(path, "ssd cpu float32")
+    resident = Learned()
+    resident.load(path, "none cpu float32")
+    assert resident._cost.seen == []
+    resident.save(path, "none cpu float32")
+    again = Learned()
+    again.load(path, "ssd cpu float32")
+    assert len(again._cost.seen) == 3
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "costs": {}, "trusts": {"greedy": {}}}',
+     '{"schema": 1, "costs": {"m": [[1]]}, "trusts": {}}', '{"schema": 1, "costs": 3}', b"\xff"],
+)  # fmt: skip
+def test_a_damaged_file_is_learned_anew(tmp_path: Path, text: str | bytes) -> None:
+    path = tmp_path / "learned.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    found = Learned()
+    found.load(path, "m")
+    assert found.trust("greedy") is None
+    assert found._cost.seen == []
+    found.save(path, "m")
+    found.load(path, "m")
+
+
+def test_policies_go_on_where_they_were() -> None:
+    found, tree = Learned(), TreeConfig(policy="heuristic")
+    assert found.policy(tree) is found.policy(tree)
+    assert found.policy(TreeConfig(policy="cost")) is not found.policy(tree)
+
+
+def test_pairs_are_kept_apart() -> None:
+    folders = {
+        pair_folder("org/model", "a"),
+        pair_folder("org/model", "b"),
+        pair_folder("/x/y", "a"),
+    }
+    assert len(folders) == 3
+    assert all(folder.parent == pair_folder("m", "n").parent for folder in folders)
+
+
+def test_a_classifier_comes_back(tmp_path: Path) -> None:
+    kept = classifier()
+    kept.save(tmp_path, {"target": "t", "draft": "d"})
+    found = load_classifier(tmp_path, "t", "d")
+    features = np.random.default_rng(0).normal(size=(5, FEATURES))
+    np.testing.assert_array_equal(found.probabilities(features), kept.probabilities(features))
+    assert (found.threshold, found.max_length) == (kept.threshold, kept.max_length)
+
+
+def _without(name: str) -> Classifier:
+    tensors = {key: value for key, value in classifier().tensors.items() if key != name}
+    return Classifier(tensors, 0.5, 8)
+
+
+DAMAGES = {
+    "missing": (lambda folder: (folder / "disco.json").unlink(), "no classifier"),
+    "no weights": (lambda folder: (folder / "disco.safetensors").unlink(), "No such file"),
+    "cut off": (lambda folder: (folder / "disco.json").write_text("{"), "cannot be used"),
+    "other weights": (
+        lambda folder: (folder / "disco.safetensors").write_bytes(b"x" * 9), "not the weights",
+    ),
+    "a tensor less": (lambda folder: _without("out.bias").save(folder, PAIR), "tensors"),
+    "wrong shape": (
+        lambda folder: Classifier(
+            {**classifier().tensors, "out.bias": np.zeros(2)}, 0.5, 8
+        ).save(folder, PAIR), "out.bias must be",
+    ),
+    "threshold": (
+        lambda folder: Classifier(classifier().tensors, 2.0, 8).save(folder, PAIR), "out of range",
+    ),
+    "another pair's": (
+        lambda folder: classifier().save(folder, {"target": "x", "draft": "y"}), "of x with y",
+    ),
+    "schema": (
+        lambda folder: classifier().save(folder, {**PAIR, "schema": 9}), "schema 9",
+    ),
+}  # fmt: skip
+PAIR = {"target": "t", "draft": "d"}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_classifier_that_cannot_be_used_is_refused_with_the_mend(
+    tmp_path: Path, name: str
+) -> None:
+    classifier().save(tmp_path, PAIR)
+    damage, words = DAMAGES[name]
+    damage(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        load_classifier(tmp_path, "t", "d")
+    assert words in str(refusal.value)
+    assert "specexec train-policy --target t --draft d" in str(refusal.value)

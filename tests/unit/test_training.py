@@ -1,0 +1,95 @@
+"""The classifier of --policy disco: trained on what is known exactly, and the same each time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specexec_cli.drafting.disco import Classifier
+from specexec_cli.drafting.training import (
+    Costs,
+    Text,
+    best_static,
+    evaluate,
+    examples,
+    f1,
+    latency,
+    train,
+    tune,
+)
+
+
+def text(accepted: list[int], sure: list[float] | None = None) -> Text:
+    signals = np.zeros((len(accepted), 11))
+    signals[:, 0] = accepted if sure is None else sure
+    return Text(signals, np.array(accepted, dtype=bool))
+
+
+def bursts(seed: int, count: int = 120) -> Text:
+    """Long right stretches and wrong ones; the first signal tells which is which, nearly."""
+    rng = np.random.default_rng(seed)
+    accepted = rng.random(count) < np.repeat(rng.choice([0.97, 0.3], size=count // 10), 10)
+    sure = np.clip(accepted * 0.7 + rng.normal(0.15, 0.15, size=count), 0.0, 1.0)
+    return text(accepted.astype(int).tolist(), sure.tolist())
+
+
+def test_examples_end_with_the_first_token_that_is_not_accepted() -> None:
+    features, labels = examples([text([1, 1, 0, 1])])
+    asked = sorted(zip(features[:, -1].tolist(), labels.tolist(), strict=True))
+    # from position 0: yes yes no; from 1: yes no; from 2: no; from 3: yes
+    assert asked == [(1, 0), (1, 1), (1, 1), (1, 1), (2, 0), (2, 1), (3, 0)]
+
+
+def test_latency_is_counted() -> None:
+    costs, one = Costs(target_s=1.0, draft_s=0.1), text([1, 1, 0, 1, 1, 1])
+    drafts = [np.full(6, 2)]
+    # passes: 2 accepted + 1; then 2 accepted + 1
+    assert latency([one], drafts, costs) == pytest.approx((2 * 1.0 + 4 * 0.1) / 6)
+    # nothing drafted: the last token of a text is never drafted either
+    assert latency([one], [np.zeros(6, dtype=int)], costs) == pytest.approx(1.0)
+
+
+def test_a_fixed_length_costs_what_its_own_decoding_would() -> None:
+    """Against decoding step by step."""
+    costs, one = Costs(target_s=1.0, draft_s=0.07), bursts(3)
+    for length in (1, 3, 9):
+        at = seconds = 0
+        while at < len(one.accepted):
+            drafted = min(length, len(one.accepted) - at - 1)
+            right = 0
+            while right < drafted and one.accepted[at + right]:
+                right += 1
+            seconds += 1.0 + 0.07 * drafted
+            at += right + 1
+        found = latency([one], [np.full(len(one.accepted), length)], costs)
+        assert found == pytest.approx(seconds / len(one.accepted))
+
+
+def test_training_gives_the_same_weights_each_time() -> None:
+    features, labels = examples([bursts(1)])
+    first, again = train(features, labels), train(features, labels)
+    assert all(np.array_equal(first[name], again[name]) for name in first)
+
+
+def test_where_signals_tell_the_classifier_beats_the_best_fixed_length() -> None:
+    costs = Costs(target_s=1.0, draft_s=0.15)
+    learn, validate = [bursts(n) for n in range(6)], [bursts(n) for n in range(6, 9)]
+    classifier = tune(train(*examples(learn)), validate, costs)
+    tested = [bursts(n) for n in range(9, 14)]
+    found = evaluate(classifier, best_static(validate, costs), tested, costs)
+    assert found.oracle_s < found.disco_s < found.static_s < found.plain_s
+    assert found.disco_f1 > found.static_f1
+
+
+def test_a_maximum_of_one_drafts_one_token() -> None:
+    features, labels = examples([bursts(0)])
+    sure = Classifier(train(features, labels), threshold=0.0, max_length=1)
+    costs = Costs(target_s=1.0, draft_s=0.5)
+    found = evaluate(sure, 1, [bursts(1)], costs)
+    assert found.disco_s == pytest.approx(found.static_s)
+
+
+def test_f1() -> None:
+    yes, no = True, False
+    assert f1(np.array([yes, yes, no]), np.array([yes, no, no])) == pytest.approx(2 / 3)
+    assert f1(np.array([no, no]), np.array([no, no])) == 0.0
