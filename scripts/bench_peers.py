@@ -27,6 +27,7 @@ from typing import Any
 
 from memory_cap import run_capped
 
+from specexec_cli.bench.adapters import Prompt
 from specexec_cli.bench.datasets import load_dataset
 from specexec_cli.bench.environment import environment
 from specexec_cli.bench.metrics import spread
@@ -285,13 +286,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def encode(words: Any, prompt: Prompt) -> list[int]:
+    """Tokens that every program gets: chat through the target's own template, code as it is."""
+    if not prompt.chat:
+        return list(words.encode(prompt.text))
+    messages = [{"role": role, "content": text} for role, text in prompt.messages]
+    text = words.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(words.encode(text, add_special_tokens=False))
+
+
 def main(arguments: Sequence[str]) -> None:
     """Measures and prints."""
     options = parse(arguments)
     words = load_tokenizer(options.rig)
-    dataset = load_dataset("demo", data_folder=Path(), count=2 * options.prompts)
-    texts = [prompt.text for prompt in dataset.prompts if not prompt.chat][: options.prompts]
-    bench = PeerBench(options, [words.encode(text) for text in texts])
+    dataset = load_dataset("demo", data_folder=Path(), count=options.prompts)
+    bench = PeerBench(options, [encode(words, prompt) for prompt in dataset.prompts])
     bench.prepare()
     began = time.perf_counter()
     for repeat in range(options.repeats):

@@ -66,7 +66,7 @@ class ToySampledDrafter:
     def __post_init__(self) -> None:
         self._sampled = SampledChildren(self.sampler)
 
-    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         paths: dict[int, list[int]] = {ROOT: list(context)}
 
         def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -113,7 +113,7 @@ class ToyDrafter:
         self._scorer = DraftScorer(self.sampler, self.tree.scoring, self.tree.calibrated)
         self._utilities: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         self._context = list(context)
         if max_depth < 1:
             return DraftTree.empty()
@@ -142,7 +142,7 @@ class ToyDrafter:
         def signals_of(ids: np.ndarray) -> np.ndarray:
             return signals(torch.stack([self._utilities[tuple(paths[i])] for i in ids.tolist()]))
 
-        return self.policy.grow(self.search, expand, max_depth, signals_of).tree
+        return self.policy.grow(self.search, expand, max_depth, signals_of, pending).tree
 
     def observe(self, step: StepResult) -> None:
         self.policy.observe(step)

@@ -108,7 +108,8 @@ class Bench:
         self._results = results
         self._env = env
         self._link = link
-        self._learned: dict[Case, Learned] = {}  # no case learns from another
+        # no case learns from another; warm-up runs are short, and of the same case
+        self._learned: dict[tuple[Any, ...], Learned] = {}
         self._texts: dict[tuple[str, Case, int], list[int]] = {}  # of the baseline
 
     def key(self, run: Run) -> str:
@@ -124,7 +125,7 @@ class Bench:
         )
 
     def warm_up(self, cases: Sequence[Case], prompt: BenchPrompt, rounds: int) -> None:
-        """Generates a few tokens with every case; nothing of it is kept."""
+        """Generates a few tokens with every case; what it teaches is all that is kept."""
         for _ in range(rounds):
             for case in cases:
                 short = replace(case, max_tokens=min(WARMUP_TOKENS, case.max_tokens))
@@ -156,9 +157,10 @@ class Bench:
     def _generate(self, case: Case, prompt: BenchPrompt, seed: int) -> list[Any]:
         continuation = self._continuation(case, prompt, seed)
         self._session.forget()
-        if case not in self._learned:
-            self._learned[case] = Learned(self._session.classifier)
-        self._session.learned = self._learned[case]
+        learner = case.method, case.tree, case.sampling
+        if learner not in self._learned:
+            self._learned[learner] = Learned(self._session.classifier)
+        self._session.learned = self._learned[learner]
         return list(
             self._session.generate(
                 prompt.tokens,

@@ -38,10 +38,10 @@ def specexec(
     stop = len(prompt) + max_tokens
     while True:
         started, bytes_before = time.perf_counter(), target.bytes_streamed
-        # the bonus token takes one position, so a deeper path could never be committed whole
-        tree = drafter.grow(context, max_depth=stop - len(context) - 1)
-        drafted = time.perf_counter()
         pending = context[len(target.tokens) :]
+        # the bonus token takes one position, so a deeper path could never be committed whole
+        tree = drafter.grow(context, stop - len(context) - 1, len(pending))
+        drafted = time.perf_counter()
         logits = target.verify(pending, tree)
         accepted = walk(tree, logits, sampler, context, stop - len(context), eos_ids)
         target.commit(accepted.nodes)

@@ -120,7 +120,7 @@ class Disco:
         self._classifier = classifier
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """See BudgetPolicy."""
         self._signals = signals

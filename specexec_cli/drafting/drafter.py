@@ -32,8 +32,12 @@ from specexec_cli.sampling import Sampler
 class Drafter(Protocol):
     """What decoding needs of a drafter."""
 
-    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
-        """A tree of likely continuations of `context`, paths of at most `max_depth` tokens."""
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
+        """A tree of likely continuations of `context`, paths of at most `max_depth` tokens.
+
+        Args:
+            pending: committed rows that the target's pass will carry besides the tree.
+        """
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Tells which nodes of the last tree were accepted, and every token committed."""
@@ -94,20 +98,23 @@ class ModelDrafter:
         """Of the scores that this generation's trees are searched by."""
         return self._scorer.trust.calibration
 
-    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """The most probable continuations of `context` under the draft model.
 
         Args:
             context: every committed token, at least one; the last is the root.
             max_depth: longest path; 0 gives an empty tree. So does a context that has outgrown
                 the draft model's window, while the target's may be longer.
+            pending: committed rows that the target's pass will carry besides the tree.
         """
         self._context = context
         max_depth = min(max_depth, self.model.context_length - len(context))
         self._reset_tree()
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
-            self._result = self._policy.grow(self._search, self._expand, max_depth, self._signals)
+            self._result = self._policy.grow(
+                self._search, self._expand, max_depth, self._signals, pending
+            )
         return self._result.tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:

@@ -49,7 +49,7 @@ class BudgetPolicy(Protocol):
     """Grows each tree to the size it finds right, and learns from what became of it."""
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """The next tree, of at most the budget and depth that were given.
 
@@ -58,6 +58,7 @@ class BudgetPolicy(Protocol):
             expand: the draft model.
             max_depth: longest path that could still be committed.
             signals: what the draft model said of nodes that were expanded.
+            pending: committed rows that the pass will carry besides the tree.
         """
 
     def observe(self, step: StepResult) -> None:
@@ -71,7 +72,7 @@ class Fixed:
         self._tree = tree
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """See BudgetPolicy."""
         return search(expand, self._tree, min(max_depth, self._tree.max_depth), None)
@@ -90,7 +91,7 @@ class Heuristic:
         self._depth = min(self._START, tree.max_depth)
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """See BudgetPolicy."""
         full = self._tree
@@ -114,7 +115,7 @@ class Oracle:
         self._continuation = continuation  # from the next token on
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """See BudgetPolicy; the search is one of single paths."""
         return search(expand, self._tree, min(max_depth, self._tree.max_depth), self)
@@ -220,6 +221,7 @@ class Cost:
         self._accepted = self._expected = self._PRIOR  # running sums
         self._caught = 0.7  # share of an expanded node's probability that its best child has
         self._iteration = self._steps = 0
+        self._pending = 1
         self._probing = False  # this tree tries a step and nodes more than seem to pay
         self._probed = False  # and has tried the step
         self._drawn: Floats = np.zeros(0)  # probabilities of the nodes under way
@@ -231,9 +233,10 @@ class Cost:
         return self._accepted / self._expected
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
     ) -> SearchResult:
         """See BudgetPolicy; the search is the best-first one."""
+        self._pending = pending
         self._steps, self._drawn = 1, np.zeros(0)
         self._iteration += 1
         self._probing, self._probed = self._iteration % self._PROBE == 0, False
@@ -281,7 +284,8 @@ class Cost:
         most = min(self._room(), len(log_probs))
         falling = -np.sort(-log_probs)[:most]
         expected = self._trust * np.cumsum(np.exp(falling))
-        rates = (1.0 + expected) / self._cost.seconds(np.arange(2.0, most + 2.0), steps)
+        rows = self._pending + np.arange(1.0, most + 1.0)
+        rates = (1.0 + expected) / self._cost.seconds(rows, steps)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 

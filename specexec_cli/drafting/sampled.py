@@ -99,10 +99,10 @@ class SampledDrafter(ModelDrafter):
         super().configure(sampler, tree, continuation)
         self._sampled = SampledChildren(sampler)
 
-    def grow(self, context: Sequence[int], max_depth: int) -> DraftTree:
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """A tree drawn from the draft model; see ModelDrafter.grow."""
         self._sampled.reset()
-        return super().grow(context, max_depth)
+        return super().grow(context, max_depth, pending)
 
     def walk(
         self,

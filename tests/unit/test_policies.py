@@ -119,6 +119,17 @@ def test_the_fit_finds_the_knee_and_what_a_step_adds() -> None:
     assert cost.seconds(np.array([50.0]), 20)[0] - found[0] == pytest.approx(0.2, abs=0.03)
 
 
+def test_a_prompt_in_the_pass_leaves_less_room_below_the_knee() -> None:
+    cost = IterationCost()
+    for rows in (8, 16, 32, 64, 96, 128) * 4:
+        cost.observe(rows, 2, 0.02, max(1.0, rows / 60))
+    policy, text = Cost(TreeConfig(budget=128, policy="cost"), cost), Text([0.6, 0.3], seed=0)
+    alone = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
+    beside = policy.grow(grow_tree, text.expand, 8, no_signals, 40).tree
+    assert len(alone) > 40
+    assert len(beside) < 30
+
+
 def test_the_heuristic_schedule() -> None:
     policy = Heuristic(TreeConfig(budget=64, max_depth=8))
     depths = []
