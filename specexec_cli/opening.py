@@ -7,14 +7,14 @@ loading a weight; `open_target` and `open_draft` load.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
-from specexec_cli.config import DtypeName, Method, OffloadMode
+from specexec_cli.config import DtypeName, Method, OffloadMode, TreeConfig
 from specexec_cli.device import cpu_info, format_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.hub import fetch
@@ -31,6 +31,8 @@ Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 # How many tokens of prompt and text to plan memory for, once there is a tokenizer to count with.
 ContextTokens = Callable[[PreTrainedTokenizerBase], int]
+# The tree to use, and to plan memory for, from the one that is recommended for the pair.
+Resized = Callable[[TreeConfig], TreeConfig]
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 _SMALL_MODEL_BYTES = 1_000_000_000
@@ -120,6 +122,7 @@ def find(
     dtype: DtypeName,
     tokenizer: Path | None,
     context: ContextTokens | None,
+    tree: Resized | None,
     download_progress: bool,
 ) -> Found:
     """Resolves names, fetches files, and decides where and how to compute.
@@ -129,6 +132,8 @@ def find(
     """
     registry = load_registry(models_file)
     choice = choose_models(registry, pair=pair, target=target, draft=draft, method=method)
+    if tree is not None:
+        choice = replace(choice, tree=tree(choice.tree))
     folder = fetch(choice.target, revision=revision, offline=offline, progress=download_progress)
     checkpoint, draft_checkpoint = read_checkpoint(folder), None
     config = load_config(folder)

@@ -40,7 +40,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.text import TextStream
-from specexec_cli.opening import ContextTokens, Found, Notice, Progress, find
+from specexec_cli.opening import ContextTokens, Found, Notice, Progress, Resized, find
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -90,6 +90,7 @@ class Session:
         dtype: DtypeName = "auto",
         tokenizer: Path | None = None,
         context: ContextTokens | None = None,
+        tree: Resized | None = None,
         remember: bool = False,
         dsi: DsiOptions | None = None,
         notice: Notice = lambda text: None,
@@ -101,6 +102,8 @@ class Session:
         Args:
             context: given the tokenizer, how many tokens of prompt and text to plan memory for;
                 4096 unless told. Longer ones are not refused, they take memory beyond the plan.
+            tree: the largest tree that will be asked for, given the pair's recommended one, which
+                it is unless told; memory is planned for it, and `choice.tree` becomes it.
             remember: begin with what earlier sessions learned about the pair, and keep what this
                 one learns; it changes how many passes a text takes, never the text.
         Raises:
@@ -109,7 +112,7 @@ class Session:
         found = find(
             pair=pair, target=target, draft=draft, method=method, models_file=models_file,
             revision=revision, offline=offline, offload=offload, device=device, dtype=dtype,
-            tokenizer=tokenizer, context=context, download_progress=download_progress,
+            tokenizer=tokenizer, context=context, tree=tree, download_progress=download_progress,
         )  # fmt: skip
         if method == "dsi":
             from specexec_cli.dsi_session import open_dsi

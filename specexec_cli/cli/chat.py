@@ -118,6 +118,9 @@ def chat(
             offload=cast(OffloadMode, words["offload"]), device=device,
             dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
             context=None if context is None else lambda words: context,
+            tree=lambda recommended: tree_config(
+                recommended, budget, depth, batch, cast(DraftScoring, scoring), sizing, calibration
+            ),
             remember=True,
             dsi=options.dsi_options(sp, lookahead, devices, ray),
             notice=(lambda line: None) if quiet else notice, progress=bar,
@@ -127,15 +130,7 @@ def chat(
             session.context_limit = context
             settings = ChatSettings(
                 sampling=sampling,
-                tree=tree_config(
-                    session.choice.tree,
-                    budget,
-                    depth,
-                    batch,
-                    cast(DraftScoring, scoring),
-                    sizing,
-                    calibration,
-                ),
+                tree=session.choice.tree,
                 generation=generation,
                 thinking=not hide_thinking,
                 show_drafts=show_drafts,

@@ -103,16 +103,16 @@ def generate(
         offload=cast(OffloadMode, words["offload"]), device=device,
         dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
         context=lambda words: len(words.encode(text)) + max_tokens + options.TEMPLATE_TOKENS,
+        tree=lambda recommended: tree_config(
+            recommended, budget, depth, batch, cast(DraftScoring, scoring), sizing, calibration
+        ),
         remember=True,
         dsi=options.dsi_options(sp, lookahead, devices, ray),
         notice=(lambda line: None) if quiet else notice, progress=bar,
         download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
-        tree = tree_config(
-            session.choice.tree, budget, depth, batch, cast(DraftScoring, scoring),
-            sizing, calibration,
-        )  # fmt: skip
+        tree = session.choice.tree
         tokens = (
             session.encode_chat([{"role": "user", "content": text}])
             if chat
