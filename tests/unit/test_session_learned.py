@@ -1,0 +1,63 @@
+"""What a session learns about its pair is kept for the next one, and never stands in the way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from specexec_cli.config import GenerationConfig, TreeConfig
+from specexec_cli.session import Session
+
+PROMPT = "def add(a, b):\n"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def write(remember: bool, notice: Callable[[str], None] = lambda text: None) -> list[int]:
+    """Tokens of a short text by a session of its own."""
+    tree = TreeConfig(budget=16, max_depth=8, batch=4, policy="cost")
+    with Session.open(
+        pair="demo", dtype="float32", offload="none", remember=remember, notice=notice
+    ) as session:
+        steps = session.generate(PROMPT, tree=tree, generation=GenerationConfig(max_tokens=24))
+        return [token for step in steps for token in step.tokens]
+
+
+def test_the_next_session_begins_with_what_the_last_one_learned(cache: Path) -> None:
+    text = write(remember=True)
+    (kept,) = cache.rglob("learned.json")
+    first = json.loads(kept.read_text())
+    assert set(first["trusts"]) == {"greedy"}
+    (iterations,) = first["costs"].values()
+    assert len(iterations) > 1
+    assert write(remember=True) == text
+    (more,) = json.loads(kept.read_text())["costs"].values()
+    assert more[: len(iterations)] == iterations
+    assert len(more) > len(iterations)
+
+
+def test_nothing_is_kept_unless_asked_for(cache: Path) -> None:
+    write(remember=False)
+    assert list(cache.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_a_notice(cache: Path) -> None:
+    (cache / "specexec").write_text("a file where a folder should be")
+    notices: list[str] = []
+    assert write(remember=True, notice=notices.append) == write(remember=False)
+    assert len([text for text in notices if "cannot be kept" in text]) == 1
+
+
+def test_the_tree_that_memory_is_planned_for_becomes_the_session_s() -> None:
+    with Session.open(pair="demo", tree=lambda pair: replace(pair, budget=77)) as session:
+        assert session.choice.tree.budget == 77
+        steps = list(session.generate(PROMPT, generation=GenerationConfig(max_tokens=8)))
+        assert max(step.tree_nodes for step in steps) <= 77
