@@ -33,6 +33,7 @@ from specexec_cli.core import DraftTree, GenerationStats, PassProgress, StepResu
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.device import peak_ram_bytes
+from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.disco import Classifier, load_classifier
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned, pair_folder
@@ -148,12 +149,9 @@ class Session:
         return load_classifier(self.pair_folder, self.choice.target.repo, self.choice.draft.repo)
 
     @property
-    def calibration_errors(self) -> tuple[float, float] | None:
-        """Of the draft's acceptance probabilities in the last generation, as the draft gave them
-        and as calibrated; see Reliability.errors. None where nothing was drafted."""
-        if self._drafter is None:
-            return None
-        return self._drafter.calibration.reliability.errors()
+    def reliability(self) -> Reliability:
+        """How right the acceptance probabilities of the last generation were."""
+        return self._drafter.calibration.reliability if self._drafter else Reliability()
 
     @property
     def method(self) -> Method:

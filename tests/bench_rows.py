@@ -11,6 +11,7 @@ from specexec_cli.bench.results import row_key
 from specexec_cli.bench.schema import SCHEMA
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.drafting.calibration import Reliability
 
 ENVIRONMENT = {
     "commit": "0" * 40,
@@ -89,6 +90,7 @@ def row(
             "draft_s": [one.draft_s for one in steps],
             "verify_s": [one.verify_s for one in steps],
         },
+        "calibration": Reliability().bins,
         "timing": dict(TIMING),
         "environment": ENVIRONMENT,
     }

@@ -30,7 +30,6 @@ AVERAGED = (
     "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
     "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s", "bytes_per_pass",
     "stream_bytes_per_s", "link_share", "roofline_share", "peak_ram_bytes", "peak_vram_bytes",
-    "ece_draft", "ece",
 )  # fmt: skip
 
 Metrics = dict[str, float | int | None]
@@ -55,14 +54,12 @@ def run_metrics(
     *,
     link_bytes_per_s: float | None,
     is_chain: bool,
-    calibration_errors: tuple[float, float] | None = None,
 ) -> Metrics:
     """Numbers of one generation.
 
     Args:
         link_bytes_per_s: what the probe measured, for the shares of it.
         is_chain: whether acceptance rates mean something.
-        calibration_errors: of acceptance probabilities, the draft's own and as used.
     """
     passes = stats.target_passes
     bytes_per_pass = stats.bytes_streamed / passes
@@ -94,8 +91,6 @@ def run_metrics(
         "roofline_share": roofline_share,
         "peak_ram_bytes": stats.peak_ram_bytes,
         "peak_vram_bytes": stats.peak_vram_bytes,
-        "ece_draft": calibration_errors[0] if calibration_errors else None,
-        "ece": calibration_errors[1] if calibration_errors else None,
     }
 
 

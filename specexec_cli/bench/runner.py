@@ -193,7 +193,6 @@ class Bench:
             self._session.stats,
             link_bytes_per_s=self._link["link_bytes_per_s"],
             is_chain=run.case.method in CHAINS,
-            calibration_errors=self._session.calibration_errors,
         )
         prompt = run.prompt
         return {
@@ -221,6 +220,7 @@ class Bench:
                 "draft_s": [round(step.draft_s, 6) for step in steps],
                 "verify_s": [round(step.verify_s, 6) for step in steps],
             },
+            "calibration": self._session.reliability.bins,
             "timing": dict(TIMING),
             "environment": self._env,
         }  # fmt: skip

@@ -46,9 +46,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
                  "bytes_per_pass", "peak_ram_bytes", "peak_vram_bytes"), _NUMBER),
             **dict.fromkeys(
                 ("tpot_s", "acceptance_rate", "token_acceptance_rate", "stream_bytes_per_s",
-                 "link_share", "roofline_share", "ece_draft", "ece"), _MAYBE_NUMBER),
+                 "link_share", "roofline_share"), _MAYBE_NUMBER),
         },
         "passes": {"tokens": list, "tree_nodes": list, "draft_s": list, "verify_s": list},
+        "calibration": list,  # (2, 10, 3), see drafting.calibration.Reliability.bins
         "timing": dict,
     },
     "coverage": {

@@ -6,9 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from specexec_cli.bench.cases import BASELINE, CHAINS, SAME_DISTRIBUTION
 from specexec_cli.bench.metrics import AVERAGED, improvement_factor, spread
 from specexec_cli.bench.results import Row
+from specexec_cli.drafting.calibration import calibration_errors
 
 Summary = dict[str, Any]
 
@@ -65,6 +68,7 @@ def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
         "speedup": _speedup(pairs),
         "predicted_speedup": _predicted(rows, pairs),
         "same_text": _same_text(pairs),
+        "calibration_errors": calibration_errors(np.sum([r["calibration"] for r in rows], axis=0)),
         "passes": {
             name: sum(row["metrics"][name] for row in rows)
             for name in ("draft_s", "verify_s", "total_s", "target_passes")

@@ -68,8 +68,8 @@ def _tree(summary: Summary) -> str:
 
 
 def _ece(summary: Summary) -> str:
-    found = [summary["metrics"][name] for name in ("ece_draft", "ece")]
-    return "-" if None in found else "/".join(f"{errors['mean']:.2f}" for errors in found)
+    errors = summary["calibration_errors"]
+    return "-" if errors is None else f"{errors[0]:.3f}/{errors[1]:.3f}"
 
 
 COLUMNS: tuple[Column, ...] = (
@@ -167,6 +167,8 @@ def _flat(summary: Summary) -> dict[str, Any]:
         "io": summary["link"]["io"], "commit": summary["environment"]["commit"],
         "speedup": speedup and speedup["overall"],
         "predicted_speedup": summary["predicted_speedup"],
+        "ece_draft": (summary["calibration_errors"] or (None, None))[0],
+        "ece": (summary["calibration_errors"] or (None, None))[1],
     }  # fmt: skip
     for name, found in summary["metrics"].items():
         statistics: Mapping[str, Any] = found or {}

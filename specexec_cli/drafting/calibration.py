@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specexec_cli.drafting.search import Floats, Ints
 
@@ -140,23 +141,28 @@ class Reliability:
             np.add.at(bins, at, np.stack([np.ones_like(chances), chances, labels], axis=1))
 
     @property
-    def predictions(self) -> int:
-        """How many were added."""
-        return int(self._bins[0, :, 0].sum())
+    def bins(self) -> list[list[list[float]]]:
+        """By the draft itself and as used, per tenth of probability: count, sum of predictions, and
+        how many came true. Those of several generations add up."""
+        return self._bins.tolist()
 
-    def errors(self) -> tuple[float, float] | None:
-        """Expected calibration error, draft's own and as used; None without predictions.
 
-        Per child that was predicted to be accepted, not per prediction: most children are
-        predicted near 0, rightly, and would drown the others. So bins weigh by their predicted
-        sum: sum |predicted - true| / sum predicted.
-        """
-        predicted = self._bins[:, :, 1].sum(axis=1)
-        if not predicted.all():
-            return None
-        gaps = np.abs(self._bins[:, :, 1] - self._bins[:, :, 2]).sum(axis=1)
-        own, used = (gaps / predicted).tolist()
-        return own, used
+def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
+    """Expected calibration error, draft's own and as used; None without predictions.
+
+    Per child that was predicted to be accepted, not per prediction: most children are predicted
+    near 0, rightly, and would drown the others. So it is sum |predicted - true| / sum predicted.
+
+    Args:
+        bins: (2, 10, 3) of Reliability, or a sum of such. Few predictions look badly calibrated by
+            chance alone, so sum first.
+    """
+    _, predicted, true = np.moveaxis(np.asarray(bins, dtype=np.float64), -1, 0)
+    totals = predicted.sum(axis=1)
+    if not totals.all():
+        return None
+    own, used = (np.abs(predicted - true).sum(axis=1) / totals).tolist()
+    return own, used
 
 
 def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:

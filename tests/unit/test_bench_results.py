@@ -82,7 +82,7 @@ def test_numbers_that_a_run_does_not_have_are_none():
     found = run_metrics(steps, stats_of(steps, 1.0), link_bytes_per_s=None, is_chain=False)
     missing = {name for name, value in found.items() if value is None}
     assert missing == {"tpot_s", "acceptance_rate", "token_acceptance_rate", "link_share",
-                       "roofline_share", "ece_draft", "ece"}  # fmt: skip
+                       "roofline_share"}  # fmt: skip
 
 
 def test_a_draft_token_behind_an_eos_was_not_tested():

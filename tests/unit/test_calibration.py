@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from specexec_cli.drafting.calibration import Calibration, Reliability
+from specexec_cli.drafting.calibration import Calibration, Reliability, calibration_errors
 
 WIDTH = 8
 
@@ -40,7 +40,7 @@ def test_it_starts_as_the_draft_s_own_probabilities() -> None:
 def test_it_corrects_a_draft_that_is_too_sure_or_not_sure_enough(power: float) -> None:
     calibration = taught(power)
     assert calibration.trusted
-    own, used = calibration.reliability.errors() or (0.0, 0.0)
+    own, used = calibration_errors(calibration.reliability.bins) or (0.0, 0.0)
     assert own > 0.1
     assert used < own / 2  # from the first position on, what it learns from included
 
@@ -117,8 +117,9 @@ def test_what_is_damaged_does_not(damage: dict[str, object]) -> None:
 
 def test_calibration_errors_are_gaps_between_bins() -> None:
     reliability = Reliability()
-    assert reliability.errors() is None
+    assert calibration_errors(reliability.bins) is None
     right, sure = np.array([0.5, 0.5]), np.array([0.9, 0.9])
     reliability.add(sure, right, np.array([1.0, 0.0]))
-    assert reliability.errors() == pytest.approx((0.8 / 1.8, 0.0))
-    assert reliability.predictions == 2
+    assert calibration_errors(reliability.bins) == pytest.approx((0.8 / 1.8, 0.0))
+    twice = 2.0 * np.array(reliability.bins)
+    assert calibration_errors(twice) == calibration_errors(reliability.bins)
