@@ -111,7 +111,7 @@ class PlainText(_Lines):
         if not text:
             return []
         lines = []
-        for line in text.split("\n", allow_blank=text.plain == "\n"):
+        for line in text.split("\n"):
             lines += self._render(line) or [""]
         return lines
 

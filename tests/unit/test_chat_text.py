@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from chat_toys import MARKDOWN
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -48,6 +48,7 @@ def test_markdown_settles_to_the_same_lines_however_it_arrives(places: list[int]
 
 @settings(deadline=None, max_examples=30)
 @given(places=st.lists(st.integers(0, 1000), max_size=60), room=st.integers(1, 50))
+@example(places=[228], room=1)  # a line break that arrives alone
 def test_plain_text_settles_to_the_same_lines_however_it_arrives(
     places: list[int], room: int
 ) -> None:
