@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ import numpy as np
 
 from specexec_cli.bench.runner import BenchPrompt
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
-from specexec_cli.drafting.scoring import DraftScorer, signals
+from specexec_cli.drafting.scoring import TOP, DraftScorer, signals
 from specexec_cli.drafting.training import Costs, Text
 from specexec_cli.errors import ConfigError
 from specexec_cli.sampling import Sampler
@@ -25,7 +26,7 @@ _DIGITS = 6  # kept of the signals, so that a text read back is the text collect
 
 
 class LabelsFile:
-    """One line per text; what is there is not collected again.
+    """One line per text; what is there is not collected again. A line torn by a crash is dropped.
 
     Raises:
         ConfigError: a line that is none of ours.
@@ -35,10 +36,12 @@ class LabelsFile:
         self.path = path
         self._texts: dict[str, Text] = {}
         if path.exists():
-            for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            whole = path.read_bytes().rpartition(b"\n")[0]
+            os.truncate(path, len(whole) + 1 if whole else 0)
+            for number, line in enumerate(whole.decode("utf-8", "replace").splitlines(), 1):
                 try:
                     record = json.loads(line)
-                    text = Text(np.array(record["signals"], dtype=np.float64).reshape(-1, 11),
+                    text = Text(np.array(record["signals"], dtype=np.float64).reshape(-1, TOP + 1),
                                 np.array(record["accepted"], dtype=bool))  # fmt: skip
                     self._texts[record["key"]] = text
                 except (ValueError, KeyError, TypeError) as error:

@@ -159,8 +159,10 @@ def bench(
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
-    with open_session(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet, longest(sets, max_tokens)) as session:  # fmt: skip
+    with open_session(
+        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
+        longest(sets, max_tokens),
+    ) as session:  # fmt: skip
         recommended = session.choice.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
@@ -272,8 +274,10 @@ def coverage(
     check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
-    with open_session(pair, target, draft, models_file, tokenizer, offline, offload, device, dtype,
-               quiet, longest([one], max_tokens)) as session:  # fmt: skip
+    with open_session(
+        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
+        longest([one], max_tokens),
+    ) as session:  # fmt: skip
         from specexec_cli.bench.runner import encode_prompts
 
         usable, skipped = encode_prompts(session, one, max_tokens)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_runner import run_cli
 
 from specexec_cli.bench import policy_labels
 from specexec_cli.bench.policy_labels import LabelsFile
+from specexec_cli.drafting.training import Text
 from specexec_cli.errors import ConfigError
 
 COMMAND = (
@@ -83,6 +85,18 @@ def test_mistakes_get_one_line(cache: Path, argv: tuple[str, ...], words: str) -
     assert (ran.code, ran.out) == (2, "")
     assert words in ran.err
     assert ran.err.count("\n") == 1
+
+
+def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
+    path, text = tmp_path / "labels.jsonl", Text(np.zeros((1, 11)), np.ones(1, dtype=bool))
+    LabelsFile(path).add("first", text)
+    with path.open("a") as file:
+        file.write('{"key": "torn", "sig')
+    labels = LabelsFile(path)
+    assert "first" in labels
+    assert "torn" not in labels
+    labels.add("second", text)
+    assert "second" in LabelsFile(path)
 
 
 def test_a_damaged_label_names_its_line(tmp_path: Path) -> None:
