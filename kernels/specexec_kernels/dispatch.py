@@ -7,6 +7,7 @@ prints.
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 from functools import cache
 
 import torch
@@ -26,17 +27,34 @@ GPU_FUSED_ROWS = 16
 # The fused top-k picks its candidates one by one; beyond this PyTorch's selection is taken. Chosen
 # by reasoning, not measured: no GPU was at hand.
 GPU_FUSED_TOPK = 64
+OLDEST_CAPABILITY = (8, 0)  # of a GPU for Triton, as its documentation says
 
 
 @cache
-def has_triton() -> bool:
-    """Whether Triton is installed (it is not on Windows and macOS)."""
-    return importlib.util.find_spec("triton") is not None
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton's kernels do not run on a GPU; None if they do.
+
+    Triton starts by compiling a small C module, which many an image made for running programs
+    cannot do. Before Ampere it has no tensor cores for tl.dot and spills instead.
+    """
+    if importlib.util.find_spec("triton") is None:  # as on Windows
+        return "Triton is not installed"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < OLDEST_CAPABILITY:
+        return f"compute capability {capability[0]}.{capability[1]} is below Triton's 8.0"
+    import triton
+
+    try:
+        triton.runtime.driver.active.get_current_target()
+    except (RuntimeError, OSError, AssertionError, subprocess.SubprocessError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"Triton, which needs a C compiler and Python's headers, does not start: {reason}"
+    return None
 
 
 def uses_triton(device: torch.device) -> bool:
     """Whether operations on this device go to Triton's kernels."""
-    return device.type == "cuda" and has_triton()
+    return device.type == "cuda" and triton_obstacle(device) is None
 
 
 def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:

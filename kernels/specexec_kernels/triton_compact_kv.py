@@ -33,4 +33,5 @@ def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
     _compact_kernel[(heads,)](
         cache, kept, kept.shape[0], start, cache.stride(0), cache.stride(1),
         HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim), num_warps=1,
+        enable_fp_fusion=True,
     )  # fmt: skip

@@ -38,8 +38,9 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     block_k, block_n = 32, 128
     grid = (triton.cdiv(inputs, block_k), triton.cdiv(outputs, block_n))
     _dequantize_kernel[grid](
-        *tensors, out, inputs, outputs, **constants, BLOCK_K=block_k, BLOCK_N=block_n
-    )
+        *tensors, out, inputs, outputs, **constants, BLOCK_K=block_k, BLOCK_N=block_n,
+        enable_fp_fusion=True,
+    )  # fmt: skip
     return out
 
 
@@ -78,6 +79,6 @@ def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     grid = (triton.cdiv(outputs, block_n), triton.cdiv(rows, row_tile))
     _few_rows_kernel[grid](
         *tensors, x, out, rows, inputs, outputs, **constants,
-        ROWS=row_tile, BLOCK_K=block_k, BLOCK_N=block_n,
+        ROWS=row_tile, BLOCK_K=block_k, BLOCK_N=block_n, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -52,8 +52,9 @@ def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     columns = torch.empty(shape, dtype=torch.int32, device=logits.device)
     tops, sums = torch.empty_like(best[..., 0]), torch.empty_like(best[..., 0])
     _chunk_kernel[(rows, chunks)](
-        logits, best, columns, tops, sums, vocab, chunks, logits.stride(0), K=k, BLOCK=block
-    )
+        logits, best, columns, tops, sums, vocab, chunks, logits.stride(0),
+        K=k, BLOCK=block, enable_fp_fusion=True,
+    )  # fmt: skip
     total = torch.logsumexp(tops + sums.log(), dim=1, keepdim=True)
     # candidates lie in rising columns, so a stable sort keeps the lower of equal ones first
     order = torch.sort(best.flatten(1), dim=1, descending=True, stable=True)

@@ -92,12 +92,24 @@ def tree_attention(
     queries, ancestors = queries.contiguous(), ancestors.contiguous()
     out = torch.empty_like(queries)
     group = heads // kv_heads
-    block_rows = 16 if rows * group <= 16 else 64
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    block_rows, block_slots = _blocks(rows * group, block_d, queries.element_size())
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
     _tree_attention_kernel[grid](
         queries, keys, values, ancestors, out, rows, prefix_len, slots - prefix_len,
         ancestors.shape[1], scale or 1 / math.sqrt(head_dim), keys.stride(0), values.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_ROWS=block_rows, BLOCK_SLOTS=64,
+        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_ROWS=block_rows,
+        BLOCK_SLOTS=block_slots, num_stages=2, enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+def _blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int]:
+    """Rows and prefix slots of a program's tiles.
+
+    The largest powers of two whose tiles spill no registers and fit into the 99 KiB of shared
+    memory that GeForce cards give a block; scripts/compile_kernels.py shows both.
+    """
+    if pairs <= 16 or item_bytes == 4 or block_d > 256:
+        return 16, 64 if item_bytes == 2 and block_d <= 128 else 32
+    return 64 if block_d <= 128 else 32, 64 if block_d <= 64 else 32

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from specexec_cli import __version__
 from specexec_cli.device import (
@@ -61,6 +62,7 @@ class Report:
     hub_error: str  # empty if reachable
     rates: Rates
     kernels: dict[str, str] = field(default_factory=dict)  # operation -> what runs it here
+    triton_obstacle: str | None = None  # why the GPU does without Triton's kernels
 
 
 def examine(step: Step) -> Report:
@@ -97,7 +99,7 @@ def examine(step: Step) -> Report:
             ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory, link_bytes_per_s=link,
             flops=flops,
         ),
-        kernels=_kernels(sees_gpu),
+        **_kernels(sees_gpu),
     )  # fmt: skip
 
 
@@ -113,11 +115,15 @@ def _version(package: str) -> str:
         return "missing"
 
 
-def _kernels(gpu: bool) -> dict[str, str]:
+def _kernels(gpu: bool) -> dict[str, Any]:
     import torch
-    from specexec_kernels.dispatch import choices
+    from specexec_kernels.dispatch import choices, triton_obstacle
 
-    return choices(torch.device("cuda" if gpu else "cpu"))
+    device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+    return {
+        "kernels": choices(device),
+        "triton_obstacle": triton_obstacle(device) if gpu else None,
+    }
 
 
 def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
@@ -185,6 +191,11 @@ def _slow_compute(report: Report) -> list[str]:
                 f"GPU {gpu.index} has {gpu.pcie_width} of 16 PCIe lanes: layers stream to it at "
                 "that share of the rate."
             )
+    if report.triton_obstacle:
+        found.append(
+            f"Triton's kernels do not run on the GPU ({report.triton_obstacle}): PyTorch stands in "
+            "for them, and 4-bit weights are unpacked before every product."
+        )
     if report.load > 1.5 * report.cpu.cores:
         found.append(
             f"The machine is busy (load {report.load:.1f} on {report.cpu.cores} cores): everything "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 import torch
 from packed import random_weight
@@ -59,7 +61,42 @@ def test_too_narrow_for_the_kernels() -> None:
     torch.testing.assert_close(dispatch.quantized_matmul(x, weight), x @ dequantize_ref(weight))
 
 
-def test_choices_are_told() -> None:
+def test_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "LLVM" in dispatch.choices(torch.device("cpu"))["quantized linears"]
-    expected = "Triton" if dispatch.has_triton() else "PyTorch"
-    assert set(dispatch.choices(torch.device("cuda")).values()) == {expected}
+    for obstacle, name in ((None, "Triton"), ("no compiler", "PyTorch")):
+        monkeypatch.setattr(dispatch, "triton_obstacle", lambda device, found=obstacle: found)
+        assert set(dispatch.choices(torch.device("cuda")).values()) == {name}
+
+
+@pytest.mark.parametrize(
+    ("capability", "error", "obstacle"),
+    [
+        ((7, 5), None, "compute capability 7.5 is below Triton's 8.0"),
+        ((8, 6), RuntimeError("No C compiler.\nPlease"), "start: No C compiler."),
+        ((8, 6), subprocess.CalledProcessError(1, "gcc"), "returned non-zero exit status 1"),
+        ((8, 6), None, None),
+    ],
+)
+def test_triton_that_cannot_run_is_not_used(
+    capability: tuple[int, int],
+    error: Exception | None,
+    obstacle: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton.runtime import driver
+
+    class Driver:
+        def get_current_target(self) -> None:
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(type(driver), "active", Driver())
+    device = torch.device("cuda", 0)
+    dispatch.triton_obstacle.cache_clear()
+    try:
+        found = dispatch.triton_obstacle(device)
+        assert found is None if obstacle is None else obstacle in str(found)
+        assert dispatch.uses_triton(device) == (obstacle is None)
+    finally:
+        dispatch.triton_obstacle.cache_clear()

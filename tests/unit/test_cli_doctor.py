@@ -57,6 +57,7 @@ SLOW_BF16 = {"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1e10), (128, 5
     [
         ({"torch_sees_gpu": False}, "torch 2+cu130 cannot use the GPU: install a CUDA build"),
         ({"gpus": (replace(CARD, pcie_width=4),)}, "GPU 0 has 4 of 16 PCIe lanes"),
+        ({"triton_obstacle": "too old"}, "Triton's kernels do not run on the GPU (too old)"),
         ({"load": 40.0}, "The machine is busy (load 40.0 on 16 cores)"),
         ({"ram_bytes": 4 * GB}, "may use 4.0 GB of the machine's 64.0 GB (a cgroup or ulimit)"),
         ({"huge_pages": "never"}, "Huge pages are off"),

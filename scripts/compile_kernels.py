@@ -1,0 +1,191 @@
+"""Compile the Triton kernels for GPUs that are not here, and see whether they would fit.
+
+    python scripts/compile_kernels.py                   # every generation, every kernel
+    python scripts/compile_kernels.py --gpus rtx-30 --quick
+
+Triton's compiler and NVIDIA's assembler need no GPU. What they show: that a kernel compiles, that
+its shared memory is within what a block may have there (a launch fails otherwise), and whether
+registers spill. What they do not show: results and speed. Exits with 1 if a kernel does not compile
+or fit. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "0"  # read when Triton is imported: these kernels are compiled
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import triton
+from kernel_cases import random_weight
+from specexec_kernels import (
+    triton_compact_kv,
+    triton_quant,
+    triton_topk,
+    triton_tree_attention,
+)
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+# Compute capability, and KiB of shared memory that a block may have: CUDA programming guide, table
+# of technical specifications per compute capability.
+GPUS = {
+    "a100": (80, 163),
+    "rtx-30": (86, 99),
+    "rtx-40": (89, 99),
+    "h100": (90, 227),
+    "rtx-50": (120, 99),
+}
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """One kernel, specialized and compiled for one GPU."""
+
+    gpu: str
+    case: str
+    shared_bytes: int
+    shared_limit_bytes: int
+    registers: int
+    spilled_bytes: int  # of stack per thread
+    seconds: float
+    error: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return not self.error and self.shared_bytes <= self.shared_limit_bytes
+
+
+class AbsentGpu:
+    """What Triton asks its driver for when it only compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return self._capability  # kernels are kept per device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of the kernels' own functions, over the shapes that decide what they need."""
+    for dtype in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        for head_dim in (128, 256) if quick else (64, 80, 128, 256):
+            for rows in (1, 64):
+                yield (
+                    f"tree attention, {rows} rows, heads of {head_dim}, {name}",
+                    attention(rows, head_dim, dtype),
+                )
+        if quick and dtype != torch.float16:
+            continue
+        for bits in (4,) if quick else (2, 3, 4, 8):
+            weight = random_weight(1024, 1024, bits, CPU)
+            x = torch.zeros(16, 1024, dtype=dtype)
+            yield (
+                f"{bits}-bit product, {name}",
+                lambda x=x, w=weight: triton_quant.quantized_matmul(x, w),
+            )
+            yield (
+                f"{bits}-bit dequantize, {name}",
+                lambda d=dtype, w=weight: triton_quant.dequantize(w, d),
+            )
+        logits = torch.zeros(16, 32000, dtype=dtype)
+        yield f"log-softmax + top-k, {name}", lambda x=logits: triton_topk.log_softmax_topk(x, 32)
+        cache = torch.zeros(8, 300, 128, dtype=dtype)
+        yield (
+            f"cache compaction, {name}",
+            lambda x=cache: triton_compact_kv.compact_kv(x, torch.arange(7, 20), 3),
+        )
+
+
+def attention(rows: int, head_dim: int, dtype: torch.dtype) -> Callable[[], object]:
+    queries = torch.zeros(rows, 32, head_dim, dtype=dtype)
+    cache = torch.zeros(8, 300, head_dim, dtype=dtype)
+    ancestors = torch.zeros(rows, 2, dtype=torch.int32)
+    return lambda: triton_tree_attention.tree_attention(queries, cache, cache, ancestors, 236)
+
+
+def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
+    """Every case for one GPU. Launches become compilations: outputs hold nothing of use."""
+    capability, shared_kib = GPUS[gpu]
+    triton.runtime.driver.set_active(AbsentGpu(capability))
+    launched: list[Any] = []
+    run = JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, warmup: bool, **options: Any) -> Any:
+        launched.append(run(kernel, *args, warmup=True, **options))
+        return launched[-1]
+
+    JITFunction.run = compile_only
+    try:
+        for name, call in cases(quick):
+            launched.clear()
+            start, error = time.perf_counter(), ""
+            try:
+                call()
+            except triton.TritonError as failure:
+                error = str(failure)
+            compiled = launched[0] if launched else None
+            registers, spilled = usage(compiled.asm["cubin"]) if compiled else (0, 0)
+            yield Compiled(
+                gpu=gpu, case=name, shared_bytes=compiled.metadata.shared if compiled else 0,
+                shared_limit_bytes=shared_kib * 1024, registers=registers, spilled_bytes=spilled,
+                seconds=time.perf_counter() - start, error=error,
+            )  # fmt: skip
+    finally:
+        JITFunction.run = run
+
+
+def usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes per thread, as cuobjdump reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
+    return int(found["REG"]), int(found["STACK"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", default=",".join(GPUS), metavar="NAME,...")
+    parser.add_argument("--quick", action="store_true", help="the cases that need most")
+    args = parser.parse_args(argv)
+    found = []
+    print(f"{'':<58}{'shared KiB':>12}{'registers':>11}{'spilled':>9}{'s':>6}")
+    for gpu in args.gpus.split(","):
+        for kernel in compile_all(gpu, args.quick):
+            found.append(kernel)
+            name = f"{gpu}: {kernel.case}"
+            shared = f"{kernel.shared_bytes // 1024} of {kernel.shared_limit_bytes // 1024}"
+            verdict = "" if kernel.fits else f"  DOES NOT FIT {kernel.error}"
+            print(f"{name:<58}{shared:>12}{kernel.registers:11}{kernel.spilled_bytes:9}"
+                  f"{kernel.seconds:6.1f}{verdict}", flush=True)  # fmt: skip
+    print(json.dumps({"triton": triton.__version__, "kernels": [asdict(k) for k in found]}))
+    return 0 if all(kernel.fits for kernel in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
