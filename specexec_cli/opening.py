@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from specexec_kernels.dispatch import triton_obstacle
+from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
@@ -66,7 +66,7 @@ class Found:
 
     def open_target(self, notice: Notice, progress: Progress) -> StreamedModel:
         """Loads what stays of the target and begins to stream the rest."""
-        obstacle = triton_obstacle(self.device) if self.device.type == "cuda" else None
+        obstacle = dispatch.triton_obstacle(self.device) if self.device.type == "cuda" else None
         if obstacle is not None:
             notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
         return StreamedModel.open(

@@ -69,8 +69,8 @@ class ModelDrafter:
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._cache = model.new_cache()
-        on_gpu = model.device.type == "cuda"
-        self._steps = StepRunner(model, self._cache, capture=True) if on_gpu else None
+        captured = model.device.type == "cuda" and model.capturable
+        self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._reset_tree()
         self.configure(sampler, tree)

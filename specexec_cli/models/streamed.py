@@ -18,7 +18,7 @@ from specexec_cli.models import attention
 from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.decoder_layer import DecoderLayer, LayerSource
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear
+from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
 from specexec_cli.models.quant_checkpoint import Quantization, config_dict
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.rows import PassRows
@@ -110,6 +110,11 @@ class StreamedModel:
     def windows(self) -> set[int | None]:
         """The sliding windows of its layers; None is full attention."""
         return {layer.window for layer in self._layers}
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold a pass; not where Python picks the experts to run."""
+        return not any(isinstance(module, PerExpert) for module in self.skeleton.model.modules())
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -207,8 +212,11 @@ class StreamedModel:
             self.source.close()
 
     def _load_resident(self) -> None:
-        """Embeddings, norms and head: they stay on the device."""
+        """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
         model, tensors = self.skeleton.model, self.skeleton.resident_tensors
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+            path, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(path), leaf, buffer.to(self.device))
         loaded = read_tensors(list(tensors.values()))
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")

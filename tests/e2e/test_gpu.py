@@ -1,43 +1,81 @@
-"""The demo pair on a CUDA device, from every tier; `pytest -m gpu`."""
+"""Sessions on a CUDA device, and on a stand-in for one (tests/fake_cuda.py); `pytest -m gpu`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
 import pytest
+import torch
+from checkpoints import byte_llama, save_pair
+from fake_cuda import fake_cuda
 
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.plan import HUGE_PAGE_BYTES
 from specexec_cli.session import Session
 
-pytestmark = pytest.mark.gpu
+PROMPT = "def read_lines(path):\n"
+TREE = TreeConfig(budget=24, max_depth=8, batch=8)
+LAYERS = byte_llama(num_hidden_layers=8)
 
-PROMPTS = ("def read_lines(path):\n", "import os\n\n\ndef walk(top):\n")
-TREE = TreeConfig(budget=48, max_depth=12, batch=8)
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    with fake_cuda() if request.param == "fake" else nullcontext():
+        yield
 
 
-def texts(session: Session, method: str, temperature: float) -> list[list[int]]:
+def texts(session: Session, method: str) -> list[list[int]]:
+    """Greedy and sampled."""
     found = []
-    for prompt in PROMPTS:
+    for temperature in (0.0, 0.8):
         steps = session.generate(
-            prompt, tree=TREE, sampling=SamplingConfig(temperature=temperature, seed=3),
-            generation=GenerationConfig(max_tokens=40), method=method,  # type: ignore[arg-type]
+            PROMPT, tree=TREE, sampling=SamplingConfig(temperature=temperature, seed=3),
+            generation=GenerationConfig(max_tokens=12), method=method,  # type: ignore[arg-type]
         )  # fmt: skip
         found.append([token for step in steps for token in step.tokens])
     return found
 
 
-@pytest.fixture(scope="module")
-def on_the_cpu() -> dict[float, list[list[int]]]:
-    with Session.open(pair="demo", device="cpu", dtype="float32") as session:
-        return {t: texts(session, "autoregressive", t) for t in (0.0, 0.8)}
+def open_tight(
+    folders: tuple[Path, Path], offload: OffloadMode, patch: pytest.MonkeyPatch
+) -> Session:
+    """A session on a device that some of the layers fit into and not all."""
+    target, draft = map(str, folders)
+    for free in range(700_000_000, 900_000_000, HUGE_PAGE_BYTES):
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
+        try:
+            session = Session.open(
+                target=target, draft=draft, device="cuda", dtype="float32", offload=offload
+            )
+        except OutOfMemoryError:
+            continue
+        if "resident" in session.settings["offload"]:
+            return session
+        session.close()
+    raise AssertionError("no memory was right")
 
 
-@pytest.mark.parametrize("offload", ["none", "ram", "ssd", "auto"])
-def test_the_text_of_plain_decoding_from_every_tier(
-    offload: OffloadMode, on_the_cpu: dict[float, list[list[int]]]
+def assert_text_of_the_cpu(
+    folders: tuple[Path, Path], offload: OffloadMode, patch: pytest.MonkeyPatch
 ) -> None:
-    """Also the CPU's: float32 sums differ in the last bits only, and no near-tie decides here."""
-    with Session.open(pair="demo", device="cuda", dtype="float32", offload=offload) as session:
-        for temperature, expected in on_the_cpu.items():
-            assert texts(session, "autoregressive", temperature) == expected
-            assert texts(session, "specexec", temperature) == expected
+    target, draft = map(str, folders)
+    with Session.open(target=target, draft=draft, device="cpu", dtype="float32") as session:
+        expected = texts(session, "autoregressive")
+    with open_tight(folders, offload, patch) as session:
+        assert set(session.settings["offload"].split("+")) == {offload, "resident"}
+        assert texts(session, "autoregressive") == expected
+        assert session.stats.bytes_streamed > 0
+        assert texts(session, "specexec") == expected
         assert session.stats.target_passes < len(expected[-1])
         assert session.stats.peak_vram_bytes > 0
+
+
+@pytest.mark.parametrize("offload", ["ram", "ssd"])
+def test_the_text_of_the_cpu_from_every_tier(
+    offload: OffloadMode, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32 sums differ in the last bits only, and no near-tie decides here."""
+    assert_text_of_the_cpu(save_pair(tmp_path, target=LAYERS), offload, monkeypatch)

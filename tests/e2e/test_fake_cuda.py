@@ -1,0 +1,105 @@
+"""The way to a GPU without one: no tensor on the wrong side, no wait inside a captured graph.
+
+See tests/fake_cuda.py for what the stand-in checks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import (
+    ARCHITECTURES,
+    architecture,
+    open_float32,
+    random_tokens,
+    random_tree,
+    save_checkpoint,
+)
+from fake_cuda import CUDA, fake_cuda
+from quantized_checkpoints import mixed_bits, save_quantized
+from torch import Tensor
+
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.models.rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.cuda import DeviceTier
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.masks import verification_rows
+
+
+def path_to(tree: DraftTree, node: int) -> list[int]:
+    """Nodes from the root to this one."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(tree.parents[node])
+    return path
+
+
+def passes(model: StreamedModel) -> Tensor:
+    """Logits of a prompt, then of a tree behind it, then of a token behind one of its paths."""
+    tokens, tree = random_tokens(31), random_tree(17, seed=1)
+    cache = model.new_cache()
+    found = [model.forward(PassRows.chain(tokens[:20], 0), cache, [19])]
+    rows = verification_rows(tokens[20:], tree, 20)
+    found.append(model.forward(rows, cache, range(len(rows.tokens))))
+    path = path_to(tree, int(tree.depths.argmax()))
+    cache.compact(31, [31 + node for node in path])
+    found.append(model.forward(PassRows.chain([5], 31 + len(path)), cache, [0]))
+    return torch.cat(found).cpu()
+
+
+def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[DeviceTier] | None) -> None:
+    model = open_float32(folder)
+    expected = passes(model)
+    model.close()
+    with fake_cuda(triton=triton):
+        model = StreamedModel.open(folder, device=CUDA, dtype=torch.float32, tiers=tiers)
+        found = passes(model)
+        model.close()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_tier_computes_what_the_cpu_does(name: str, triton: bool, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture(name))
+    assert_like_the_cpu(tmp_path, triton, ["resident", "ram", "ssd"])
+
+
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("desc_act", [False, True])
+@pytest.mark.parametrize("bits", [3, 4])
+def test_packed_weights(bits: int, desc_act: bool, triton: bool, tmp_path: Path) -> None:
+    _, packed = save_quantized(tmp_path, choose=lambda linear: mixed_bits(bits), desc_act=desc_act)
+    assert_like_the_cpu(packed, triton, ["resident", "ram", "ssd"])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_a_model_that_stays(name: str, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture(name))
+    assert_like_the_cpu(tmp_path, True, None)
+
+
+def test_a_drafter_uses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search, graphs, compaction between trees: the same trees as on the CPU."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    tree = TreeConfig(budget=16, max_depth=4, batch=5)
+
+    def two_trees(device: torch.device) -> list[list[int]]:
+        model = StreamedModel.open(tmp_path, device=device, dtype=torch.float32, tiers=None)
+        drafter = ModelDrafter(model, Sampler(SamplingConfig()), tree, model.vocab_size)
+        context = random_tokens(9)
+        first = drafter.grow(context, 4)
+        path = path_to(first, len(first) - 1)
+        tokens = [*first.tokens[path].tolist(), 3]
+        drafter.commit(path, tokens)
+        return [first.tokens.tolist(), drafter.grow([*context, *tokens], 4).tokens.tolist()]
+
+    expected = two_trees(torch.device("cpu"))
+    with fake_cuda(triton=True):
+        assert two_trees(CUDA) == expected

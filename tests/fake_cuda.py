@@ -1,0 +1,286 @@
+"""A CUDA device that is not there: tensors that live in RAM and say that they do not.
+
+Every operation on them is done on the CPU, after a check that a GPU would have made: no operand in
+ordinary memory, no synchronization while a graph is being captured. A captured graph is the list of
+operations between begin and end, and a replay does them again on the same memory, so that whatever
+Python decided during the capture stays decided.
+
+What it cannot show: the order of work on streams (tests/unit/test_device_stream.py), compiled
+kernels (tests/kernels), and speed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from specexec_kernels import (
+    dispatch,
+    triton_compact_kv,
+    triton_quant,
+    triton_topk,
+    triton_tree_attention,
+)
+from specexec_kernels.packing import PackedWeight
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+CUDA = torch.device("cuda", 0)
+VRAM_BYTES = 8_000_000_000
+aten = torch.ops.aten
+
+KERNELS = (
+    (triton_quant, "quantized_matmul"), (triton_quant, "dequantize"),
+    (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
+    (triton_compact_kv, "compact_kv"),
+)  # fmt: skip
+# Results that the host must see: each waits for the device.
+_SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select}
+# Operands in ordinary memory that CUDA's own implementations take.
+_CROSSING = {aten.copy_, aten._to_copy}
+_CPU_INDICES = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
+
+
+class CudaTensor(torch.Tensor):
+    """Says it is on the device; `inner` has the numbers."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> CudaTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
+            dtype=inner.dtype, device=CUDA,
+        )  # fmt: skip
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"CudaTensor({self.inner!r})"
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _perform(func, args, kwargs or {})
+
+
+class _Graph:
+    """torch.cuda.CUDAGraph."""
+
+    def __init__(self) -> None:
+        self.operations: list[Callable[[], None]] = []
+
+    def replay(self) -> None:
+        for operation in self.operations:
+            operation()
+
+
+_capturing: _Graph | None = None
+
+
+def _inner(value: Any) -> Any:
+    if isinstance(value, PackedWeight):
+        tensors = {f.name: _inner(getattr(value, f.name)) for f in fields(value)}
+        return replace(value, **tensors)
+    return value.inner if isinstance(value, CudaTensor) else value
+
+
+def _on_device(value: Any) -> Any:
+    return CudaTensor(value) if type(value) is Tensor else value
+
+
+def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One of PyTorch's operations."""
+    packet, device = func.overloadpacket, kwargs.get("device")
+    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    there = [value for value in tensors if isinstance(value, CudaTensor)]
+    # numbers in ordinary memory travel with the launch
+    here = [value for value in tensors if not isinstance(value, CudaTensor) and value.dim()]
+    if device is not None:
+        to_device = torch.device(device).type == "cuda"
+        kwargs = kwargs | {"device": "cpu"}
+    elif packet is aten.copy_:
+        to_device = isinstance(args[0], CudaTensor)
+    else:
+        to_device = bool(there)
+    if not there and not to_device:
+        return func(*args, **kwargs)
+    if there and here and packet not in _CROSSING | _CPU_INDICES:
+        raise RuntimeError(f"{func}: expected all tensors to be on the same device")
+    if _capturing and (packet in _SYNCHRONIZING or here or not to_device):
+        raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+
+    found = _launch(lambda: func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+    if func._schema.is_mutable:  # in place, or out=: what comes back is what was given
+        owners = {id(value.inner): value for value in there}
+        return tree_map(lambda value: owners.get(id(value), value), found)
+    return tree_map(_on_device, found) if to_device else found
+
+
+def _launch(run: Callable[[], Any]) -> Any:
+    """Does it; during a capture, notes how to do it again into the same memory."""
+    found = run()
+
+    def again() -> None:
+        for old, new in zip(tree_flatten(found)[0], tree_flatten(run())[0], strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+    if _capturing is not None:
+        _capturing.operations.append(again)
+    return found
+
+
+def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
+    """A Triton kernel in the interpreter, launched on tensors of the device."""
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        tensors = [_inner(value) is not value for value in args if hasattr(value, "to")]
+        assert all(tensors), "a kernel was given a tensor in ordinary memory"
+        found = _launch(lambda: interpreted(*map(_inner, args), **kwargs))
+        return tree_map(_on_device, found)
+
+    return launch
+
+
+class _Mode(TorchDispatchMode):
+    """Sees what makes tensors on the device from none that are there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        return _perform(func, args, kwargs or {})
+
+
+def _numbered(value: Any) -> Any:
+    if isinstance(value, str | torch.device) and str(value) == "cuda":
+        return CUDA
+    return value
+
+
+class _NumberedDevices(TorchFunctionMode):
+    """ "cuda" is "cuda:0": the guard borrowed below knows of no current device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_numbered, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _capture(graph: _Graph, capture_error_mode: str = "global") -> Iterator[None]:
+    global _capturing
+    _capturing = graph
+    try:
+        yield
+    finally:
+        _capturing = None
+
+
+class _Stream:
+    def __init__(self, device: torch.device | None = None) -> None:
+        pass
+
+    def wait_stream(self, other: _Stream) -> None:
+        pass
+
+    def wait_event(self, event: _Event) -> None:
+        assert event.recorded
+
+
+class _Event:
+    recorded = False
+
+    def record(self, stream: _Stream) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.recorded
+
+    def synchronize(self) -> None:
+        assert self.recorded
+
+
+class _Runtime:
+    """torch.cuda.cudart()."""
+
+    class cudaError:
+        success = 0
+
+    def __init__(self) -> None:
+        self.registered: set[int] = set()
+
+    def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+        assert address % 4096 == 0
+        assert n_bytes > 0
+        self.registered.add(address)
+        return self.cudaError.success
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return self.cudaError.success
+
+
+def _register_device_guard() -> None:
+    """A build of torch without CUDA has nothing that switches devices: take the CPU's, a no-op.
+
+    Views with numbers assigned to them (x[:, 1:2] = 0) ask for it in C++.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    if guards[1] is None:
+        guards[1] = guards[0]
+
+
+@contextmanager
+def fake_cuda(*, triton: bool = False) -> Iterator[None]:
+    """torch sees a device of 8 GB inside the `with`.
+
+    Args:
+        triton: whether our kernels run there, in Triton's interpreter.
+    """
+    _register_device_guard()
+    runtime = _Runtime()
+    stream = _Stream()
+    with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
+        for name, value in {
+            "_lazy_init": lambda: None,
+            "is_available": lambda: True,
+            "device_count": lambda: 1,
+            "current_device": lambda: 0,
+            "get_device_capability": lambda device=None: (8, 6),
+            "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES),
+            "max_memory_allocated": lambda device=None: 1,
+            "synchronize": lambda device=None: None,
+            "cudart": lambda: runtime,
+            "current_stream": lambda device=None: stream,
+            "stream": lambda stream: nullcontext(),
+            "Stream": _Stream,
+            "Event": _Event,
+            "CUDAGraph": _Graph,
+            "graph": _capture,
+        }.items():
+            patch.setattr(torch.cuda, name, value)
+        patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")
+        for module, name in KERNELS:
+            patch.setattr(module, name, _kernel(getattr(module, name)))
+        # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
+        torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
+    assert not runtime.registered, "host memory was freed while it was registered with CUDA"
