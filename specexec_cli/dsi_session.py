@@ -127,6 +127,12 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
     return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
 
 
+def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
+    """Instances of the target: --sp, else as the devices allow."""
+    # from three devices on, the drafter has one to itself
+    return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
+
+
 def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
@@ -146,22 +152,26 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
         if cluster is not None:
             cluster.close()
         return None
-    # from three devices on, the drafter has one to itself
-    servers = options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
+    servers = target_servers(options, devices)
     spec = partial(
         ModelSpec,
         dtype=found.settings["dtype"],
         threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
         vocab_size=int(found.config.vocab_size),
     )
-    target, draft = found.target.folder, found.draft.folder
-    tiers = found.placement.tiers
-    tier = None if tiers is None else tiers[0]
+    placed = partial(
+        spec,
+        folder=found.target.folder,
+        tiers=found.placement.tiers,
+        slots=found.placement.slots,
+        device_slots=found.placement.device_slots,
+    )
     servers_to_load = [
-        partial(load_target, spec(folder=target, device=devices[n % len(devices)], tier=tier))
-        for n in range(servers)
+        partial(load_target, placed(device=devices[n % len(devices)])) for n in range(servers)
     ]
-    drafter_to_load = partial(load_drafter, spec(folder=draft, device=devices[-1], tier=None))
+    drafter_to_load = partial(
+        load_drafter, spec(folder=found.draft.folder, device=devices[-1], tiers=None)
+    )
     workers = (
         ProcessWorkers(servers_to_load, drafter_to_load)
         if cluster is None
@@ -177,7 +187,7 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
             return None
         notice(plan.describe())
         settings = {
-            "offload": tier or "none",
+            "offload": found.placement.label,
             "device": ",".join(devices),
             "sp": str(servers),
             "lookahead": str(plan.lookahead),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.choice import ModelChoice, choose_models
 from specexec_cli.config import DtypeName, Method, OffloadMode, TreeConfig
-from specexec_cli.device import cpu_info, format_bytes
+from specexec_cli.device import cpu_info, format_bytes, free_ram_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.hub import fetch
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -25,6 +26,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.demand import Work
 from specexec_cli.offload.placement import Placement, place_on_cpu, place_on_gpu
+from specexec_cli.offload.probe import probe_link
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.registry import load_registry
 
@@ -37,6 +39,7 @@ Resized = Callable[[TreeConfig], TreeConfig]
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 _SMALL_MODEL_BYTES = 1_000_000_000
+_LINK_PROBE_BYTES = 64 << 20
 # Without a better count: tokens that the caches are planned for.
 _PLANNED_CONTEXT = 4096
 
@@ -127,10 +130,13 @@ def find(
     tokenizer: Path | None,
     context: ContextTokens | None,
     tree: Resized | None,
+    copies: int,
     download_progress: bool,
 ) -> Found:
     """Resolves names, fetches files, and decides where and how to compute.
 
+    Args:
+        copies: of the target, which share this machine's RAM.
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
@@ -163,7 +169,7 @@ def find(
         eos_ids=eos_token_ids(folder, config, words),
         device=torch_device,
         dtype=torch_dtype,
-        placement=_place(offload, checkpoint, draft_checkpoint, work, torch_device),
+        placement=_place(offload, checkpoint, draft_checkpoint, work, torch_device, copies),
     )
 
 
@@ -173,11 +179,14 @@ def _place(
     draft: Checkpoint | None,
     work: Work,
     device: torch.device,
+    copies: int,
 ) -> Placement:
+    ram_bytes = free_ram_bytes() // copies
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return place_on_gpu(mode, target, draft, work, free_bytes)
-    return place_on_cpu(mode, target, draft, work)
+        vram_bytes, _ = torch.cuda.mem_get_info(device)
+        probe = partial(probe_link, device, _LINK_PROBE_BYTES)
+        return place_on_gpu(mode, target, draft, work, ram_bytes, vram_bytes, probe)
+    return place_on_cpu(mode, target, draft, work, ram_bytes)
 
 
 def pick_device(name: str) -> torch.device:

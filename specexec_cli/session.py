@@ -53,6 +53,7 @@ class Session:
 
     distributed = False  # over several devices, where it always drafts
     context_limit: int | None = None  # below the model's own window
+    ssd_share = 1.0  # of the bytes that a pass streams, what comes from the SSD
 
     def __init__(
         self,
@@ -68,6 +69,7 @@ class Session:
         self.learned = Learned(self.classifier)  # about the pair, from one generation to the next
         self._keep: Notice | None = None  # at the end for later sessions; told of failures
         self._link_bytes_per_s = found.placement.link_bytes_per_s
+        self.ssd_share = found.placement.ssd_share
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self._target = target
         self._draft = draft
@@ -110,15 +112,20 @@ class Session:
         Raises:
             SpecexecError: whatever is wrong, in one line.
         """
+        options, copies = dsi or DsiOptions(), 1
+        if method == "dsi":
+            from specexec_cli.dsi_session import choose_devices, open_dsi, target_servers
+
+            if options.ray is None:  # in a cluster every machine has memory of its own
+                copies = target_servers(options, choose_devices(options, device))
         found = find(
             pair=pair, target=target, draft=draft, method=method, models_file=models_file,
             revision=revision, offline=offline, offload=offload, device=device, dtype=dtype,
-            tokenizer=tokenizer, context=context, tree=tree, download_progress=download_progress,
+            tokenizer=tokenizer, context=context, tree=tree, copies=copies,
+            download_progress=download_progress,
         )  # fmt: skip
         if method == "dsi":
-            from specexec_cli.dsi_session import open_dsi
-
-            distributed = open_dsi(found, dsi or DsiOptions(), device, notice)
+            distributed = open_dsi(found, options, device, notice)
             if distributed is not None:
                 return distributed
         draft_model = found.open_draft(notice)

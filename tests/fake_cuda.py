@@ -106,8 +106,9 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     packet, device = func.overloadpacket, kwargs.get("device")
     tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
     there = [value for value in tensors if isinstance(value, CudaTensor)]
-    # numbers in ordinary memory travel with the launch
-    here = [value for value in tensors if not isinstance(value, CudaTensor) and value.dim()]
+    # a number in ordinary memory travels with the launch, unless it is to be copied
+    here = [value for value in tensors if not isinstance(value, CudaTensor)]
+    here = [value for value in here if value.dim() or packet in _CROSSING]
     if device is not None:
         to_device = torch.device(device).type == "cuda"
         kwargs = kwargs | {"device": "cpu"}
@@ -265,6 +266,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES),
             "max_memory_allocated": lambda device=None: 1,
             "synchronize": lambda device=None: None,
+            "empty_cache": lambda: None,
             "cudart": lambda: runtime,
             "current_stream": lambda device=None: stream,
             "stream": lambda stream: nullcontext(),
@@ -274,6 +276,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "graph": _capture,
         }.items():
             patch.setattr(torch.cuda, name, value)
+        patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")
         for module, name in KERNELS:
             patch.setattr(module, name, _kernel(getattr(module, name)))

@@ -81,7 +81,7 @@ def link(session: Session) -> dict[str, Any]:
         folder = fetch(session.choice.target, revision=None, offline=True, progress=False)
         files = sorted({tensor.path for tensor in read_checkpoint(folder).values()})
         probe = probe_ssd(files)
-        rates.append(probe.bytes_per_s)
+        rates.append(probe.bytes_per_s / session.ssd_share)
         io = "from SSD, " + ("O_DIRECT: no page cache" if probe.direct else "page cache possible")
     if device.startswith("cuda"):
         rates.append(probe_link(device))

@@ -29,7 +29,9 @@ class ModelSpec:
     folder: Path
     device: str
     dtype: str  # torch's name of it
-    tier: Tier | None  # where layers stream from; None keeps them loaded
+    tiers: Sequence[Tier] | None  # per layer, where it streams from; None keeps them loaded
+    slots: int = 3  # of the ring in RAM
+    device_slots: int = 3  # of the ring on a GPU
     threads: int  # for arithmetic on the CPU
     vocab_size: int  # ids from here on are never drawn
 
@@ -191,5 +193,7 @@ def _load(spec: ModelSpec) -> StreamedModel:
         spec.folder,
         device=torch.device(spec.device),
         dtype=getattr(torch, spec.dtype),
-        tiers=spec.tier,
+        tiers=spec.tiers,
+        slots=spec.slots,
+        device_slots=spec.device_slots,
     )

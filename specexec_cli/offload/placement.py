@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from specexec_cli.config import OffloadMode
-from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
 from specexec_cli.offload.plan import Placement as DeviceTier
@@ -30,7 +30,8 @@ class Placement:
     tiers: tuple[DeviceTier, ...] | None  # per layer; None: loaded to stay
     slots: int  # of the ring in RAM
     device_slots: int  # of the ring on a GPU
-    link_bytes_per_s: float | None  # read rate of the SSD, where it is used and known
+    link_bytes_per_s: float | None  # at which streamed bytes can come, where it is known
+    ssd_share: float = 1.0  # of the bytes a pass streams, what comes from the SSD
 
 
 def model_sizes(checkpoint: Checkpoint) -> ModelBytes:
@@ -40,15 +41,20 @@ def model_sizes(checkpoint: Checkpoint) -> ModelBytes:
 
 
 def place_on_cpu(
-    mode: OffloadMode, target: Checkpoint, draft: Checkpoint | None, work: Work
+    mode: OffloadMode,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    work: Work,
+    ram_bytes: int,
 ) -> Placement:
     """Chooses each layer's tier for a CPU session.
 
+    Args:
+        ram_bytes: free.
     Raises:
         OutOfMemoryError: what was asked for does not fit; says what to do.
     """
-    sizes = model_sizes(target)
-    free = free_ram_bytes()
+    sizes, free = model_sizes(target), ram_bytes
     converted = sizes.layer_params * work.item_bytes + sizes.resident
     if mode == "none" or (mode == "auto" and converted < free // _STAY_SHARE):
         if converted > free:
@@ -67,16 +73,24 @@ def place_on_cpu(
     draft_sizes = model_sizes(draft) if draft is not None else None
     # this process is loaded already, so its memory is no longer among what is free
     plan = make_plan(sizes, draft_sizes, work, Machine(ram_bytes=free, base_bytes=0))
-    return _from_plan(plan, plan.tiers, link)
+    return _from_plan(plan, plan.tiers, link if "ssd" in plan.tiers else None)
 
 
 def place_on_gpu(
-    mode: OffloadMode, target: Checkpoint, draft: Checkpoint | None, work: Work, vram_bytes: int
+    mode: OffloadMode,
+    target: Checkpoint,
+    draft: Checkpoint | None,
+    work: Work,
+    ram_bytes: int,
+    vram_bytes: int,
+    probe_link: Callable[[], float],
 ) -> Placement:
     """Chooses each layer's tier for a GPU session: as many resident as fit, the rest streamed.
 
     Args:
+        ram_bytes: free.
         vram_bytes: free on the device.
+        probe_link: measures bytes per second from RAM to the device.
     Raises:
         OutOfMemoryError: what was asked for does not fit; says what to do.
     """
@@ -89,20 +103,32 @@ def place_on_gpu(
             )
         return Placement("none", None, 2, 2, None)
     draft_sizes = model_sizes(draft) if draft is not None else None
-    machine = Machine(ram_bytes=free_ram_bytes(), vram_bytes=vram_bytes, base_bytes=0)
+    machine = Machine(ram_bytes=ram_bytes, vram_bytes=vram_bytes, base_bytes=0)
     plan = make_plan(sizes, draft_sizes, work, machine)
     tiers = plan.tiers
     if mode in ("ram", "ssd"):  # what does not stay on the device comes from there
         tiers = tuple("resident" if tier == "resident" else mode for tier in tiers)
     files = sorted({tensor.path for tensor in target.values()})
-    link = _ssd_rate(files, target.total_bytes) if "ssd" in tiers else None
-    return _from_plan(plan, tiers, link)
+    ssd, streamed = _bytes_of("ssd", tiers, sizes), sum(sizes.layers)
+    streamed -= _bytes_of("resident", tiers, sizes)
+    if not streamed:
+        return _from_plan(plan, tiers, None)
+    share, rate = ssd / streamed, probe_link()
+    if ssd:  # both links are busy at once, and the SSD with its share only
+        rate = min(rate, _ssd_rate(files, target.total_bytes) / share)
+    return _from_plan(plan, tiers, rate, share)
 
 
-def _from_plan(plan: Plan, tiers: tuple[DeviceTier, ...], link: float | None) -> Placement:
+def _bytes_of(tier: DeviceTier, tiers: Sequence[DeviceTier], sizes: ModelBytes) -> int:
+    return sum(size for size, own in zip(sizes.layers, tiers, strict=True) if own == tier)
+
+
+def _from_plan(
+    plan: Plan, tiers: tuple[DeviceTier, ...], link: float | None, ssd_share: float = 1.0
+) -> Placement:
     label = "+".join(sorted(set(tiers)))
     slots, device_slots = max(2, plan.ssd_slots), max(2, plan.device_slots)
-    return Placement(label, tiers, slots, device_slots, link if "ssd" in tiers else None)
+    return Placement(label, tiers, slots, device_slots, link, ssd_share)
 
 
 def _all(tier: DeviceTier, sizes: ModelBytes) -> tuple[DeviceTier, ...]:

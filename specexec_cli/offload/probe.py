@@ -188,6 +188,14 @@ def probe_link(device: Any, n_bytes: int = 256 << 20, repeats: int = 5) -> float
     """Bytes per second from pinned RAM to a CUDA device."""
     import torch
 
+    rate = _link_rate(device, n_bytes, repeats)
+    torch.cuda.empty_cache()  # layers need the room
+    return rate
+
+
+def _link_rate(device: Any, n_bytes: int, repeats: int) -> float:
+    import torch
+
     source = torch.ones(n_bytes, dtype=torch.uint8).pin_memory()
     target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
 

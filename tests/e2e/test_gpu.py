@@ -58,24 +58,21 @@ def open_tight(
     raise AssertionError("no memory was right")
 
 
-def assert_text_of_the_cpu(
-    folders: tuple[Path, Path], offload: OffloadMode, patch: pytest.MonkeyPatch
-) -> None:
-    target, draft = map(str, folders)
-    with Session.open(target=target, draft=draft, device="cpu", dtype="float32") as session:
-        expected = texts(session, "autoregressive")
-    with open_tight(folders, offload, patch) as session:
-        assert set(session.settings["offload"].split("+")) == {offload, "resident"}
-        assert texts(session, "autoregressive") == expected
-        assert session.stats.bytes_streamed > 0
-        assert texts(session, "specexec") == expected
-        assert session.stats.target_passes < len(expected[-1])
-        assert session.stats.peak_vram_bytes > 0
-
-
 @pytest.mark.parametrize("offload", ["ram", "ssd"])
 def test_the_text_of_the_cpu_from_every_tier(
     offload: OffloadMode, tmp_path: Path, gpu: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """float32 sums differ in the last bits only, and no near-tie decides here."""
-    assert_text_of_the_cpu(save_pair(tmp_path, target=LAYERS), offload, monkeypatch)
+    folders = save_pair(tmp_path, target=LAYERS)
+    target, draft = map(str, folders)
+    with Session.open(target=target, draft=draft, device="cpu", dtype="float32") as session:
+        expected = texts(session, "autoregressive")
+    with open_tight(folders, offload, monkeypatch) as session:
+        assert set(session.settings["offload"].split("+")) == {offload, "resident"}
+        assert session.ssd_share == (offload == "ssd")
+        assert texts(session, "autoregressive") == expected
+        assert session.stats.bytes_streamed > 0
+        assert session.stats.link_bytes_per_s
+        assert texts(session, "specexec") == expected
+        assert session.stats.target_passes < len(expected[-1])
+        assert session.stats.peak_vram_bytes > 0

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
 
+from specexec_cli import opening
 from specexec_cli.config import GenerationConfig, Policy, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
 from specexec_cli.errors import ConfigError, OutOfMemoryError
@@ -236,7 +237,7 @@ def test_memory_is_planned_for_the_tokens_that_were_asked_for(
     config = byte_llama(max_position_embeddings=1_000_000)
     target, _ = save_pair(tmp_path, target=config)
     monkeypatch.setattr(placement, "_STAY_SHARE", 10**9)  # small, yet to be streamed
-    monkeypatch.setattr(placement, "free_ram_bytes", lambda: 200_000_000)
+    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 200_000_000)
 
     def planned_for(count: int) -> Session:
         return Session.open(
