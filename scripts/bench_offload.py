@@ -2,11 +2,12 @@
 
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
     python scripts/bench_offload.py --rig /var/tmp/rig-7b --cap 4GB
+    python scripts/bench_offload.py --rig /var/tmp/rig-7b --device cuda --tier ram
 
-The floor of a pass is max(bytes streamed / raw read rate, arithmetic alone), all of it measured in
-this run and in turns, so that a machine that slows down for a while slows everything down. A ratio
-is taken with the raw rate measured just before and just after. Prints a table; the last line is
-JSON.
+The floor of a pass is max(bytes streamed / raw rate, arithmetic alone), the raw rate being that of
+the bare files, or of bare copies from pinned memory to the GPU. All of it is measured in this run
+and in turns, so that a machine that slows down for a while slows everything down. A ratio is taken
+with the raw rate measured just before and just after. Prints a table; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -103,19 +104,26 @@ def run(config: Config) -> dict[str, Any]:
         "peak_rss_bytes": peak_ram_bytes(),
         "cgroup_peak_bytes": cgroup_peak_bytes() if config.cap_bytes else None,
         "planned_bytes": setup.plan.peak_ram_bytes,
+        "peak_vram_bytes": None,
+        "planned_vram_bytes": setup.plan.peak_vram_bytes or None,
     }
     found = results(bench.samples, setup.sizes[0], setup.plan, config.budget)
-    linear_flops = probe_flops(
-        torch.bfloat16, setup.dtype, lambda rows, weight: mixed_linear(rows, weight, None)
-    )
-    told = setup.plan_at(found["raw"]["bytes_per_s"]["p50"], linear_flops)
-    found["knee"]["planned_rows"] = told.knee_rows
+    found["knee"]["planned_rows"] = None  # the arithmetic of a GPU is not probed
+    if config.device == "cpu":
+        linear_flops = probe_flops(
+            torch.bfloat16, setup.dtype, lambda rows, weight: mixed_linear(rows, weight, None)
+        )
+        raw = found["raw"]["bytes_per_s"]["p50"]
+        found["knee"]["planned_rows"] = setup.planned_knee(raw, linear_flops)
+    else:
+        memory["peak_vram_bytes"] = torch.cuda.max_memory_allocated(config.device)
     return {
         **environment(config.rig, config.seed),
         "config": {**asdict(config), "rig": str(config.rig), "draft": str(config.draft),
                    "compute_dtype": str(setup.dtype).removeprefix("torch."),
                    "direct_reads": setup.raw.direct,
-                   "layers_in_ram": setup.plan.tiers.count("ram")},
+                   "layers_in_ram": setup.plan.tiers.count("ram"),
+                   "layers_resident": setup.plan.tiers.count("resident")},
         **found,
         "memory": memory,
     }  # fmt: skip
@@ -126,10 +134,14 @@ def parse(argv: list[str]) -> Config:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rig", type=Path, required=True, metavar="DIR", help="of make_rig.py")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="DIR")
-    parser.add_argument("--cap", default="4GB", metavar="SIZE", help="memory limit, or none")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tier", choices=("ssd", "ram"), default="ssd",
+                        help="where a GPU's layers are streamed from")  # fmt: skip
+    parser.add_argument("--cap", default=None, metavar="SIZE",
+                        help="RAM limit, or none; default: 4GB, on a GPU none")  # fmt: skip
     parser.add_argument(
-        "--in-ram", choices=("none", "plan"), default="none",
-        help="stream every layer, or keep as many in RAM as the planner says",
+        "--keep", choices=("none", "plan"), default="none",
+        help="stream every layer, or keep as many in memory as the planner says",
     )  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="to compute in")
     parser.add_argument("--rows", default="1,16,64,128,256,512", metavar="N,...")
@@ -143,12 +155,15 @@ def parse(argv: list[str]) -> Config:
     args = parser.parse_args(argv)
     if args.quick:
         args.rows, args.repeats, args.steps = "1,16", 2, 2
+    if args.cap is None:
+        args.cap = "4GB" if args.device == "cpu" else "none"
     try:
         rows = tuple(int(part) for part in args.rows.split(","))
     except ValueError:
         parser.error(f"--rows {args.rows}: numbers with commas between them are needed")
     return Config(
-        rig=args.rig, draft=args.draft, in_ram=args.in_ram, dtype=args.dtype, rows=rows,
+        rig=args.rig, draft=args.draft, device=args.device, tier=args.tier, keep=args.keep,
+        dtype=args.dtype, rows=rows,
         cap_bytes=None if args.cap == "none" else parse_bytes(args.cap, "--cap"),
         repeats=args.repeats, steps=args.steps, budget=args.budget, depth=args.depth,
         batch=args.batch, seed=args.seed,

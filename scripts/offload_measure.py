@@ -1,7 +1,8 @@
 """Timed pieces of work on a streamed target, for bench_offload.py. Prints nothing.
 
 A pass is timed as it recurs: from its first layer at hand to the next pass's first layer at hand,
-after the ring was emptied, so that nothing read earlier is had for free.
+after the ring was emptied, so that nothing read earlier is had for free. On a GPU a layer is at
+hand once the device has nothing left to do, the copies ahead included: at both ends alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from specexec_cli.config import Method, SamplingConfig, TreeConfig
@@ -23,8 +25,12 @@ from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.resident import as_blob
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -33,8 +39,39 @@ RAW_PIECE_BYTES = 8 << 20
 PREFIX_TOKENS = 64
 
 
+class RawLink:
+    """The floor of a GPU's link: a layer's bytes copied from pinned memory again and again."""
+
+    direct = None  # it reads no files
+
+    def __init__(self, device: torch.device, layer_bytes: int, pass_bytes: int) -> None:
+        self._layer_bytes, self._pass_bytes = layer_bytes, pass_bytes
+        self._link = CudaLink(device)
+        self._buffer = HugeBuffer(layer_bytes, "a raw copy", "Close other programs")
+        self._source = as_blob(self._buffer)
+        if not self._link.register(self._source):
+            raise OutOfMemoryError("the driver refuses to pin memory: raise ulimit -l")
+        self._target = torch.empty(layer_bytes, dtype=torch.uint8, device=device)
+
+    def read(self, share: float) -> tuple[int, float]:
+        """Copy `share` of a pass; bytes and seconds."""
+        count = max(1, round(share * self._pass_bytes / self._layer_bytes))
+        after = self._link.compute_mark()
+        self._link.wait(after)
+        started = time.perf_counter()
+        for _ in range(count):
+            after = self._link.copy(self._target, self._source, after)
+        self._link.wait(after)
+        return count * self._layer_bytes, time.perf_counter() - started
+
+    def close(self) -> None:
+        self._link.unregister(self._source)
+        del self._source
+        self._buffer.close()
+
+
 class RawReader:
-    """The floor: the same files read in sequence with O_DIRECT, nothing done with the bytes."""
+    """The floor of an SSD: the files read in sequence with O_DIRECT, nothing done with them."""
 
     def __init__(self, paths: Sequence[Path], readers: int = 2) -> None:
         """Open the files; where O_DIRECT is refused they are read through the page cache."""
@@ -95,8 +132,9 @@ class RawReader:
 class TimedSource:
     """A LayerSource that notes when the first layer of a pass was at hand."""
 
-    def __init__(self, stream: LayerStream) -> None:
+    def __init__(self, stream: LayerStream | DeviceStream, synchronize: Callable[[], None]) -> None:
         self.stream = stream
+        self._synchronize = synchronize
         self.first_layer_at = 0.0
 
     @property
@@ -111,6 +149,7 @@ class TimedSource:
     def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
         with self.stream.layer(index) as tensors:
             if index == 0:
+                self._synchronize()
                 self.first_layer_at = time.perf_counter()
             yield tensors
 
@@ -150,11 +189,11 @@ class Measure:
     """What can be timed on an opened target and draft model."""
 
     def __init__(self, target: StreamedModel, draft: StreamedModel, seed: int) -> None:
-        assert isinstance(target.source, LayerStream)
+        assert isinstance(target.source, LayerStream | DeviceStream)
         self.target = LocalTarget(target)
         self._model, self._draft = target, draft
         self._stream = target.source
-        self._source = TimedSource(target.source)
+        self._source = TimedSource(target.source, self._synchronize)
         target.source = self._source
         self._layers = len(target.skeleton.layers)
         self._random = np.random.default_rng(seed)
@@ -186,6 +225,7 @@ class Measure:
             try:
                 started = time.perf_counter()
                 self._verify(rows)
+                self._synchronize()
                 seconds = time.perf_counter() - started
             finally:
                 self._model.source = self._source
@@ -228,6 +268,7 @@ class Measure:
         while before != self._stream.bytes_read:
             before = self._stream.bytes_read
             time.sleep(0.1)
+        self._synchronize()
 
     def close(self) -> None:
         """Close both models."""
@@ -240,7 +281,12 @@ class Measure:
         run()
         started = self._source.first_layer_at
         with self._first_layer():
+            self._synchronize()
             return time.perf_counter() - started
+
+    def _synchronize(self) -> None:
+        if self._model.device.type == "cuda":
+            torch.cuda.synchronize(self._model.device)
 
     @contextmanager
     def _first_layer(self) -> Iterator[Mapping[str, Tensor]]:

@@ -17,7 +17,7 @@ import transformers
 
 import specexec_cli
 from specexec_cli.core import StepResult
-from specexec_cli.device import cpu_info, format_bytes, total_ram_bytes
+from specexec_cli.device import cpu_info, format_bytes, gpus, total_ram_bytes
 from specexec_cli.offload.plan import Plan
 from specexec_cli.offload.sizes import ModelBytes
 
@@ -61,7 +61,8 @@ def environment(rig: Path, seed: int) -> dict[str, Any]:
         "rig": config.get("speed_rig"),  # None: a real model
         "commit": commit.stdout.strip() or None,
         "hardware": {"cpu": cpu.name, "cores": cpu.cores, "flags": list(cpu.flags),
-                     "ram_bytes": total_ram_bytes(), "torch_threads": torch.get_num_threads()},
+                     "ram_bytes": total_ram_bytes(), "torch_threads": torch.get_num_threads(),
+                     "gpus": [gpu.name for gpu in gpus()]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__,
                      "transformers": transformers.__version__,
                      "specexec": specexec_cli.__version__, "kernel": platform.release()},
@@ -72,9 +73,10 @@ def environment(rig: Path, seed: int) -> dict[str, Any]:
 def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> dict[str, Any]:
     """Spreads and ratios. A ratio is time over floor: 1 is the limit, more is worse."""
     compute = {rows: float(np.median(times)) for rows, times in samples.compute.items()}
+    n_bytes = streamed_bytes(plan)
 
     def ratio(timed: Iterable[tuple[float, float]], compute_s: float) -> Spread:
-        return spread(s / max(plan.ssd_bytes / rate, compute_s) for s, rate in timed)
+        return spread(s / max(n_bytes / rate, compute_s) for s, rate in timed)
 
     stream_s = spread(s for s, _ in samples.stream)
     passes = [
@@ -89,7 +91,7 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
     ]
     decode = {
         method: _decoding(
-            samples, method, compute[rows], plan.ssd_bytes,
+            samples, method, compute[rows], n_bytes,
             float(np.median([s for s, _ in samples.passes[rows]])),
         )
         for method, rows in (("autoregressive", 1), ("specexec", budget + 1))
@@ -97,11 +99,11 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
     plain, tree = decode["autoregressive"], decode["specexec"]
     speedup = tree["tokens_per_s"] / plain["tokens_per_s"]
     return {
-        "bytes_per_pass": plan.ssd_bytes,
+        "bytes_per_pass": n_bytes,
         "raw": {"bytes_per_s": spread(samples.raw), "samples": len(samples.raw)},
         "stream": {
             "s": stream_s,
-            "bytes_per_s": spread(plan.ssd_bytes / s for s, _ in samples.stream),
+            "bytes_per_s": spread(n_bytes / s for s, _ in samples.stream),
             "ratio": ratio(samples.stream, 0.0),
         },
         "passes": passes,
@@ -111,6 +113,11 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
         "same_tokens": _same_tokens(samples),
         "knee": {"measured_rows": _knee(compute, stream_s["p50"])},
     }
+
+
+def streamed_bytes(plan: Plan) -> int:
+    """Bytes that a pass streams: to the GPU, or from the SSD where there is none."""
+    return plan.link_bytes or plan.ssd_bytes
 
 
 def _decoding(
@@ -158,9 +165,9 @@ def show(report: Mapping[str, Any]) -> None:
     what = f"a speed rig of shape {rig['shape']}" if rig else "a model"
     print(f"{what}, {format_bytes(report['bytes_per_pass'])} streamed per pass, computing in "
           f"{report['config']['compute_dtype']}; {report['hardware']['cpu']}, "
-          f"{report['hardware']['cores']} cores")  # fmt: skip
+          f"{report['hardware']['cores']} cores, on {report['config']['device']}")  # fmt: skip
     raw, stream = report["raw"]["bytes_per_s"], report["stream"]
-    print(f"raw read    {_gb(raw)} GB/s")
+    print(f"raw {'copy' if report['config']['tier'] == 'ram' else 'read'}    {_gb(raw)} GB/s")
     print(f"stream only {_gb(stream['bytes_per_s'])} GB/s   {_line(stream)}")
     print("seconds at p20/p50/p80; ratio = seconds / max(bytes / raw rate, arithmetic alone)")
     for row in report["passes"]:
@@ -176,6 +183,9 @@ def show(report: Mapping[str, Any]) -> None:
     cap = format_bytes(memory["cap_bytes"]) if memory["cap_bytes"] else "no cap"
     print(f"peak RAM {format_bytes(memory['peak_rss_bytes'])}, planned "
           f"{format_bytes(memory['planned_bytes'])}, cap {cap}")  # fmt: skip
+    if memory["peak_vram_bytes"]:
+        print(f"peak VRAM {format_bytes(memory['peak_vram_bytes'])}, planned "
+              f"{format_bytes(memory['planned_vram_bytes'])}")  # fmt: skip
 
 
 def _gb(values: Spread) -> str:

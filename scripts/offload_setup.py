@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from offload_measure import PREFIX_TOKENS, Measure, RawReader, room_for
+from offload_measure import PREFIX_TOKENS, Measure, RawLink, RawReader, room_for
 
 from specexec_cli.config import DtypeName, TreeConfig
-from specexec_cli.device import total_ram_bytes
+from specexec_cli.device import format_bytes, total_ram_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.compute import FlopsByRows
-from specexec_cli.offload.demand import fixed_parts
+from specexec_cli.offload.demand import GPU_CONTEXT_BYTES, fixed_parts
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
 from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import Tier
-from specexec_cli.opening import pick_dtype
+from specexec_cli.opening import pick_device, pick_dtype
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 RING_SLOTS = 3
@@ -37,8 +37,10 @@ class Config:
 
     rig: Path
     draft: Path
+    device: str
+    tier: Tier  # where streamed layers come from; on a CPU, the SSD
     cap_bytes: int | None
-    in_ram: str  # "none": every layer comes from the SSD; "plan": as many stay as the plan says
+    keep: str  # "none": every layer is streamed; "plan": as many stay as the plan says
     dtype: str
     rows: tuple[int, ...]
     repeats: int
@@ -51,6 +53,8 @@ class Config:
     def __post_init__(self) -> None:
         if min(*self.rows, self.repeats, self.steps) < 1:
             raise ConfigError("--rows, --repeats and --steps must be 1 or more")
+        if self.device == "cpu" and self.tier == "ram":
+            raise ConfigError("--tier ram: a CPU streams from the SSD alone. Try --device cuda")
 
     @property
     def tree(self) -> TreeConfig:
@@ -68,7 +72,7 @@ class Setup:
 
     config: Config
     measure: Measure
-    raw: RawReader
+    raw: RawReader | RawLink
     prompts: list[list[int]]
     eos: frozenset[int]
     sizes: tuple[ModelBytes, ModelBytes]
@@ -85,24 +89,29 @@ class Setup:
         """
         checkpoint = read_checkpoint(config.rig)
         model_config = load_config(config.rig)
-        cpu = torch.device("cpu")
+        device = pick_device(config.device)
         dtype = pick_dtype(
-            cast(DtypeName, config.dtype), cpu, checkpoint.total_bytes, model_config.dtype
+            cast(DtypeName, config.dtype), device, checkpoint.total_bytes, model_config.dtype
         )
         sizes = (_sizes(config.rig), _sizes(config.draft))
         words = load_tokenizer(config.rig)
         prompts = [list(words.encode(text)) for text in _prompts(config.seed)]
         context = most_tokens(config, prompts)
         plan = plan_for(config, sizes, dtype, context)
-        draft = StreamedModel.open(config.draft, device=cpu, dtype=dtype, tiers=None)
+        draft = StreamedModel.open(config.draft, device=device, dtype=dtype, tiers=None)
         target = StreamedModel.open(
-            config.rig, device=cpu, dtype=dtype, tiers=cast(list[Tier], plan.tiers),
-            slots=plan.ssd_slots, notice=tell,
+            config.rig, device=device, dtype=dtype, tiers=plan.tiers,
+            slots=max(2, plan.ssd_slots), device_slots=max(2, plan.device_slots), notice=tell,
         )  # fmt: skip
+        raw = (
+            RawLink(device, max(sizes[0].layers), plan.link_bytes)
+            if config.tier == "ram"
+            else RawReader(sorted({tensor.path for tensor in checkpoint.values()}))
+        )
         return cls(
             config=config,
             measure=Measure(target, draft, config.seed),
-            raw=RawReader(sorted({tensor.path for tensor in checkpoint.values()})),
+            raw=raw,
             prompts=prompts,
             context_tokens=context,
             eos=eos_token_ids(config.rig, model_config, words),
@@ -111,10 +120,11 @@ class Setup:
             dtype=dtype,
         )
 
-    def plan_at(self, ssd_bytes_per_s: float, flops: FlopsByRows) -> Plan:
-        """The plan with rates known."""
-        return plan_for(self.config, self.sizes, self.dtype, self.context_tokens,
+    def planned_knee(self, ssd_bytes_per_s: float, flops: FlopsByRows) -> int | None:
+        """Most rows that hide behind the SSD, by the plan with the CPU's rates known."""
+        plan = plan_for(self.config, self.sizes, self.dtype, self.context_tokens,
                         ssd_bytes_per_s, flops)  # fmt: skip
+        return plan.knee_rows
 
     def close(self) -> None:
         self.measure.close()
@@ -147,13 +157,26 @@ def plan_for(
         ssd_bytes_per_s=ssd_bytes_per_s,
         flops=flops,
     )
-    if config.in_ram == "none":
+    beside = sum(size for _, size in fixed_parts(*sizes, work))
+    rings = RING_SLOTS * slot_bytes(sizes[0].layers)
+    gpu = pick_device(config.device).type == "cuda"
+    if gpu:
+        free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         # just enough for the ring alone
-        beside = machine.base_bytes + sum(size for _, size in fixed_parts(*sizes, work))
-        needed = (beside + RING_SLOTS * slot_bytes(sizes[0].layers)) / (1 - machine.margin)
-        if needed < machine.ram_bytes:
-            machine = replace(machine, ram_bytes=int(needed) + 1)
-    return make_plan(*sizes, work, machine)
+        enough = _with_margin(GPU_CONTEXT_BYTES + beside + rings, machine)
+        machine = replace(machine, vram_bytes=min(free, enough) if config.keep == "none" else free)
+    if config.tier == "ssd" and (gpu or config.keep == "none"):
+        enough = _with_margin(machine.base_bytes + (0 if gpu else beside) + rings, machine)
+        machine = replace(machine, ram_bytes=min(machine.ram_bytes, enough))
+    plan = make_plan(*sizes, work, machine)
+    if config.tier == "ram" and plan.ssd_bytes:
+        raise ConfigError(f"--tier ram: the target needs {format_bytes(sizes[0].total)} of RAM")
+    return plan
+
+
+def _with_margin(n_bytes: int, machine: Machine) -> int:
+    """A memory of which this many bytes may be used."""
+    return int(n_bytes / (1 - machine.margin)) + 1
 
 
 def most_tokens(config: Config, prompts: list[list[int]]) -> int:

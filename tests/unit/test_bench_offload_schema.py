@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
+from fake_cuda import fake_cuda
 from torch import bfloat16
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
@@ -28,14 +30,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_rig.write_rig(folder / "draft", SHAPE, folder / "rig"), folder / "draft"
 
 
-@pytest.fixture(scope="module")
-def report(folders: tuple[Path, Path]) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=["cpu", "cuda ssd", "cuda ram"])
+def report(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> dict[str, Any]:
+    """On the CPU, and on a stand-in for a GPU."""
+    device, _, tier = request.param.partition(" ")
     rig, draft = folders
     config = bench_offload.parse(
         ["--rig", str(rig), "--draft", str(draft), "--cap", "none", "--rows", "1,3", "--repeats",
-         "2", "--steps", "2", "--budget", "6", "--depth", "4", "--batch", "2"]
+         "2", "--steps", "2", "--budget", "6", "--depth", "4", "--batch", "2", "--dtype", "float32",
+         "--device", device, "--tier", tier or "ssd"]
     )  # fmt: skip
-    return bench_offload.run(config)
+    with fake_cuda() if device == "cuda" else nullcontext():
+        return bench_offload.run(config)
 
 
 def assert_spread(values: dict[str, float]) -> None:
@@ -89,6 +95,9 @@ def test_memory_is_held_against_the_plan(report: dict[str, Any]) -> None:
     assert report["memory"]["cap_bytes"] is None
     assert report["memory"]["peak_rss_bytes"] > 0
     assert report["memory"]["planned_bytes"] > 0
+    on_gpu = report["config"]["device"] == "cuda"
+    for name in ("peak_vram_bytes", "planned_vram_bytes"):
+        assert bool(report["memory"][name]) == on_gpu
     assert set(report["knee"]) == {"measured_rows", "planned_rows"}
 
 
@@ -106,8 +115,9 @@ def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert bench_offload.main(["--rig", str(tmp_path / "none"), "--cap", "none"]) == 5
     assert bench_offload.main(["--rig", ".", "--cap", "4 apples"]) == 2
     assert bench_offload.main(["--rig", ".", "--rows", "0"]) == 2
+    assert bench_offload.main(["--rig", ".", "--tier", "ram"]) == 2
     errors = capsys.readouterr().err.strip().splitlines()
-    assert len(errors) == 3
+    assert len(errors) == 4
     assert all(line.startswith("error: ") for line in errors)
 
 
