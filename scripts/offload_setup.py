@@ -20,7 +20,7 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.compute import FlopsByRows
-from specexec_cli.offload.demand import GPU_CONTEXT_BYTES, fixed_parts
+from specexec_cli.offload.demand import fixed_parts, gpu_parts
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
 from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import read_checkpoint
@@ -163,7 +163,8 @@ def plan_for(
     if gpu:
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         # just enough for the ring alone
-        enough = _with_margin(GPU_CONTEXT_BYTES + beside + rings, machine)
+        beside_vram = sum(size for _, size in gpu_parts(*sizes, work))
+        enough = _with_margin(beside_vram + rings, machine)
         machine = replace(machine, vram_bytes=min(free, enough) if config.keep == "none" else free)
     if config.tier == "ssd" and (gpu or config.keep == "none"):
         enough = _with_margin(machine.base_bytes + (0 if gpu else beside) + rings, machine)

@@ -54,12 +54,26 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
-        # loaded to stay: its layers are converted to the compute dtype
         parts += [
-            ("draft model", draft.resident + draft.layer_params * work.item_bytes),
+            ("draft model", draft.loaded(work.item_bytes)),
             ("draft model's KV cache", draft.kv_elements * slots * work.item_bytes),
         ]
     return tuple(parts)
+
+
+def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
+    """What must lie in a GPU's memory besides decoder layers.
+
+    Packed weights are unpacked one matrix at a time where a pass has more rows than the fused
+    kernels take.
+    """
+    packed = [model for model in (target, draft) if model is not None and model.packed]
+    unpacked = max((model.largest_matrix for model in packed), default=0) * work.item_bytes
+    return (
+        ("CUDA context", GPU_CONTEXT_BYTES),
+        *fixed_parts(target, draft, work),
+        ("one unpacked matrix", unpacked),
+    )
 
 
 def mend(biggest: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from specexec_cli.config import OffloadMode
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.demand import gpu_parts
 from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
 from specexec_cli.offload.plan import Placement as DeviceTier
 from specexec_cli.offload.probe import probe_ssd
@@ -55,11 +56,11 @@ def place_on_cpu(
         OutOfMemoryError: what was asked for does not fit; says what to do.
     """
     sizes, free = model_sizes(target), ram_bytes
-    converted = sizes.layer_params * work.item_bytes + sizes.resident
-    if mode == "none" or (mode == "auto" and converted < free // _STAY_SHARE):
-        if converted > free:
+    loaded = sizes.loaded(work.item_bytes)
+    if mode == "none" or (mode == "auto" and loaded < free // _STAY_SHARE):
+        if loaded > free:
             raise OutOfMemoryError(
-                f"target needs {format_bytes(converted)} of RAM but {format_bytes(free)} are "
+                f"target needs {format_bytes(loaded)} of RAM but {format_bytes(free)} are "
                 "free. Stream it from SSD instead: --offload ssd"
             )
         return Placement("none", None, 2, 2, None)
@@ -95,14 +96,16 @@ def place_on_gpu(
         OutOfMemoryError: what was asked for does not fit; says what to do.
     """
     sizes = model_sizes(target)
+    draft_sizes = model_sizes(draft) if draft is not None else None
     if mode == "none":
-        if sizes.total > vram_bytes:
+        beside = sum(size for _, size in gpu_parts(sizes, draft_sizes, work))
+        needed = beside + sizes.loaded(work.item_bytes) - sizes.resident
+        if needed > vram_bytes:
             raise OutOfMemoryError(
-                f"target needs {format_bytes(sizes.total)} of GPU memory but "
-                f"{format_bytes(vram_bytes)} are free. Stream it: --offload auto"
+                f"target and draft model need {format_bytes(needed)} of GPU memory but "
+                f"{format_bytes(vram_bytes)} are free. Stream the target: --offload auto"
             )
         return Placement("none", None, 2, 2, None)
-    draft_sizes = model_sizes(draft) if draft is not None else None
     machine = Machine(ram_bytes=ram_bytes, vram_bytes=vram_bytes, base_bytes=0)
     plan = make_plan(sizes, draft_sizes, work, machine)
     tiers = plan.tiers

@@ -14,7 +14,7 @@ from typing import Literal
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.compute import FlopsByRows, compute_seconds, knee_rows
-from specexec_cli.offload.demand import GPU_CONTEXT_BYTES, Parts, Work, fixed_parts, mend
+from specexec_cli.offload.demand import Parts, Work, fixed_parts, gpu_parts, mend
 from specexec_cli.offload.sizes import ModelBytes
 
 __all__ = ["Machine", "Placement", "Plan", "Work", "make_plan"]
@@ -109,7 +109,7 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     resident = device_slots = 0
     vram: Parts = ()
     if machine.vram_bytes:
-        vram = (("CUDA context", GPU_CONTEXT_BYTES), *beside)
+        vram = gpu_parts(target, draft, work)
         resident, device_slots = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
     ram = base if machine.vram_bytes else (*base, *beside)
     in_ram, ssd_slots = _fill(sizes[resident:], machine.usable(machine.ram_bytes), "RAM", ram)

@@ -32,6 +32,7 @@ class ModelBytes:
     layers: tuple[int, ...]  # bytes of each decoder layer
     resident: int  # bytes of embeddings, final norm and head
     layer_params: int  # weights of all decoder layers
+    largest_matrix: int  # weights of the largest linear of a decoder layer
     active_params: int  # decoder weights that one row is multiplied with (MoE: its experts)
     kv_elements: int  # key and value elements of one token, all layers
     hidden: int
@@ -42,6 +43,16 @@ class ModelBytes:
     def total(self) -> int:
         """Bytes of the whole checkpoint."""
         return sum(self.layers) + self.resident
+
+    @property
+    def packed(self) -> bool:
+        """Whether weights are quantized."""
+        return sum(self.layers) < 1.5 * self.layer_params
+
+    def loaded(self, item_bytes: int) -> int:
+        """Bytes once it is loaded to stay: layers in the compute dtype, packed ones as stored."""
+        layers = sum(self.layers) if self.packed else self.layer_params * item_bytes
+        return self.resident + layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,20 +91,22 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     config = {**config, **config.get("text_config", {})}
     shape = _read_shape(config)
     item = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    layers, params, active = [], 0, 0
+    layers, params, active, largest = [], 0, 0, 0
     for index in range(shape.layers):
         linears, others = _layer(shape, config, index)
         weights = others * item
         for linear in linears:
             params += linear.inputs * linear.outputs * linear.count
             active += linear.inputs * linear.outputs * linear.active
+            largest = max(largest, linear.inputs * linear.outputs)
             weights += linear.count * _linear_bytes(linear, item, config)
         params += others
         layers.append(weights)
     resident = _resident_params(shape, config)
     return ModelBytes(
         layers=tuple(layers), resident=resident * item, layer_params=params,
-        active_params=active, kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
+        largest_matrix=largest, active_params=active,
+        kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.compute import compute_seconds, knee_rows
-from specexec_cli.offload.demand import fixed_parts
+from specexec_cli.offload.demand import fixed_parts, gpu_parts
 from specexec_cli.offload.plan import (
     HUGE_PAGE_BYTES,
     Machine,
@@ -36,6 +36,7 @@ def models(draw: st.DrawFn) -> ModelBytes:
     params = sum(layers) // 2 + 1
     return ModelBytes(
         layers=tuple(layers), resident=draw(st.integers(0, 2 * GB)), layer_params=params,
+        largest_matrix=draw(st.integers(1, 300 * MB)),
         active_params=params, kv_elements=draw(st.integers(1, 400_000)),
         hidden=draw(st.integers(1, 8192)), intermediate=draw(st.integers(1, 30_000)),
         vocab=draw(st.integers(1, 200_000)),
@@ -55,6 +56,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelBytes, ModelBytes, Work, Machine]:
     """A target and machines that hold from nearly nothing of its layers to all of them."""
     target, draft, work = draw(models()), draw(models()), draw(works)
     fixed = sum(size for _, size in fixed_parts(target, draft, work))
+    beside_vram = sum(size for _, size in gpu_parts(target, draft, work))
     layers = sum(target.layers)
 
     def memory() -> int:
@@ -62,7 +64,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelBytes, ModelBytes, Work, Machine]:
         return int(room) + draw(st.integers(0, 20 * MB))
 
     on_gpu = draw(st.booleans())
-    vram = int((memory() + fixed + 600 * MB) / 0.96) if on_gpu else 0
+    vram = int((memory() + beside_vram) / 0.96) if on_gpu else 0
     ram = int((memory() + 500 * MB + (0 if on_gpu else fixed)) / 0.96)
     machine = Machine(
         ram_bytes=ram, vram_bytes=vram,
@@ -210,6 +212,22 @@ def test_what_does_not_fit_says_what_to_lower() -> None:
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
     with pytest.raises(OutOfMemoryError, match=r"of VRAM .*--max-tokens"):
         make_plan(LLAMA_7B, None, Work(context_tokens=60_000), machine)
+
+
+def test_packed_weights_need_room_for_one_unpacked_matrix() -> None:
+    """Passes of many rows unpack a matrix before they multiply; 16-bit weights need none."""
+    packed = replace(LLAMA_7B, layers=tuple(size // 4 for size in LLAMA_7B.layers))
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=8 * GB)
+    parts = [dict(make_plan(target, None, Work(), machine).vram) for target in (LLAMA_7B, packed)]
+    assert "one unpacked matrix" not in parts[0]
+    assert parts[1]["one unpacked matrix"] == 4096 * 11008 * 2
+
+
+def test_a_packed_draft_model_stays_packed() -> None:
+    packed = replace(LLAMA_7B, layers=tuple(size // 4 for size in LLAMA_7B.layers))
+    for draft, layers in ((LLAMA_7B, LLAMA_7B.layer_params * 4), (packed, sum(packed.layers))):
+        parts = dict(fixed_parts(LLAMA_7B, draft, Work(item_bytes=4)))
+        assert parts["draft model"] == draft.resident + layers
 
 
 def test_a_gpu_with_room_keeps_everything() -> None:
