@@ -205,7 +205,12 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device {name}: only cpu and cuda are supported")
-    return device
+    if device.type == "cpu":
+        return device
+    number, count = device.index or 0, torch.cuda.device_count()
+    if number >= count:
+        raise ConfigError(f"--device {name}: the last CUDA device here is cuda:{count - 1}")
+    return torch.device("cuda", number)
 
 
 def pick_dtype(

@@ -177,8 +177,9 @@ class _NumberedDevices(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map(_numbered, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if func is not torch.device:
+            args, kwargs = tree_map(_numbered, (args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -262,11 +263,13 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
+            "set_device": lambda device: None,
             "get_device_capability": lambda device=None: (8, 6),
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES),
             "max_memory_allocated": lambda device=None: 1,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
+            "reset_peak_memory_stats": lambda device=None: None,
             "cudart": lambda: runtime,
             "current_stream": lambda device=None: stream,
             "stream": lambda stream: nullcontext(),

@@ -75,6 +75,8 @@ class StreamedModel:
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
         config, checkpoint = load_config(folder), read_checkpoint(folder)
         quantization = Quantization.read(checkpoint, config_dict(folder), notice)
         skeleton = build_skeleton(config, checkpoint, quantization)
