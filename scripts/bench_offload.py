@@ -150,6 +150,8 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--budget", type=int, default=64, help="of the draft tree")
     parser.add_argument("--depth", type=int, default=16)
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--raw-memory", default="16MB", metavar="SIZE",
+                        help="memory that raw reads go through; a ring has more")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="few rows, two repeats")
     args = parser.parse_args(argv)
@@ -167,6 +169,7 @@ def parse(argv: list[str]) -> Config:
         cap_bytes=None if args.cap == "none" else parse_bytes(args.cap, "--cap"),
         repeats=args.repeats, steps=args.steps, budget=args.budget, depth=args.depth,
         batch=args.batch, seed=args.seed,
+        raw_memory_bytes=parse_bytes(args.raw_memory, "--raw-memory"),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,8 +74,12 @@ class RawLink:
 class RawReader:
     """The floor of an SSD: the files read in sequence with O_DIRECT, nothing done with them."""
 
-    def __init__(self, paths: Sequence[Path], readers: int = 2) -> None:
-        """Open the files; where O_DIRECT is refused they are read through the page cache."""
+    def __init__(self, paths: Sequence[Path], memory_bytes: int, readers: int = 2) -> None:
+        """Open the files; where O_DIRECT is refused they are read through the page cache.
+
+        Args:
+            memory_bytes: that the reads go through, in turns; at least a piece for each reader.
+        """
         self.direct = hasattr(os, "O_DIRECT")
         self._pieces: list[tuple[int, int]] = []
         self._fds = []
@@ -84,10 +89,11 @@ class RawReader:
             size = os.fstat(fd).st_size
             self._pieces += [(fd, start) for start in range(0, size, RAW_PIECE_BYTES)]
         self._next = 0
-        self._buffers = [
+        self._readers = readers
+        self._buffers = deque(
             HugeBuffer(RAW_PIECE_BYTES, "a raw read", "Close other programs")
-            for _ in range(readers)
-        ]
+            for _ in range(max(readers, memory_bytes // RAW_PIECE_BYTES))
+        )
 
     def _open(self, path: Path) -> int:
         if self.direct:
@@ -106,15 +112,17 @@ class RawReader:
         lock = threading.Lock()
         done: list[int] = []
 
-        def run(buffer: HugeBuffer) -> None:
+        def run() -> None:
             while True:
                 with lock:
-                    piece = next(work, None)
+                    piece, buffer = next(work, None), self._buffers.popleft()
+                if piece is not None:
+                    done.append(os.preadv(piece[0], [buffer.view], piece[1]))
+                self._buffers.append(buffer)
                 if piece is None:
                     return
-                done.append(os.preadv(piece[0], [buffer.view], piece[1]))
 
-        threads = [threading.Thread(target=run, args=(b,)) for b in self._buffers]
+        threads = [threading.Thread(target=run) for _ in range(self._readers)]
         started = time.perf_counter()
         for thread in threads:
             thread.start()

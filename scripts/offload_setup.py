@@ -48,6 +48,7 @@ class Config:
     budget: int
     depth: int
     batch: int
+    raw_memory_bytes: int  # that raw reads go through
     seed: int
 
     def __post_init__(self) -> None:
@@ -106,7 +107,9 @@ class Setup:
         raw = (
             RawLink(device, max(sizes[0].layers), plan.link_bytes)
             if config.tier == "ram"
-            else RawReader(sorted({tensor.path for tensor in checkpoint.values()}))
+            else RawReader(
+                sorted({tensor.path for tensor in checkpoint.values()}), config.raw_memory_bytes
+            )
         )
         return cls(
             config=config,
