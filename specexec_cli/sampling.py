@@ -47,6 +47,18 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
 
 
+def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
+    """gumbel_noise on a device, where it stays for all rows that predict the position."""
+    if device.type == "cpu":
+        return gumbel_noise(seed, position, vocab_size)
+    return _moved_noise(device, seed, position, vocab_size)
+
+
+@lru_cache(maxsize=64)
+def _moved_noise(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
+    return gumbel_noise(seed, position, vocab_size).to(device)
+
+
 def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.float64]:
     """Uniform numbers of one position, independent of its Gumbel noise and between streams.
 
@@ -114,8 +126,7 @@ class Sampler:
         _check_finite(logits, position)
         scores = self.filtered(logits[None], context)[0]
         if self.config.temperature > 0.0:
-            noise = gumbel_noise(self.config.seed, position, scores.shape[0])
-            scores = scores + noise.to(scores.device)
+            scores = scores + noise_on(scores.device, self.config.seed, position, scores.shape[0])
         return int(scores.argmax())
 
     def probs(self, logits: Tensor, context: Sequence[int]) -> NDArray[np.float64]:

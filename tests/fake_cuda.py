@@ -236,6 +236,11 @@ class _Runtime:
         return self.cudaError.success
 
 
+def _set_device(device: torch.device) -> None:
+    if device.index is None:
+        raise ValueError(f"expected a device with an index, not {device}")
+
+
 def _register_device_guard() -> None:
     """A build of torch without CUDA has nothing that switches devices: take the CPU's, a no-op.
 
@@ -263,7 +268,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "is_available": lambda: True,
             "device_count": lambda: 1,
             "current_device": lambda: 0,
-            "set_device": lambda device: None,
+            "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES),
             "max_memory_allocated": lambda device=None: 1,

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "start"])
 def _compact_kernel(
     cache, kept, count, start, head_stride, slot_stride, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,

@@ -44,7 +44,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _few_rows_kernel(
     qweight, qzeros, scales, groups, x, out, M, K, N,
     GROUP: tl.constexpr, BITS: tl.constexpr, AWQ: tl.constexpr, MINUS_ONE: tl.constexpr,

@@ -25,7 +25,8 @@ def _accumulate(scores, values, top, total, output):
     return new_top, total, output
 
 
-@triton.jit
+# sizes that differ from pass to pass must not be compiled into it
+@triton.jit(do_not_specialize=["rows", "prefix_len", "tree_slots", "words"])
 def _tree_attention_kernel(
     queries, keys, values, ancestors, out, rows, prefix_len, tree_slots, words, scale,
     key_head_stride, value_head_stride,

@@ -32,7 +32,7 @@ from torch import Tensor
 from specexec_cli.config import DraftScoring
 from specexec_cli.drafting.calibration import CHILDREN, Calibration
 from specexec_cli.drafting.search import Floats, Ints
-from specexec_cli.sampling import Sampler, gumbel_noise
+from specexec_cli.sampling import Sampler, noise_on
 
 # Candidates for c, a factor of about 1.25 apart.
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
@@ -138,8 +138,9 @@ class DraftScorer:
         utilities = self._sampler.filtered(logits, context).log_softmax(-1)
         if self._noisy:
             seed, vocab_size = self._sampler.config.seed, logits.shape[-1]
-            noise = {p: gumbel_noise(seed, p, vocab_size) for p in set(positions)}
-            utilities += torch.stack([noise[p] for p in positions]).to(utilities.device)
+            device = utilities.device
+            noise = {p: noise_on(device, seed, p, vocab_size) for p in set(positions)}
+            utilities += torch.stack([noise[p] for p in positions])
         return utilities
 
     def best(self, utilities: Tensor, width: int, depths: Ints) -> tuple[Floats, Ints]:

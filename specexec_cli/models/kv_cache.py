@@ -156,8 +156,9 @@ class SlotCache(Cache):
         if not kept:
             self.crop(prefix_len)
             return
+        slots = torch.tensor(kept, device=self.layers[0].device)
         for layer in self.layers:
-            layer.compact(prefix_len, torch.tensor(kept, device=layer.device))
+            layer.compact(prefix_len, slots)
 
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on; also those an aborted pass left in some layers."""

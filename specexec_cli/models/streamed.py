@@ -39,7 +39,9 @@ class StreamedModel:
         self.source: LayerSource | None = None
         self.on_layer: Callable[[int], None] = lambda index: None
         self._rows: PassRows | None = None
-        self._masks: dict[int | None, Tensor | TreeMask] = {}
+        # of the current pass, by first and last row and window
+        self._masks: dict[tuple[int, int, int | None], Tensor | TreeMask] = {}
+        self._step_masks: Mapping[int | None, Tensor] = {}
         # transformers hands a 4D mask on as it is; the layers replace it by their own
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if dispatch.uses_triton(device) and skeleton.config._attn_implementation == "sdpa":
@@ -76,6 +78,7 @@ class StreamedModel:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
         if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
         config, checkpoint = load_config(folder), read_checkpoint(folder)
         quantization = Quantization.read(checkpoint, config_dict(folder), notice)
@@ -158,7 +161,7 @@ class StreamedModel:
         Returns:
             (rows, vocab) logits.
         """
-        self._rows, self._masks = None, dict(masks)
+        self._rows, self._step_masks = None, masks
         return self._run(tokens, positions, cache, 0)
 
     def _run(
@@ -178,15 +181,16 @@ class StreamedModel:
     def attention_mask(self, start: int, stop: int, window: int | None) -> Tensor | TreeMask:
         """The current pass's mask for rows start..stop, in the form the attention needs."""
         if self._rows is None:  # a step: its masks are given
-            return self._masks[window]
-        whole = stop - start == len(self._rows.tokens)
-        if whole and window in self._masks:
-            return self._masks[window]
+            return self._step_masks[window]
+        key = start, stop, window
+        if key in self._masks:
+            return self._masks[key]
         mask: Tensor | TreeMask | None = self._tree_mask(start, stop, window)
         if mask is None:
             mask = self.dense(self._rows.mask(start, stop, window))
-        if whole:
-            self._masks[window] = mask
+        # a long prompt's dense masks together would take more room than its activations
+        if isinstance(mask, TreeMask) or stop - start == len(self._rows.tokens):
+            self._masks[key] = mask
         return mask
 
     def _tree_mask(self, start: int, stop: int, window: int | None) -> TreeMask | None:

@@ -115,7 +115,7 @@ class DeviceStream:
             elif blob.numel():
                 notice(
                     "the driver refuses to pin memory, so copies to the GPU are slower and do not "
-                    "overlap: raise the limit on locked memory (ulimit -l)"
+                    "overlap: raise the limit on locked memory (ulimit -l); WSL2 has one of its own"
                 )
                 break
         size = max(layout.buffer_bytes for layout in self._layouts)
@@ -164,6 +164,9 @@ class DeviceStream:
         self._next_layer = following
         slot = self._turn % len(self._slots)
         layout = self._layouts[self._turn % len(self._layouts)]
+        # Enqueued work stays two layers ahead of the device, not a whole pass: an aborted pass then
+        # ends, and a live status tells what was streamed.
+        self._link.wait(self._free[(slot + 1) % len(self._slots)])
         self._link.compute_waits(self._copied.pop(self._turn))
         try:
             yield views(layout, self._slots[slot])

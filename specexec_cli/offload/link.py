@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -46,7 +47,12 @@ class CudaLink:
     def register(self, blob: Tensor) -> bool:
         """Page-locks the memory where it is; torch's pin_memory would round it up and copy it."""
         status = self._runtime.cudaHostRegister(blob.data_ptr(), blob.numel(), 0)
-        return bool(status == self._runtime.cudaError.success)
+        if status == self._runtime.cudaError.success:
+            return True
+        # CUDA remembers the refusal, and the next kernel launch would report it as its own
+        with suppress(RuntimeError):
+            torch.empty(1, device=self.device).fill_(1)
+        return False
 
     def unregister(self, blob: Tensor) -> None:
         self._runtime.cudaHostUnregister(blob.data_ptr())
