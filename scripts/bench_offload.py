@@ -116,7 +116,8 @@ def run(config: Config) -> dict[str, Any]:
         raw = found["raw"]["bytes_per_s"]["p50"]
         found["knee"]["planned_rows"] = setup.planned_knee(raw, linear_flops)
     else:
-        memory["peak_vram_bytes"] = torch.cuda.max_memory_allocated(config.device)
+        free, total = torch.cuda.mem_get_info(config.device)  # torch gives nothing back meanwhile
+        memory["peak_vram_bytes"] = total - free
     return {
         **environment(config.rig, config.seed),
         "config": {**asdict(config), "rig": str(config.rig), "draft": str(config.draft),

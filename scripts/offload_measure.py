@@ -206,6 +206,7 @@ class Measure:
         self._layers = len(target.skeleton.layers)
         self._random = np.random.default_rng(seed)
         self._prefix = self._tokens(PREFIX_TOKENS)
+        self._drafter: ModelDrafter | None = None
 
     def streaming_pass(self) -> float:
         """Seconds of a pass that only takes and releases every layer."""
@@ -258,8 +259,10 @@ class Measure:
         self.target.crop(0)
         self.target.reserve(len(prompt) + room + tree.budget)
         if method == "specexec":
-            drafter = ModelDrafter(self._draft, sampler, tree, self._model.vocab_size)
-            steps = specexec(self.target, drafter, sampler, prompt, room, eos)
+            if self._drafter is None:
+                self._drafter = ModelDrafter(self._draft, sampler, tree, self._model.vocab_size)
+            self._drafter.forget()
+            steps = specexec(self.target, self._drafter, sampler, prompt, room, eos)
         else:
             steps = autoregressive(self.target, sampler, prompt, room, eos)
         timed = []

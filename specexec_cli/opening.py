@@ -6,7 +6,7 @@ loading a weight; `open_target` and `open_draft` load.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -131,12 +131,13 @@ def find(
     context: ContextTokens | None,
     tree: Resized | None,
     copies: int,
+    devices: Sequence[str],
     download_progress: bool,
 ) -> Found:
     """Resolves names, fetches files, and decides where and how to compute.
 
     Args:
-        copies: of the target, which share this machine's RAM.
+        copies: of the target, which share this machine's RAM, in turns on each of `devices`.
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
@@ -169,7 +170,14 @@ def find(
         eos_ids=eos_token_ids(folder, config, words),
         device=torch_device,
         dtype=torch_dtype,
-        placement=_place(offload, checkpoint, draft_checkpoint, work, torch_device, copies),
+        placement=_place(
+            offload,
+            checkpoint,
+            draft_checkpoint,
+            work,
+            copies,
+            [pick_device(name) for name in devices],
+        ),
     )
 
 
@@ -178,12 +186,15 @@ def _place(
     target: Checkpoint,
     draft: Checkpoint | None,
     work: Work,
-    device: torch.device,
     copies: int,
+    devices: Sequence[torch.device],
 ) -> Placement:
-    ram_bytes = free_ram_bytes() // copies
+    """One placement for every copy: what the fullest device has room for."""
+    ram_bytes, device = free_ram_bytes() // copies, devices[0]
     if device.type == "cuda":
-        vram_bytes, _ = torch.cuda.mem_get_info(device)
+        torch.cuda.empty_cache()  # what an earlier session left
+        free = [torch.cuda.mem_get_info(each)[0] for each in devices]
+        vram_bytes = min(free) // -(-copies // len(devices))
         probe = partial(probe_link, device, _LINK_PROBE_BYTES)
         return place_on_gpu(mode, target, draft, work, ram_bytes, vram_bytes, probe)
     return place_on_cpu(mode, target, draft, work, ram_bytes)

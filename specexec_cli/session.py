@@ -112,16 +112,17 @@ class Session:
         Raises:
             SpecexecError: whatever is wrong, in one line.
         """
-        options, copies = dsi or DsiOptions(), 1
+        options, copies, devices = dsi or DsiOptions(), 1, [device]
         if method == "dsi":
             from specexec_cli.dsi_session import choose_devices, open_dsi, target_servers
 
             if options.ray is None:  # in a cluster every machine has memory of its own
-                copies = target_servers(options, choose_devices(options, device))
+                devices = choose_devices(options, device)
+                copies = target_servers(options, devices)
         found = find(
             pair=pair, target=target, draft=draft, method=method, models_file=models_file,
             revision=revision, offline=offline, offload=offload, device=device, dtype=dtype,
-            tokenizer=tokenizer, context=context, tree=tree, copies=copies,
+            tokenizer=tokenizer, context=context, tree=tree, copies=copies, devices=devices,
             download_progress=download_progress,
         )  # fmt: skip
         if method == "dsi":
@@ -405,7 +406,8 @@ class Session:
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
         self._target.crop(0)
-        self._drafter = None
+        if self._drafter is not None:
+            self._drafter.forget()
 
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""

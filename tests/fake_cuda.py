@@ -183,7 +183,9 @@ class _NumberedDevices(TorchFunctionMode):
 
 
 @contextmanager
-def _capture(graph: _Graph, capture_error_mode: str = "global") -> Iterator[None]:
+def _capture(
+    graph: _Graph, pool: object, stream: _Stream, capture_error_mode: str
+) -> Iterator[None]:
     global _capturing
     _capturing = graph
     try:
@@ -216,7 +218,7 @@ class _Event:
         assert self.recorded
 
 
-class _Runtime:
+class Runtime:
     """torch.cuda.cudart()."""
 
     class cudaError:
@@ -260,7 +262,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
         triton: whether our kernels run there, in Triton's interpreter.
     """
     _register_device_guard()
-    runtime = _Runtime()
+    runtime = Runtime()
     stream = _Stream()
     with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
         for name, value in {
@@ -270,7 +272,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "current_device": lambda: 0,
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
-            "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES),
+            "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES + 1),
             "max_memory_allocated": lambda device=None: 1,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
@@ -282,6 +284,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "Event": _Event,
             "CUDAGraph": _Graph,
             "graph": _capture,
+            "graph_pool_handle": lambda: (0, 0),
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)

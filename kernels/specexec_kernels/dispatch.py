@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_quant
 from specexec_kernels.compact_kv import compact_kv_ref
-from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.packing import PackedWeight
 from specexec_kernels.tree_attention import tree_attention_ref
 
@@ -72,7 +72,7 @@ def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
         if x.shape[0] < CPU_TILED_ROWS[wide.dtype]:
             return cpu_quant.matmul(x, weight).to(x.dtype)
         return cpu_quant.tiled_matmul(wide, weight).to(x.dtype)
-    return x @ dequantize_ref(weight, x.dtype)
+    return x @ dequantize_by_slabs(weight, x.dtype)
 
 
 def tree_attention(

@@ -128,6 +128,12 @@ class ModelDrafter:
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
         self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
 
+    def forget(self) -> None:
+        """Empties its cache; what was learned stays, and so do captured steps."""
+        self.tokens.clear()
+        self._cache.crop(0)
+        self._reset_tree()
+
     def observe(self, step: StepResult) -> None:
         """What the policy of the budget learns from."""
         self._policy.observe(step)

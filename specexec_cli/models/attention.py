@@ -56,6 +56,8 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query (1, heads, rows, head_dim), key and value (1, kv_heads, slots, head_dim) ->
     (1, rows, heads, head_dim)."""
+    if isinstance(attention_mask, Tensor) and query.shape[1] > key.shape[1]:
+        return _grouped(query, key, value, attention_mask, scaling), None
     if not isinstance(attention_mask, TreeMask):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -65,6 +67,24 @@ def _attention(
         attention_mask.ancestors, attention_mask.prefix_len, scaling,
     )  # fmt: skip
     return attended[None], None
+
+
+def _grouped(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Query heads of a group as more rows of their key/value head.
+
+    With a mask transformers copies the whole cache once for every query head of a group, and the
+    cache of a captured step is all of its capacity.
+    """
+    heads, rows, head_dim = query.shape[1:]
+    kv_heads = key.shape[1]
+    group = heads // kv_heads
+    attended = nn.functional.scaled_dot_product_attention(
+        query.reshape(1, kv_heads, group * rows, head_dim), key, value,
+        attn_mask=mask.repeat(1, 1, group, 1), scale=scaling,
+    )  # fmt: skip
+    return attended.reshape(1, heads, rows, head_dim).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -12,6 +12,7 @@ On a CPU the same steps run without capture; the tests hold them against plain p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch import Tensor
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.demand import STEP_ROWS, STEP_SLOTS
 
-BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # rows of a step
-_CAPACITY = 2048  # slots of the first buffers
+BUCKETS = STEP_ROWS
+_CAPACITY = STEP_SLOTS  # slots of the first buffers
 _WARM_UPS = 3  # runs before a capture, as PyTorch's documentation of CUDA graphs asks
 
 
@@ -38,6 +40,12 @@ class StepRunner:
         self._cache = cache
         self._capture = capture
         self._steps: dict[int, _Step] = {}
+        # one memory and one stream for all captures: no two steps run at once, and what a step
+        # returns is copied before the next
+        self._pool = torch.cuda.graph_pool_handle() if capture else None
+        self._stream: Any = None
+        if capture:
+            self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
 
     def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
         """As StreamedModel.forward on the runner's cache."""
@@ -55,7 +63,7 @@ class StepRunner:
             step = self._steps[bucket] = _Step(self._model, self._cache, bucket)
         step.load(rows)
         if step.replay is None:
-            step.replay = step.captured() if self._capture else step.run
+            step.replay = step.captured(self._pool, self._stream) if self._capture else step.run
         step.replay()
         self._cache.advance(count)
         return step.logits[list(logit_rows)]
@@ -98,9 +106,14 @@ class _Step:
         with self._cache.writing_to(self._slots):
             self.logits = self._model.step(self._tokens, self._positions, self._masks, self._cache)
 
-    def captured(self) -> Callable[[], None]:
-        """Captures a step; what it computed on the way is computed again by the first replay."""
-        here, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    def captured(self, pool: Any, side: Any) -> Callable[[], None]:
+        """Captures a step; what it computed on the way is computed again by the first replay.
+
+        Args:
+            pool: of the graph's memory.
+            side: the stream to capture on.
+        """
+        here = torch.cuda.current_stream()
         side.wait_stream(here)
         with torch.cuda.stream(side):
             for _ in range(_WARM_UPS):
@@ -108,7 +121,7 @@ class _Step:
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         # other threads copy weights to the device meanwhile: their calls are not part of it
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             self.run()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -7,13 +7,15 @@ that stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from specexec_kernels import dispatch
 from torch import Tensor, nn
 
+from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.decoder_layer import DecoderLayer, LayerSource
@@ -32,7 +34,19 @@ from specexec_cli.offload.stream import LayerStream, Tier, read_tensors
 class StreamedModel:
     """A model that runs passes over rows; see PassRows for what a pass is."""
 
-    def __init__(self, skeleton: Skeleton, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        device: torch.device,
+        dtype: torch.dtype,
+        resident_dtype: torch.dtype | None = None,
+    ) -> None:
+        """With what stays for any model.
+
+        Args:
+            dtype: to compute in.
+            resident_dtype: of embeddings and head; the file's unless told.
+        """
         self.skeleton = skeleton
         self.device = device
         self.dtype = dtype
@@ -52,7 +66,7 @@ class StreamedModel:
         ]
         for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
-        self._load_resident()
+        self._load_resident(resident_dtype)
 
     @classmethod
     def open(
@@ -83,10 +97,13 @@ class StreamedModel:
         config, checkpoint = load_config(folder), read_checkpoint(folder)
         quantization = Quantization.read(checkpoint, config_dict(folder), notice)
         skeleton = build_skeleton(config, checkpoint, quantization)
-        model = cls(skeleton, device, dtype)
-        if tiers is None:
-            model._load_layers(progress)
-        else:
+        with _clear_shortage(f"{folder.name} does not fit into it"):
+            # a GPU would convert the whole head in every pass, and in every captured step anew
+            stays_on_gpu = tiers is None and device.type == "cuda"
+            model = cls(skeleton, device, dtype, dtype if stays_on_gpu else None)
+            if tiers is None:
+                model._load_layers(progress)
+        if tiers is not None:
             each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
             model.source = _open_source(
                 skeleton, each, device, slots, device_slots, notice, progress
@@ -167,14 +184,15 @@ class StreamedModel:
     def _run(
         self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | int
     ) -> Tensor:
-        output = self.skeleton.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=self._placeholder,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=logit_rows,
-        )
+        with _clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
+            output = self.skeleton.model(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._placeholder,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=logit_rows,
+            )
         logits: Tensor = output.logits[0]
         return logits
 
@@ -217,7 +235,7 @@ class StreamedModel:
         if self.source is not None:
             self.source.close()
 
-    def _load_resident(self) -> None:
+    def _load_resident(self, dtype: torch.dtype | None) -> None:
         """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
         model, tensors = self.skeleton.model, self.skeleton.resident_tensors
         for name, buffer in list(model.named_buffers(remove_duplicate=False)):
@@ -228,6 +246,8 @@ class StreamedModel:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
+            if dtype is not None and not isinstance(module, QuantizedLinear):
+                weight = weight.to(dtype)
             if isinstance(module, nn.Embedding):
                 _set_module(model, path, MixedEmbedding(module, weight, self.dtype))
             elif isinstance(module, nn.Linear):
@@ -254,6 +274,18 @@ class StreamedModel:
                 setattr(module, leaf, _frozen(weight.to(dtype, copy=True)))
             done += sum(tensor.n_bytes for tensor in tensors.values())
             progress(done, total)
+
+
+@contextmanager
+def _clear_shortage(what: str) -> Iterator[None]:
+    """GPU memory running out becomes one line."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise OutOfMemoryError(
+            f"the GPU's memory is too small: {what}. Close what else runs on the GPU, or use a "
+            "smaller draft tree (--budget), a shorter text (--max-tokens), or --offload ram"
+        ) from None
 
 
 def _open_source(

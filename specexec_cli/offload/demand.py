@@ -8,6 +8,9 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.offload.sizes import ModelBytes
 
 GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
+# Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
+STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
+STEP_SLOTS = 2048
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -64,16 +67,29 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
     """What must lie in a GPU's memory besides decoder layers.
 
-    Packed weights are unpacked one matrix at a time where a pass has more rows than the fused
-    kernels take.
+    Weights stored in another form than they are multiplied in are converted one matrix at a time;
+    packed ones where a pass has more rows than the fused kernels take.
     """
-    packed = [model for model in (target, draft) if model is not None and model.packed]
-    unpacked = max((model.largest_matrix for model in packed), default=0) * work.item_bytes
+    matrices = [target.largest_matrix] if target.layers_differ_from(work.item_bytes) else []
+    if matrices and not target.packed:
+        matrices.append(target.vocab * target.hidden)
+    if draft is not None and draft.packed:
+        matrices.append(draft.largest_matrix)
     return (
         ("CUDA context", GPU_CONTEXT_BYTES),
         *fixed_parts(target, draft, work),
-        ("one unpacked matrix", unpacked),
+        ("one converted matrix", max(matrices, default=0) * work.item_bytes),
+        ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
     )
+
+
+def _step_bytes(draft: ModelBytes, work: Work) -> int:
+    """What captured steps take: slots beyond those in use, and the logits of every graph."""
+    slots, capacity = work.context_tokens + work.verify_rows, STEP_SLOTS
+    while capacity <= slots:
+        capacity *= 2
+    logits = sum(STEP_ROWS) * draft.vocab
+    return (draft.kv_elements * (capacity - slots) + logits) * work.item_bytes
 
 
 def mend(biggest: str) -> str:

@@ -100,7 +100,7 @@ def place_on_gpu(
     if mode == "none":
         beside = sum(size for _, size in gpu_parts(sizes, draft_sizes, work))
         needed = beside + sizes.loaded(work.item_bytes) - sizes.resident
-        if needed > vram_bytes:
+        if needed > Machine(ram_bytes=0, vram_bytes=vram_bytes).usable(vram_bytes):
             raise OutOfMemoryError(
                 f"target and draft model need {format_bytes(needed)} of GPU memory but "
                 f"{format_bytes(vram_bytes)} are free. Stream the target: --offload auto"

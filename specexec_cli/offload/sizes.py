@@ -49,6 +49,10 @@ class ModelBytes:
         """Whether weights are quantized."""
         return sum(self.layers) < 1.5 * self.layer_params
 
+    def layers_differ_from(self, item_bytes: int) -> bool:
+        """Whether weights of decoder layers are stored in another size than this."""
+        return abs(sum(self.layers) - self.layer_params * item_bytes) > 0.25 * self.layer_params
+
     def loaded(self, item_bytes: int) -> int:
         """Bytes once it is loaded to stay: layers in the compute dtype, packed ones as stored."""
         layers = sum(self.layers) if self.packed else self.layer_params * item_bytes

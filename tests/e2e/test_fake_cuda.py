@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import fake_cuda as fake
 import pytest
 import torch
 from checkpoints import (
@@ -24,6 +25,7 @@ from torch import Tensor
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models.rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.cuda import DeviceTier
@@ -103,3 +105,30 @@ def test_a_drafter_uses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     expected = two_trees(torch.device("cpu"))
     with fake_cuda(triton=True):
         assert two_trees(CUDA) == expected
+
+
+def test_memory_that_cannot_be_pinned_slows_down_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = []
+    monkeypatch.setattr(
+        fake.Runtime, "cudaHostRegister", lambda *args: refused.append(args) or "out of memory"
+    )
+    save_checkpoint(tmp_path, architecture("llama"))
+    assert_like_the_cpu(tmp_path, False, ["ram", "ram", "ssd"])
+    assert refused
+
+
+def test_a_pass_that_does_not_fit_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\nlots")
+
+    save_checkpoint(tmp_path, architecture("llama"))
+    with fake_cuda():
+        model = StreamedModel.open(tmp_path, device=CUDA, dtype=torch.float32, tiers="ram")
+        monkeypatch.setattr(model.skeleton.model, "forward", full)
+        with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*--budget"):
+            model.forward(PassRows.chain(random_tokens(9), 0), model.new_cache(), [8])
+        model.close()

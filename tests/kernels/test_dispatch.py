@@ -6,9 +6,9 @@ import subprocess
 
 import pytest
 import torch
-from packed import random_weight
+from packed import FORMATS, random_weight
 from specexec_kernels import cpu_jit, cpu_quant, dispatch
-from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight
 
 V1 = PackedFormat(4, stored_minus_one=True)
@@ -100,3 +100,11 @@ def test_triton_that_cannot_run_is_not_used(
         assert dispatch.uses_triton(device) == (obstacle is None)
     finally:
         dispatch.triton_obstacle.cache_clear()
+
+
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_slabs_are_the_reference(fmt: PackedFormat, shuffled: bool) -> None:
+    weight = random_weight(fmt, 160, 64, 32, shuffled=shuffled)
+    found = dequantize_by_slabs(weight, torch.float16, inputs=64)  # the last is shorter
+    assert torch.equal(found, dequantize_ref(weight, torch.float16))

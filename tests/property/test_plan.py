@@ -219,8 +219,8 @@ def test_packed_weights_need_room_for_one_unpacked_matrix() -> None:
     packed = replace(LLAMA_7B, layers=tuple(size // 4 for size in LLAMA_7B.layers))
     machine = Machine(ram_bytes=64 * GB, vram_bytes=8 * GB)
     parts = [dict(make_plan(target, None, Work(), machine).vram) for target in (LLAMA_7B, packed)]
-    assert "one unpacked matrix" not in parts[0]
-    assert parts[1]["one unpacked matrix"] == 4096 * 11008 * 2
+    assert "one converted matrix" not in parts[0]
+    assert parts[1]["one converted matrix"] == 4096 * 11008 * 2
 
 
 def test_a_packed_draft_model_stays_packed() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from specexec_cli import opening
 from specexec_cli.errors import ConfigError
 from specexec_cli.opening import pick_device
+
+GB = 10**9
 
 
 @pytest.fixture
@@ -26,3 +29,18 @@ def test_a_gpu_is_named_with_its_number(name: str, device: str, two_gpus: None) 
 def test_a_gpu_that_is_not_there(two_gpus: None) -> None:
     with pytest.raises(ConfigError, match="--device cuda:2: the last CUDA device here is cuda:1"):
         pick_device("cuda:2")
+
+
+@pytest.mark.parametrize(("copies", "vram_bytes"), [(1, 6 * GB), (2, 6 * GB), (3, 3 * GB)])
+def test_copies_of_the_target_are_placed_for_the_fullest_device(
+    copies: int, vram_bytes: int, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planned = []
+    free = {0: 8 * GB, 1: 6 * GB}
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 0))
+    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 12 * GB)
+    monkeypatch.setattr(opening, "place_on_gpu", lambda *args: planned.append(args[4:6]))
+    devices = [pick_device(name) for name in ("cuda:0", "cuda:1")]
+    opening._place("auto", None, None, None, copies, devices)  # type: ignore[arg-type]
+    assert planned == [(12 * GB // copies, vram_bytes)]
