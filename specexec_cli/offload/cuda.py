@@ -24,6 +24,8 @@ from specexec_cli.offload.resident import read_tensors, views
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream, Tier
 
+# What kernels need to load 16 bytes at once; safetensors promises 8, and disk blocks keep them.
+_ALIGNED_BYTES = 16
 DeviceTier = Literal["resident", "ram", "ssd"]
 
 
@@ -60,6 +62,8 @@ class DeviceStream:
         self._copying = False  # _copy_next() has not come to its end
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
+        # where in a slot a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES
+        self._shifts = [-layout.places[0][1] % _ALIGNED_BYTES for layout in self._layouts]
         self._host_tiers: list[Tier] = [
             "ssd" if tiers[i] == "ssd" else "ram" for i in self._streamed
         ]
@@ -118,7 +122,7 @@ class DeviceStream:
                     "overlap: raise the limit on locked memory (ulimit -l); WSL2 has one of its own"
                 )
                 break
-        size = max(layout.buffer_bytes for layout in self._layouts)
+        size = max(layout.buffer_bytes for layout in self._layouts) + _ALIGNED_BYTES
         for _ in range(min(device_slots, len(self._streamed) + 1)):
             with _clear_shortage("a ring slot on the device", size):
                 slot = torch.empty(size, dtype=torch.uint8, device=self._link.device)
@@ -163,13 +167,14 @@ class DeviceStream:
         self._in_use = True  # until it is taken back, restart() has something to mend
         self._next_layer = following
         slot = self._turn % len(self._slots)
-        layout = self._layouts[self._turn % len(self._layouts)]
+        place = self._turn % len(self._layouts)
+        layout = self._layouts[place]
         # Enqueued work stays two layers ahead of the device, not a whole pass: an aborted pass then
         # ends, and a live status tells what was streamed.
         self._link.wait(self._free[(slot + 1) % len(self._slots)])
         self._link.compute_waits(self._copied.pop(self._turn))
         try:
-            yield views(layout, self._slots[slot])
+            yield views(layout, self._slots[slot], self._shifts[place])
         finally:
             self.bytes_streamed += layout.tensor_bytes
             self._free[slot] = self._link.compute_mark()
@@ -198,8 +203,9 @@ class DeviceStream:
         slot = turn % len(self._slots)
         held = self._host.blob(place)
         blob = held.__enter__()
-        size = self._layouts[place].buffer_bytes
-        event = self._link.copy(self._slots[slot][:size], blob[:size], self._free[slot])
+        size, shift = self._layouts[place].buffer_bytes, self._shifts[place]
+        target = self._slots[slot][shift : shift + size]
+        event = self._link.copy(target, blob[:size], self._free[slot])
         self._held = held, event
         self._copied[turn] = event
         self._copy_turn += 1

@@ -97,10 +97,15 @@ def as_blob(buffer: HugeBuffer) -> Tensor:
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
-def views(layout: Layout, blob: Tensor) -> dict[str, Tensor]:
-    """The layout's tensors as views of what it was read into, on whatever device that is."""
+def views(layout: Layout, blob: Tensor, shift: int = 0) -> dict[str, Tensor]:
+    """The layout's tensors as views of what it was read into, on whatever device that is.
+
+    Args:
+        shift: bytes of the blob before the layout's first.
+    """
     tensors = {}
-    for tensor, offset in layout.places:
+    for tensor, place in layout.places:
+        offset = place + shift
         dtype = TORCH_DTYPES[tensor.dtype]
         flat = blob[offset : offset + tensor.n_bytes]
         if offset % ITEM_BYTES[tensor.dtype]:  # torch cannot view what is not aligned to its items

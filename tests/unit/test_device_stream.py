@@ -132,6 +132,16 @@ def one_pass(stream: DeviceStream, weights: dict[str, Tensor], device: torch.dev
                 assert torch.equal(tensor.cpu(), weights[name]), name
 
 
+def test_layers_begin_where_kernels_load_16_bytes_at_once(
+    layers: list[list[TensorRange]], link: Link
+) -> None:
+    assert {min(tensor.start for tensor in layer) % 16 for layer in layers} != {0}
+    with DeviceStream(layers, ["ram"] * LAYERS, link) as stream:
+        for layer in range(LAYERS):
+            with stream.layer(layer) as tensors:
+                assert min(tensor.data_ptr() for tensor in tensors.values()) % 16 == 0
+
+
 TIERS: list[list[DeviceTier]] = [
     ["resident"] * 5,
     ["ram"] * 5,
