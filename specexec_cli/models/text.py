@@ -14,7 +14,9 @@ class TextStream:
 
     A token alone may be half a character, and SentencePiece drops a leading space at the start of
     a text, so each decode starts a few tokens back and only the difference counts. Text that ends
-    in a replacement character waits, however long: later bytes may change all of its tail.
+    in a replacement character waits, however long: later bytes may change all of its tail. A byte
+    that is a character by itself (Llama-2's line break) does not wait, although decoders replace it
+    too if broken bytes follow it.
     """
 
     def __init__(

@@ -177,3 +177,12 @@ def test_a_stop_string_that_the_prompt_began_is_not_one(byte_words):
 def test_held_text_is_released_at_the_end(byte_words):
     tokens = byte_words.encode("one two EN")
     assert "".join(streamed(byte_words, tokens, stop=("END",))) == "one two EN"
+
+
+def test_a_byte_that_is_a_character_is_shown_at_once(sentencepiece_words):
+    """Decoders take it back if broken bytes follow; what was shown stays."""
+    line_break, broken = sentencepiece_words.convert_tokens_to_ids(["<0x0A>", "<0xE4>"])
+    assert sentencepiece_words.decode([line_break, broken]) == "\ufffd\ufffd"
+    pieces = streamed(sentencepiece_words, [line_break, broken])
+    assert pieces[0] == "\n"
+    assert set("".join(pieces[1:])) == {"\ufffd"}
