@@ -338,6 +338,7 @@ class Session:
                 self._draft, sampler, tree, self.vocab_size, self.learned
             )
             self._drafter_method = method
+        self._drafter.learned = self.learned
         self._drafter.configure(sampler, tree, continuation)
         return speculative.decode(self._target, self._drafter, sampler, tokens, limit, self.eos_ids)
 

@@ -64,7 +64,7 @@ class ModelDrafter:
     ) -> None:
         self.model = model
         self._search = search
-        self._learned = learned or Learned()
+        self.learned = learned or Learned()  # another may take its place before configure()
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
@@ -85,13 +85,11 @@ class ModelDrafter:
         Raises:
             CheckpointError: the policy is disco, and its classifier cannot be used.
         """
-        self._policy = self._learned.policy(tree, continuation)
+        self._policy = self.learned.policy(tree, continuation)
         kind = DraftScorer.kind(sampler, tree.scoring)
-        self._scorer = DraftScorer(
-            sampler, tree.scoring, tree.calibrated, self._learned.trust(kind)
-        )
+        self._scorer = DraftScorer(sampler, tree.scoring, tree.calibrated, self.learned.trust(kind))
         self._scorer.trust.calibration.reliability = Reliability()
-        self._learned.keep(kind, self._scorer.trust)
+        self.learned.keep(kind, self._scorer.trust)
 
     @property
     def calibration(self) -> Calibration:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from specexec_cli.config import GenerationConfig, TreeConfig
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.session import Session
 
 PROMPT = "def add(a, b):\n"
@@ -61,3 +62,17 @@ def test_the_tree_that_memory_is_planned_for_becomes_the_session_s() -> None:
         assert session.choice.tree.budget == 77
         steps = list(session.generate(PROMPT, generation=GenerationConfig(max_tokens=8)))
         assert max(step.tree_nodes for step in steps) <= 77
+
+
+def test_what_is_put_in_place_of_it_learns_from_then_on() -> None:
+    """As bench does for every case, so that none profits from another."""
+    tree = TreeConfig(budget=16, max_depth=8, batch=4, policy="cost")
+    trusts = []
+    with Session.open(pair="demo", dtype="float32", offload="none") as session:
+        for _ in range(2):
+            session.forget()
+            session.learned = Learned(session.classifier)
+            list(session.generate(PROMPT, tree=tree, generation=GenerationConfig(max_tokens=24)))
+            trusts.append(session.learned.trust("greedy"))
+    assert None not in trusts
+    assert trusts[0] is not trusts[1]
