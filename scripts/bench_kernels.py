@@ -35,8 +35,9 @@ from kernel_cases import (
 
 from specexec_cli.bench.environment import environment
 from specexec_cli.bench.metrics import quantile
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
 
 SETTLE_S = 2.0  # a ring of three 7B layers is full by then
 
@@ -140,7 +141,9 @@ def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
     """
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     models = {
-        folder.name: StreamedModel.open(folder, device=settings.device, dtype=dtype, tiers="ssd")
+        folder.name: StreamedModel.open(
+            read_checkpoint(folder), device=settings.device, dtype=dtype, tiers="ssd"
+        )
         for folder in folders
     }
     found = []

@@ -32,7 +32,7 @@ from specexec_cli.config import Method
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 from specexec_cli.models.linear import mixed_linear
-from specexec_cli.offload.probe import probe_flops
+from specexec_cli.planning.probe import probe_flops
 
 Measured = TypeVar("Measured")
 METHODS: tuple[Method, ...] = ("autoregressive", "specexec")

@@ -104,6 +104,11 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"{bits}-bit product, {name}",
                 lambda x=x, w=weight: triton_quant.quantized_matmul(x, w),
             )
+            if dtype != torch.float32:
+                yield (
+                    f"{bits}-bit product, {name} into float32",
+                    lambda x=x, w=weight: triton_quant.quantized_matmul(x, w, torch.float32),
+                )
             yield (
                 f"{bits}-bit dequantize, {name}",
                 lambda d=dtype, w=weight: triton_quant.dequantize(w, d),

@@ -18,8 +18,8 @@ import transformers
 import specexec_cli
 from specexec_cli.core import StepResult
 from specexec_cli.device import cpu_info, format_bytes, gpus, total_ram_bytes
-from specexec_cli.offload.plan import Plan
-from specexec_cli.offload.sizes import ModelBytes
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan
 
 SCHEMA = 1
 Spread = dict[str, float]

@@ -12,23 +12,23 @@ from typing import cast
 import torch
 from offload_measure import PREFIX_TOKENS, Measure, RawLink, RawReader, room_for
 
-from specexec_cli.config import DtypeName, TreeConfig
+from specexec_cli.config import DtypeName, Tier, TreeConfig
 from specexec_cli.device import format_bytes, total_ram_bytes
 from specexec_cli.errors import ConfigError
+from specexec_cli.loading import pick_device
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
-from specexec_cli.offload.compute import FlopsByRows
-from specexec_cli.offload.demand import fixed_parts, gpu_parts
-from specexec_cli.offload.plan import Machine, Plan, Work, make_plan, slot_bytes
-from specexec_cli.offload.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.offload.stream import Tier
-from specexec_cli.opening import pick_device, pick_dtype
+from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.memory import fixed_parts, gpu_parts
+from specexec_cli.planning.resolve import compute_dtype
+from specexec_cli.planning.sizes import ModelBytes, checkpoint_bytes
+from specexec_cli.planning.tiers import Machine, Plan, Work, buffer_bytes, make_plan
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
-RING_SLOTS = 3
+RING_BUFFERS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,27 +89,29 @@ class Setup:
             SpecexecError: whatever is wrong.
         """
         checkpoint = read_checkpoint(config.rig)
-        model_config = load_config(config.rig)
+        model_config = load_config(checkpoint)
         device = pick_device(config.device)
-        dtype = pick_dtype(
-            cast(DtypeName, config.dtype), device, checkpoint.total_bytes, model_config.dtype
+        stored = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype"))
+        name = compute_dtype(
+            cast(DtypeName, config.dtype), device.type, stored, checkpoint.total_bytes
         )
-        sizes = (_sizes(config.rig), _sizes(config.draft))
+        dtype = getattr(torch, name)
+        draft_checkpoint = read_checkpoint(config.draft)
+        sizes = (checkpoint_bytes(checkpoint), checkpoint_bytes(draft_checkpoint))
         words = load_tokenizer(config.rig)
         prompts = [list(words.encode(text)) for text in _prompts(config.seed)]
         context = most_tokens(config, prompts)
         plan = plan_for(config, sizes, dtype, context)
-        draft = StreamedModel.open(config.draft, device=device, dtype=dtype, tiers=None)
+        draft = StreamedModel.open(draft_checkpoint, device=device, dtype=dtype, tiers=None)
         target = StreamedModel.open(
-            config.rig, device=device, dtype=dtype, tiers=plan.tiers,
-            slots=max(2, plan.ssd_slots), device_slots=max(2, plan.device_slots), notice=tell,
+            checkpoint, device=device, dtype=dtype, tiers=plan.tiers,
+            buffers=max(2, plan.ssd_buffers), device_buffers=max(2, plan.device_buffers),
+            notice=tell,
         )  # fmt: skip
         raw = (
             RawLink(device, max(sizes[0].layers), plan.link_bytes)
             if config.tier == "ram"
-            else RawReader(
-                sorted({tensor.path for tensor in checkpoint.values()}), config.raw_memory_bytes
-            )
+            else RawReader(checkpoint.files, config.raw_memory_bytes)
         )
         return cls(
             config=config,
@@ -161,7 +163,7 @@ def plan_for(
         flops=flops,
     )
     beside = sum(size for _, size in fixed_parts(*sizes, work))
-    rings = RING_SLOTS * slot_bytes(sizes[0].layers)
+    rings = RING_BUFFERS * buffer_bytes(sizes[0].layers)
     gpu = pick_device(config.device).type == "cuda"
     if gpu:
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
@@ -188,11 +190,6 @@ def most_tokens(config: Config, prompts: list[list[int]]) -> int:
     used = prompts[: config.repeats]
     decoding = max(map(len, used)) + room_for(config.steps, config.tree)
     return max(decoding, PREFIX_TOKENS + max(config.all_rows) - config.budget)
-
-
-def _sizes(folder: Path) -> ModelBytes:
-    config = json.loads((folder / "config.json").read_text())
-    return checkpoint_bytes(read_checkpoint(folder), config)
 
 
 def _prompts(seed: int) -> list[str]:

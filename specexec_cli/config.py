@@ -14,6 +14,9 @@ BenchMethod = Literal[
     "autoregressive", "specexec", "chain", "chain-coupled", "specinfer", "beam", "beam-pruned"
 ]
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
+# Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
+# (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.
+Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
 Policy = Literal["fixed", "heuristic", "disco", "cost", "oracle"]  # the last in `bench` alone
 # What can size each method's trees: cost needs a search by falling probability, disco and the

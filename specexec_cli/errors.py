@@ -6,10 +6,22 @@ A message says what, where, and the mend.
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from typing import ClassVar
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
+CLOSED_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
+# How PyTorch, cuBLAS, Triton and the allocator of a CPU say that memory ran out: but for
+# torch.OutOfMemoryError, which says it too, these are RuntimeErrors like any other. The last is
+# what PyTorch says instead inside the capture of a CUDA graph, where its search for memory to give
+# back breaks the capture off (pytorch/pytorch#159594).
+_SHORTAGES = (
+    "out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED",
+    "previous error during capture",
+)  # fmt: skip
 
 
 class SpecexecError(Exception):
@@ -70,3 +82,34 @@ def nearest(name: str, known: list[str]) -> str:
     """' Did you mean ...?' for the known name closest to `name`, or an empty string."""
     matches = get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
+
+
+@contextmanager
+def clear_shortage(what: str) -> Iterator[None]:
+    """Memory that runs out inside, of a GPU or of the machine, becomes one line.
+
+    Args:
+        what: what there was no memory for, as in "it ran out in a pass of 9 rows".
+    Raises:
+        OutOfMemoryError: in place of the library's own error.
+    """
+    try:
+        yield
+    except OutOfMemoryError as error:  # it has been made one line further in
+        traceback.clear_frames(error.__traceback__)
+        raise
+    except (RuntimeError, MemoryError) as error:
+        text = str(error)
+        if not (isinstance(error, MemoryError) or any(words in text for words in _SHORTAGES)):
+            raise
+        # whoever keeps the error must not keep the tensors that its frames refer to
+        traceback.clear_frames(error.__traceback__)
+        # "DefaultCPUAllocator: ..."; a MemoryError is Python's or numpy's
+        if isinstance(error, MemoryError) or "CPUAllocator" in text:
+            where, close, tier = "RAM", "Close other programs", "ssd"
+        else:
+            where, close, tier = "the GPU's memory", "Close what else runs on the GPU", "ram"
+        raise OutOfMemoryError(
+            f"{where} is too small: {what}. {close}, or use a smaller draft tree (--budget), "
+            f"a shorter text (--max-tokens), or --offload {tier}"
+        ) from None

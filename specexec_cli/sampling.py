@@ -27,6 +27,8 @@ from transformers.generation.logits_process import (
 from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import NonFiniteLogitsError
 
+_BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
+
 
 @lru_cache(maxsize=64)
 def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
@@ -43,8 +45,19 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
         Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
     """
     words = np.random.Philox(key=seed, counter=[0, position, 0, 0]).random_raw(vocab_size)
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53  # in (0, 1), open
-    return torch.from_numpy((-np.log(-np.log(uniform))).astype(np.float32))
+    return torch.from_numpy(_gumbel(words))
+
+
+def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """Standard Gumbel numbers, one from the upper 53 bits of each word.
+
+    The uniform number of bits n is (n + 1/2) / 2^53. From 2^52 on float64 has no halves and the sum
+    rounds to an even integer, for the very last n to 2^53: its uniform number would be 1 and its
+    noise infinite, so the largest number below 1 is taken for it.
+    """
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    np.minimum(uniform, _BELOW_ONE, out=uniform)
+    return (-np.log(-np.log(uniform))).astype(np.float32)
 
 
 def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
@@ -105,8 +118,11 @@ class Sampler:
         """
         scores = logits.float()
         if self._penalty:
+            # a draft model's vocabulary may be the smaller one, and not every version of
+            # transformers passes over ids beyond it
+            known = [token for token in context if token < scores.shape[-1]]
+            ids = torch.tensor([known], dtype=torch.int64, device=logits.device)
             # a copy: transformers' processors may write in place
-            ids = torch.tensor([list(context)], dtype=torch.int64, device=logits.device)
             scores = self._penalty(ids.expand(len(scores), -1), scores.clone())
         if self._warpers:
             # the warpers do not look at the ids

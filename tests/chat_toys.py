@@ -81,7 +81,6 @@ class ToySession:
         self.settings = {"offload": "none", "device": "toy", "dtype": "float32"}
         self.special_tokens: Mapping[str, int] = SPECIAL
         self.context_length = context_length
-        self.distributed = False
         self.stats = GenerationStats()
         self.context: list[int] = []
         self.prompts: list[list[int]] = []

@@ -10,13 +10,16 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
 
 HELD_OUT = Path(__file__).parents[1] / "specexec_cli" / "demo" / "heldout_prompts.json"
 VOCAB = 64
@@ -100,7 +103,8 @@ def save_checkpoint(
     """Writes random weights; returns transformers' own model of them, computing in float32.
 
     Args:
-        noise_of: take these weights plus `noise` times normal noise instead.
+        noise_of: take these weights plus `noise` times normal noise instead; a smaller vocabulary
+            takes the first rows.
     """
     torch.manual_seed(seed)
     eager = getattr(config, "attn_logit_softcapping", None) is not None
@@ -113,7 +117,8 @@ def save_checkpoint(
             if noise_of is None:
                 parameter.normal_(std=std)
             else:
-                parameter.copy_(sources[name] + noise * torch.randn_like(parameter))
+                source = sources[name][: len(parameter)]
+                parameter.copy_(source + noise * torch.randn_like(parameter))
     model.tie_weights()
     model.to(dtype).save_pretrained(folder, max_shard_size=shard_bytes or "50GB")
     return transformers.AutoModelForCausalLM.from_pretrained(
@@ -155,6 +160,28 @@ def save_pair(
     return folder / "target", folder / "draft"
 
 
+def spoil_logits(folder: Path, token: int | None) -> None:
+    """Makes a Llama's logits infinite right behind one token, and there alone.
+
+    The last dimension of the residual stream is cleared for every other token, and the head would
+    overflow if it were not. Keys and values stay finite, so no other position is spoilt.
+
+    Args:
+        token: None clears the dimension alone: what the model writes without the spoilt token.
+    """
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor[-1] = 0.0
+    tensors["model.norm.weight"][-1] = 1.0
+    tensors["model.embed_tokens.weight"][:, -1] = 0.0
+    tensors["lm_head.weight"][0, -1] = torch.finfo(torch.float32).max
+    if token is not None:
+        tensors["model.embed_tokens.weight"][token, -1] = 1000.0
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     """Overrides keys of a JSON file; None as a value removes the key."""
     content = {**json.loads(path.read_text()), **changes}
@@ -164,13 +191,35 @@ def edit_json(path: Path, **changes: Any) -> None:
 def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> StreamedModel:
     """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay)."""
     return StreamedModel.open(
-        folder, device=torch.device("cpu"), dtype=torch.float32, tiers=tier, **options
+        read_checkpoint(folder),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        tiers=tier,
+        **options,
     )
 
 
 def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
     """(len(tokens), vocab) in one pass from an empty cache."""
     return model.forward(PassRows.chain(tokens, 0), model.new_cache(), range(len(tokens)))
+
+
+def assert_fresh(model: StreamedModel, cache: SlotCache, tokens: list[int]) -> None:
+    """The cache holds exactly the rows a prefill of `tokens` would write."""
+    assert cache.length == len(tokens)
+    fresh = model.new_cache()
+    if tokens:
+        model.forward(PassRows.chain(tokens, 0), fresh, [])
+    for ours, expected in zip(cache.layers, fresh.layers, strict=True):
+        assert ours.length == len(tokens)
+        for part in ("keys", "values"):
+            if tokens:
+                torch.testing.assert_close(
+                    getattr(ours, part)[:, :, : len(tokens)].cpu(),
+                    getattr(expected, part)[:, :, : len(tokens)].cpu(),
+                    rtol=0,
+                    atol=5e-5,
+                )
 
 
 def sentencepiece_model() -> bytes:

@@ -9,8 +9,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import Ready
+from specexec_cli.errors import NonFiniteLogitsError, SpecexecError, StreamError
 
 
 def toy_token(seed: int, sequence: Sequence[int], position: int, vocab: int = 50) -> int:
@@ -28,9 +32,14 @@ class ToyServer:
     dies_at: int = -1  # the pass that raises
     hangs_at: int = -1  # the pass that does not answer in time
     exits_at: int = -1  # the pass that ends the process, as a segmentation fault would
+    # (sequence, position) -> why the position cannot be drawn
+    fails: Callable[[Sequence[int], int], SpecexecError | None] = lambda sequence, position: None
+    score_s: float = 0.0  # how long logits take
     passes: int = 0
+    forgot: int = 0  # how often
     offset: int = 0
     bytes_streamed: int = 0
+    rows_run: int = 0
 
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)
@@ -42,6 +51,8 @@ class ToyServer:
         self, tokens: Sequence[int], first: int, stale: Callable[[], bool]
     ) -> tuple[int, ...] | None:
         self.passes += 1
+        if None in tokens:
+            raise TypeError("no token at all")
         if self.passes == self.dies_at:
             raise RuntimeError("injected failure")
         if self.passes == self.exits_at:
@@ -54,10 +65,24 @@ class ToyServer:
             if stale():
                 return None
             time.sleep(min(left, 0.002))
-        return tuple(
-            toy_token(self.seed + self.offset, tokens, position)
-            for position in range(first, len(tokens) + 1)
-        )
+        draws: list[int] = []
+        for position in range(first, len(tokens) + 1):
+            error = self.fails(tokens, position)
+            if error is not None and (not draws or not isinstance(error, NonFiniteLogitsError)):
+                raise error
+            if error is not None:
+                break
+            draws.append(toy_token(self.seed + self.offset, tokens, position))
+        return tuple(draws)
+
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """Of a vocabulary of two: the position, and how often the cache was emptied."""
+        time.sleep(self.score_s)
+        rows = [(position, self.forgot) for position in range(first, len(tokens))]
+        return np.array(rows, dtype=np.float32)
+
+    def forget(self) -> None:
+        self.forgot += 1
 
 
 @dataclass
@@ -68,6 +93,7 @@ class ToyDrafter:
     acceptance: float
     delay_s: Callable[[], float] = lambda: 0.0
     dies_at: int = -1
+    window: int = 10**9  # it says nothing of positions from here on
     sequence: list[int] = field(default_factory=list)
     drafted: int = 0
     offset: int = 0
@@ -81,7 +107,15 @@ class ToyDrafter:
     def start(self, tokens: Sequence[int]) -> None:
         self.sequence = list(tokens)
 
-    def next_token(self) -> int:
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        raise StreamError("the draft model cannot be read")
+
+    def forget(self) -> None:
+        pass
+
+    def next_token(self) -> int | None:
+        if len(self.sequence) >= self.window:
+            return None
         self.drafted += 1
         if self.drafted == self.dies_at:
             raise RuntimeError("injected failure")

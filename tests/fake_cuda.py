@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ _SYNCHRONIZING = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.maske
 # Operands in ordinary memory that CUDA's own implementations take.
 _CROSSING = {aten.copy_, aten._to_copy}
 _CPU_INDICES = {aten.index, aten.index_put_, aten.index_put, aten._index_put_impl_}
+
+
+def _mm_wide(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch.mm(out_dtype=), for operands of two bytes; no other device has it."""
+    if {left.dtype, right.dtype} - {torch.float16, torch.bfloat16} or dtype != torch.float32:
+        raise RuntimeError(f"mm of {left.dtype} and {right.dtype} into {dtype} on CUDA")
+    return left.float() @ right.float()
+
+
+def _softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    """A GPU widens two bytes on the way; a CPU must be given float32."""
+    return (rows.float() if half_to_float else rows).softmax(dim)
+
+
+_CUDA_ALONE = {aten.mm.dtype: _mm_wide, aten._softmax.default: _softmax}
 
 
 class CudaTensor(torch.Tensor):
@@ -123,7 +139,8 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _capturing and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
-    found = _launch(lambda: func(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+    run = _CUDA_ALONE.get(func, func)
+    found = _launch(lambda: run(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
     if func._schema.is_mutable:  # in place, or out=: what comes back is what was given
         owners = {id(value.inner): value for value in there}
         return tree_map(lambda value: owners.get(id(value), value), found)
@@ -178,20 +195,9 @@ class _NumberedDevices(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not torch.device:
-            args, kwargs = tree_map(_numbered, (args, kwargs or {}))
+            args = tuple(map(_numbered, args))
+            kwargs = {name: _numbered(value) for name, value in (kwargs or {}).items()}
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _capture(
-    graph: _Graph, pool: object, stream: _Stream, capture_error_mode: str
-) -> Iterator[None]:
-    global _capturing
-    _capturing = graph
-    try:
-        yield
-    finally:
-        _capturing = None
 
 
 class _Stream:
@@ -203,6 +209,61 @@ class _Stream:
 
     def wait_event(self, event: _Event) -> None:
         assert event.recorded
+
+
+_current = _Stream()
+
+
+def _set_stream(stream: _Stream) -> None:
+    global _current
+    _current = stream
+
+
+@contextmanager
+def _on_stream(stream: _Stream) -> Iterator[None]:
+    """torch.cuda.stream"""
+    before = _current
+    _set_stream(stream)
+    try:
+        yield
+    finally:
+        _set_stream(before)
+
+
+_recorded_to: set[object] = set()  # pools
+
+
+class _Capture:
+    """torch.cuda.graph, which does not recover from a failure inside.
+
+    Ending a failed capture is an error, raised before the former stream is made current again. In
+    some versions the allocator then takes the pool for one that is still recorded to
+    (pytorch/pytorch#180395).
+    """
+
+    def __init__(
+        self, graph: _Graph, pool: object, stream: _Stream, capture_error_mode: str
+    ) -> None:
+        self._graph, self._pool, self._stream = graph, pool, stream
+
+    def __enter__(self) -> None:
+        global _capturing
+        self._before = _current
+        _set_stream(self._stream)
+        if self._pool in _recorded_to:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        _recorded_to.add(self._pool)
+        _capturing = self._graph
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        global _capturing
+        _capturing = None
+        if kind is not None:
+            raise RuntimeError(
+                "CUDA error: operation failed due to a previous error during capture"
+            )
+        _recorded_to.remove(self._pool)
+        _set_stream(self._before)
 
 
 class _Event:
@@ -244,13 +305,14 @@ def _set_device(device: torch.device) -> None:
 
 
 def _register_device_guard() -> None:
-    """A build of torch without CUDA has nothing that switches devices: take the CPU's, a no-op.
+    """Where there is no GPU, the CPU's way of switching devices, a no-op, serves for CUDA too.
 
-    Views with numbers assigned to them (x[:, 1:2] = 0) ask for it in C++.
+    Indexing (x[ids], x[:, 1:2] = 0) switches devices in C++. A build of torch without CUDA has no
+    way to; that of a build with CUDA asks the driver, which is not there.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
-    if guards[1] is None:
+    if not torch.cuda.is_available():
         guards[1] = guards[0]
 
 
@@ -263,7 +325,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
     """
     _register_device_guard()
     runtime = Runtime()
-    stream = _Stream()
+    first, pools = _current, count()
     with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
         for name, value in {
             "_lazy_init": lambda: None,
@@ -278,13 +340,14 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
             "cudart": lambda: runtime,
-            "current_stream": lambda device=None: stream,
-            "stream": lambda stream: nullcontext(),
+            "current_stream": lambda device=None: _current,
+            "set_stream": _set_stream,
+            "stream": _on_stream,
             "Stream": _Stream,
             "Event": _Event,
             "CUDAGraph": _Graph,
-            "graph": _capture,
-            "graph_pool_handle": lambda: (0, 0),
+            "graph": _Capture,
+            "graph_pool_handle": lambda: (0, next(pools)),
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
@@ -297,4 +360,6 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             yield
         finally:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
+            _recorded_to.clear()
+    assert _current is first, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -18,7 +18,7 @@ from toys import NoisyCopy, ToyLM, classifier
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -70,6 +70,7 @@ class SlotToy:
     def forward(self, rows: PassRows, cache: SlotList, logit_rows: Sequence[int]) -> Tensor:
         self.passes += 1
         assert max(rows.positions) < self.context_length
+        assert max(rows.tokens) < self.vocab_size, "an embedding has no row for it"
         logits = []
         for start in range(0, len(rows.tokens), self.chunk_rows):
             stop = min(start + self.chunk_rows, len(rows.tokens))

@@ -39,6 +39,11 @@ def supports(weight: Tensor) -> bool:
     )
 
 
+def is_emulated(dtype: torch.dtype) -> bool:
+    """Whether this CPU has no arithmetic in a dtype of two bytes, so that PyTorch converts."""
+    return dtype in _STORED and not cpu_jit.has_matmul(dtype)
+
+
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with sums in float32.
 

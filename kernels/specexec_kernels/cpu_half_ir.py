@@ -9,8 +9,7 @@ to memory. Weights are transposed two at a time, as the 32-bit words they pair u
 Each output of a row is summed in an order that depends on neither the other rows nor their number:
 the same row gives the same bits in every pass.
 
-Strips are claimed from a shared counter: any number of threads may call a kernel with the same
-arguments at once. Knows nothing of torch or thread pools.
+Knows nothing of torch or thread pools.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any, Literal
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I64, PTR, Emitter
+from specexec_kernels.cpu_ir_emit import F32, I64, Emitter, build_module
 
 Stored = Literal["bfloat16", "float16"]
 BLOCK_INPUTS = 128  # with a strip of 32 outputs 16 KiB, half of the smallest L1 cache in use
@@ -70,28 +69,25 @@ class Kernel(Emitter):
     def emit(self) -> None:
         """Claim strips until none is left."""
         b = self.b
+
+        def work(strip: Any, _: Any) -> None:
+            output = b.mul(strip, I64(self.spec.strip))
+
+            def block(first: Any, _: list[Any]) -> list[Any]:
+                last = self.minimum(b.add(first, I64(BLOCK_INPUTS)), self.arg[Arg.INPUTS])
+                self.loop(
+                    first, last, 2 * self.lanes, [], lambda k, _: self.widen(output, first, k)
+                )
+                self.loop(
+                    I64(0), self.arg[Arg.CHUNKS], 1, [],
+                    lambda c, _: self.multiply(c, output, first, last),
+                )  # fmt: skip
+                return []
+
+            self.loop(I64(0), self.arg[Arg.INPUTS], BLOCK_INPUTS, [], block)
+
         strips = b.udiv(self.arg[Arg.OUTPUTS], I64(self.spec.strip))
-        claim, work, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
-        b.branch(claim)
-        b.position_at_end(claim)
-        strip = b.atomic_rmw("add", self.ptr(self.base, I64(Arg.COUNTER), 8), I64(1), "monotonic")
-        b.cbranch(b.icmp_signed("<", strip, strips), work, done)
-        b.position_at_end(work)
-        output = b.mul(strip, I64(self.spec.strip))
-
-        def block(first: Any, _: list[Any]) -> list[Any]:
-            last = self.minimum(b.add(first, I64(BLOCK_INPUTS)), self.arg[Arg.INPUTS])
-            self.loop(first, last, 2 * self.lanes, [], lambda k, _: self.widen(output, first, k))
-            self.loop(
-                I64(0), self.arg[Arg.CHUNKS], 1, [],
-                lambda c, _: self.multiply(c, output, first, last),
-            )  # fmt: skip
-            return []
-
-        self.loop(I64(0), self.arg[Arg.INPUTS], BLOCK_INPUTS, [], block)
-        b.branch(claim)
-        b.position_at_end(done)
-        b.ret_void()
+        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), strips, 1, work)
 
     def widen(self, output: Any, first: Any, k: Any) -> list[Any]:
         """Put 2 * lanes inputs, from input `k` on, of the strip's weights into the block."""
@@ -180,7 +176,4 @@ class Kernel(Emitter):
 
 def build(spec: KernelSpec, name: str) -> str:
     """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
-    module = ir.Module(name)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name)
-    Kernel(spec, function).emit()
-    return str(module)
+    return build_module(name, lambda function: Kernel(spec, function).emit())

@@ -10,8 +10,7 @@ Three kernels over *strips* (`vectors * lanes` output columns), one generator:
 IR instead of compiled Python because the register tile must not be left to a vectorizer's guess
 (docs/experiments.md has the numba numbers); LLVM through llvmlite needs no C compiler.
 
-Strips are claimed from a shared counter: any number of threads may call a kernel with the same
-arguments at once. Knows nothing of torch, checkpoints or thread pools.
+Knows nothing of torch, checkpoints or thread pools.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I64, PTR
+from specexec_kernels.cpu_ir_emit import F32, I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Unpacker
 
 STRIPS_PER_TILE = 4  # strips claimed at once
@@ -43,30 +42,23 @@ class Kernel(Unpacker):
 
         A block of x (BLOCK_CODES inputs) is then read from a near cache by every strip of the tile.
         """
-        b = self.b
-        claim, work, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
-        b.branch(claim)
-        b.position_at_end(claim)
-        tile = b.atomic_rmw("add", self.ptr(self.base, I64(0), 8), I64(1), "monotonic")
-        start = b.add(self.arg[Arg.FIRST_STRIP], b.mul(tile, I64(STRIPS_PER_TILE)))
-        end = self.arg[Arg.END_STRIP]
-        b.cbranch(b.icmp_signed("<", start, end), work, done)
-        b.position_at_end(work)
-        stop = self.minimum(b.add(start, I64(STRIPS_PER_TILE)), end)
-        self.loop(start, stop, 1, [], self.prepare_strip)
         units = self.arg[Arg.UNITS]
         step = BLOCK_CODES[self.spec.mode] // self.spec.unit_codes
         strip_of = {"few": self.few, "many": self.many, "dequantize": self.dequantize}
+        body = strip_of[self.spec.mode]
 
-        def block(first: Any, _: list[Any]) -> list[Any]:
-            last = self.minimum(b.add(first, I64(step)), units)
-            body = strip_of[self.spec.mode]
-            return self.loop(start, stop, 1, [], lambda s, _: body(s, first, last))
+        def work(start: Any, stop: Any) -> None:
+            self.loop(start, stop, 1, [], self.prepare_strip)
 
-        self.loop(I64(0), units, step, [], block)
-        b.branch(claim)
-        b.position_at_end(done)
-        b.ret_void()
+            def block(first: Any, _: list[Any]) -> list[Any]:
+                last = self.minimum(self.b.add(first, I64(step)), units)
+                return self.loop(start, stop, 1, [], lambda s, _: body(s, first, last))
+
+            self.loop(I64(0), units, step, [], block)
+
+        counter = self.ptr(self.base, I64(0), 8)
+        ends = self.arg[Arg.FIRST_STRIP], self.arg[Arg.END_STRIP]
+        self.claim_strips(counter, *ends, STRIPS_PER_TILE, work)
 
     def few(self, strip: Any, first: Any, last: Any) -> list[Any]:
         """Multiply straight from the unpacking."""
@@ -175,7 +167,4 @@ class Kernel(Unpacker):
 
 def build(spec: KernelSpec, name: str) -> str:
     """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
-    module = ir.Module(name)
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name)
-    Kernel(spec, function).emit()
-    return str(module)
+    return build_module(name, lambda function: Kernel(spec, function).emit())

@@ -1,6 +1,9 @@
-"""Small LLVM IR building blocks: loops that carry values, vectors, packed fields.
+"""The frame that both CPU kernel generators share, and small LLVM IR building blocks.
 
-The kernels in cpu_ir are written with these. Knows nothing of strips, groups or threads.
+A kernel is `void name(int64 *args)`. Its work is a range of strips (some output columns each) that
+threads claim from a counter in args[0], so any number of them may call it with the same arguments
+at once. What is done with a strip is the generator's own: cpu_ir reads packed weights, cpu_half_ir
+16-bit ones. Knows nothing of groups, of torch, or of thread pools.
 """
 
 from __future__ import annotations
@@ -27,6 +30,34 @@ class Emitter:
         self._prefetch = ir.Function(module, prefetch, "llvm.prefetch.p0")
         fma = ir.FunctionType(self.vector, [self.vector] * 3)
         self._fma = ir.Function(module, fma, f"llvm.fma.v{lanes}f32")
+
+    def claim_strips(
+        self,
+        counter: Any,
+        first: Any,
+        end: Any,
+        at_once: int,
+        work: Callable[[Any, Any], None],
+    ) -> None:
+        """The whole kernel: claims strips first..end until none is left, then returns.
+
+        Args:
+            counter: address of the int64 that counts claims, 0 before a call.
+            at_once: strips of one claim.
+            work: emits what is done with strips start..stop.
+        """
+        b = self.b
+        claim, found, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
+        b.branch(claim)
+        b.position_at_end(claim)
+        turn = b.atomic_rmw("add", counter, I64(1), "monotonic")
+        start = b.add(first, b.mul(turn, I64(at_once)))
+        b.cbranch(b.icmp_signed("<", start, end), found, done)
+        b.position_at_end(found)
+        work(start, self.minimum(b.add(start, I64(at_once)), end))
+        b.branch(claim)
+        b.position_at_end(done)
+        b.ret_void()
 
     def fma(self, left: Any, right: Any, addend: Any) -> Any:
         """left * right + addend, rounded once."""
@@ -118,3 +149,14 @@ class Emitter:
         raw = self.load(base, index, ir.VectorType(ir.IntType(16), lanes), 2)
         bits = self.b.shl(self.b.zext(raw, ir.VectorType(I32, lanes)), self.ints([16] * lanes))
         return self.b.bitcast(bits, wide)
+
+
+def build_module(name: str, emit: Callable[[ir.Function], None]) -> str:
+    """LLVM IR of a kernel.
+
+    Args:
+        emit: fills in the function `void name(int64 *args)`.
+    """
+    module = ir.Module(name)
+    emit(ir.Function(module, ir.FunctionType(ir.VoidType(), [PTR]), name))
+    return str(module)

@@ -21,6 +21,11 @@ from llvmlite import binding as llvm
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Launcher = Callable[[Any, int, int], None]
+# LLVM's names of instructions that multiply in a dtype, on x86-64 and on Arm.
+_MULTIPLY = {
+    torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
+    torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
+}
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -53,6 +58,13 @@ def has_bf16_matmul() -> bool:
     """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
     features = llvm.get_host_cpu_features()
     return any(features.get(name) for name in ("amx-bf16", "avx512bf16"))
+
+
+@cache
+def has_matmul(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions that multiply in a dtype of two bytes."""
+    features = llvm.get_host_cpu_features()
+    return any(features.get(name) for name in _MULTIPLY.get(dtype, ()))
 
 
 def compile_ir(text: str, name: str) -> Any:

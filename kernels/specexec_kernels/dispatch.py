@@ -57,14 +57,21 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and triton_obstacle(device) is None
 
 
-def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x (rows, inputs) @ W (inputs, outputs), in x's dtype; sums in float32 or better."""
+def quantized_matmul(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x (rows, inputs) @ W (inputs, outputs); sums in float32 or better.
+
+    Args:
+        out_dtype: of the result, x's unless told; float32 is the other choice, on a GPU.
+    """
+    out_dtype = out_dtype or x.dtype
     if uses_triton(x.device):
         from specexec_kernels import triton_quant
 
         if x.shape[0] <= GPU_FUSED_ROWS:
-            return triton_quant.quantized_matmul(x, weight)
-        return x @ triton_quant.dequantize(weight, x.dtype)
+            return triton_quant.quantized_matmul(x, weight, out_dtype)
+        return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype)
     if x.device.type == "cpu":
         if not cpu_quant.supports(weight):
             return x @ dequantize_ref(weight, x.dtype)
@@ -72,7 +79,12 @@ def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
         if x.shape[0] < CPU_TILED_ROWS[wide.dtype]:
             return cpu_quant.matmul(x, weight).to(x.dtype)
         return cpu_quant.tiled_matmul(wide, weight).to(x.dtype)
-    return x @ dequantize_by_slabs(weight, x.dtype)
+    return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype)
+
+
+def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """x @ dense on a GPU, whose sums in float32 may be kept."""
+    return x @ dense if out_dtype == x.dtype else torch.mm(x, dense, out_dtype=out_dtype)
 
 
 def tree_attention(

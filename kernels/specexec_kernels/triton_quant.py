@@ -64,8 +64,13 @@ def _few_rows_kernel(
     tl.store(out + m * N + n, sums.to(out.dtype.element_ty), mask=(m < M) & (n < N))
 
 
-def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+def quantized_matmul(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """x (rows, inputs) times the packed weight in x's dtype, sums in float32.
+
+    Args:
+        out_dtype: of the result, x's unless told.
 
     One program carries 16 rows and 32 outputs through all inputs, so each packed word is read once
     for 16 rows and the order of the sums does not depend on the launch.
@@ -73,7 +78,7 @@ def quantized_matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     x = x.contiguous()
     rows, inputs = x.shape
     outputs = weight.out_features
-    out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
+    out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     tensors, constants = weight_arguments(weight)
     row_tile, block_k, block_n = 16, 64, 32
     grid = (triton.cdiv(outputs, block_n), triton.cdiv(rows, row_tile))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from specexec_cli.bench.runner import BenchPrompt
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def check_settings(sampling: SamplingConfig, ranks: Sequence[int]) -> None:
 
 
 def measure_coverage(
-    session: Session,
+    session: TextSession,
     prompts: Sequence[BenchPrompt],
     sampling: SamplingConfig,
     max_tokens: int,

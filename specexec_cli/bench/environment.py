@@ -13,7 +13,7 @@ from specexec_cli import __version__
 from specexec_cli.device import cpu_info, gpus, total_ram_bytes
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 _PACKAGES = ("torch", "transformers", "numpy", "safetensors")
 
@@ -63,15 +63,15 @@ def _git(root: Path, *arguments: str) -> str:
     return answer.stdout.strip()
 
 
-def link(session: Session) -> dict[str, Any]:
+def link(session: TextSession) -> dict[str, Any]:
     """How fast the weights can come at best, measured now, and how they come.
 
     Raises:
         StreamError: the disk fails.
     """
-    from specexec_cli.hub import fetch
-    from specexec_cli.offload.probe import probe_link, probe_memory, probe_ssd
+    from specexec_cli.catalog.hub import fetch
     from specexec_cli.offload.store import read_checkpoint
+    from specexec_cli.planning.probe import probe_link, probe_memory, probe_ssd
 
     offload, device = session.settings["offload"], session.settings["device"]
     if offload == "none":

@@ -20,7 +20,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.sampling import Sampler
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 _DIGITS = 6  # kept of the signals, so that a text read back is the text collected
 
@@ -65,7 +65,7 @@ class LabelsFile:
 
 
 def collect(
-    session: Session,
+    session: TextSession,
     prompts: Sequence[BenchPrompt],
     sampling: SamplingConfig,
     max_tokens: int,
@@ -80,7 +80,9 @@ def collect(
         yield labels[key]
 
 
-def _text(session: Session, prompt: BenchPrompt, sampling: SamplingConfig, max_tokens: int) -> Text:
+def _text(
+    session: TextSession, prompt: BenchPrompt, sampling: SamplingConfig, max_tokens: int
+) -> Text:
     generation = GenerationConfig(max_tokens=max_tokens)
     list(session.generate(prompt.tokens, sampling=sampling, generation=generation))
     tokens, first = session.context, len(prompt.tokens)
@@ -91,7 +93,7 @@ def _text(session: Session, prompt: BenchPrompt, sampling: SamplingConfig, max_t
     return Text(np.round(signals(utilities), _DIGITS), accepted)
 
 
-def measure_costs(session: Session, prompt: BenchPrompt, tokens: int = 24) -> Costs:
+def measure_costs(session: TextSession, prompt: BenchPrompt, tokens: int = 24) -> Costs:
     """Seconds of a target pass and of a draft step, in chains of four."""
     tree = TreeConfig(budget=4, max_depth=4, batch=1)
     steps = list(

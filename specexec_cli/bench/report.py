@@ -19,7 +19,7 @@ from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 
 def make_report(
@@ -73,7 +73,11 @@ def _origin(row: Row) -> str:
 
 
 def coverage_row(
-    session: Session, dataset: Dataset, sampling: SamplingConfig, max_tokens: int, found: Coverage
+    session: TextSession,
+    dataset: Dataset,
+    sampling: SamplingConfig,
+    max_tokens: int,
+    found: Coverage,
 ) -> Row:
     """A coverage measurement as a row of the results file."""
     choice = session.choice

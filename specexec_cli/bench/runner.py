@@ -21,7 +21,7 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import ConfigError
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 WARMUP_TOKENS = 8
 
@@ -56,7 +56,7 @@ class Run:
 
 
 def encode_prompts(
-    session: Session, dataset: Dataset, max_tokens: int
+    session: TextSession, dataset: Dataset, max_tokens: int
 ) -> tuple[list[BenchPrompt], list[str]]:
     """The dataset's prompts as tokens, and the ids of those too long for the context window.
 
@@ -102,7 +102,7 @@ class Bench:
     """Measures runs in one session and appends them to a results file."""
 
     def __init__(
-        self, session: Session, results: ResultsFile, env: dict[str, Any], link: dict[str, Any]
+        self, session: TextSession, results: ResultsFile, env: dict[str, Any], link: dict[str, Any]
     ) -> None:
         self._session = session
         self._results = results
@@ -159,7 +159,7 @@ class Bench:
         self._session.forget()
         learner = case.method, case.tree, case.sampling
         if learner not in self._learned:
-            self._learned[learner] = Learned(self._session.classifier)
+            self._learned[learner] = Learned(self._session.classifier, self._session.cost_prior)
         self._session.learned = self._learned[learner]
         return list(
             self._session.generate(

@@ -17,7 +17,7 @@ from specexec_cli.core import GenerationStats
 from specexec_cli.errors import ConfigError, SpecexecError
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 LEAST_ROOM = 64  # tokens a reply should at least have
 WARN_AT = 0.8  # of the context window
@@ -25,35 +25,35 @@ _SHORT = 400  # characters that fit into the input line without filling the scre
 
 
 class Screen(Protocol):
-    """Where a chat shows things, and whom it may ask."""
+    """What a chat shows its lines and replies on, and through which it asks the user questions."""
 
     def notice(self, text: str) -> None:
-        """One line worth knowing."""
+        """Shows one line that the user should know and need not act on."""
 
     def error(self, text: str) -> None:
-        """One line of what is wrong and how to mend it."""
+        """Shows one line that says what is wrong and how to mend it."""
 
     def echo(self, text: str) -> None:
-        """A message that nobody typed here."""
+        """Shows a message of the user's that was not typed here, such as one from a script."""
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What a command answers."""
+        """Shows a command's answer: rows of a name and a value."""
 
     def reply(self, prompt: str, settings: ChatSettings) -> AbstractContextManager[ReplyView]:
         """Shows one reply to a rendered prompt."""
 
     def stats(self, stats: GenerationStats) -> None:
-        """The line behind a reply."""
+        """Shows the statistics of a reply that has ended, on one line."""
 
     def confirm(self, question: str) -> bool:
-        """Asks; True where there is nobody to ask."""
+        """Asks a yes-or-no question; True where standard input is no terminal to ask at."""
 
 
 @dataclass(slots=True)
 class Chat:
     """State of a chat and the things one can do to it."""
 
-    session: Session
+    session: TextSession
     screen: Screen
     settings: ChatSettings
     conversation: Conversation = field(default_factory=Conversation)
@@ -214,7 +214,7 @@ class Chat:
         return turns
 
     def drop(self, start: int, stop: int | None = None) -> None:
-        """Forgets messages."""
+        """Removes messages start..stop from the conversation; to its end if stop is None."""
         stop = len(self.conversation.messages) if stop is None else stop
         if stop > start:
             del self.conversation.messages[start:stop]
@@ -257,7 +257,7 @@ class Chat:
         self.session.render_chat(system.plain())
 
     def _take_back(self) -> None:
-        """The last message goes back to where it came from."""
+        """Takes the unanswered message back into the input line, or into the input history."""
         text = self.undo()
         if self._files and text.endswith(self._typed):
             self.attached, text = self._files, self._typed
@@ -289,7 +289,7 @@ def _turns(dropped: int, conversation: Conversation) -> str:
 
 
 def add_stats(total: GenerationStats, one: GenerationStats) -> None:
-    """Sums up, in place."""
+    """Adds the statistics of one generation to a running total, in place."""
     for name in ("prompt_tokens", "prompt_rows", "generated_tokens", "target_passes", "ttft_s",
                  "first_tokens", "total_s", "draft_s", "verify_s", "bytes_streamed"):  # fmt: skip
         setattr(total, name, getattr(total, name) + getattr(one, name))

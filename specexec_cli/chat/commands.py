@@ -14,7 +14,7 @@ from specexec_cli.errors import ConfigError, nearest
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command."""
+    """One command of the chat, a line that begins with /."""
 
     name: str
     argument: str  # as shown in /help
@@ -24,7 +24,7 @@ class Command:
 
     @property
     def usage(self) -> str:
-        """'/save FILE'."""
+        """How the command is typed, as in '/save FILE'."""
         return f"/{self.name} {self.argument}".strip()
 
 
@@ -184,8 +184,6 @@ def _draft(chat: Chat, argument: str) -> None:
     on = on_or_off("/draft", argument)
     if on and chat.session.choice.draft is None:
         raise ConfigError("this chat was started without a draft model: --draft MODEL")
-    if not on and chat.session.distributed:
-        raise ConfigError("--method dsi always drafts: leave it out to decode token by token")
     chat.settings = replace(chat.settings, method=None if on else "autoregressive")
     chat.screen.notice(
         "drafting is on: several tokens a pass" if on

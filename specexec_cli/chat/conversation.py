@@ -21,7 +21,7 @@ class ChatEncoder(Protocol):
         """The messages in the model's chat template, ready for the reply."""
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of such text."""
+        """Tokens of text that render_chat returned."""
 
     @property
     def special_tokens(self) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecErro
 
 
 class Source(Protocol):
-    """Where messages come from."""
+    """Where the user's messages come from: a terminal's prompt, or a script on stdin."""
 
     interactive: bool  # somebody is typing
 
@@ -46,7 +46,7 @@ class Script:
                 ) from error
 
     def read(self, chat: Chat) -> str | None:
-        """The next turn."""
+        """The next message or command; None at the end of the input."""
         text = next(self._lines, None)
         while text is not None and is_open(text):
             line = next(self._lines, None)

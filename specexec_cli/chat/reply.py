@@ -13,7 +13,7 @@ from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.errors import SpecexecError
 
 if TYPE_CHECKING:
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 Finish = Literal["length", "eos", "stop", "interrupted", "failed"]
 
@@ -33,7 +33,7 @@ class ReplyView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What came of it."""
+    """A reply as far as it came, and how it ended."""
 
     text: str
     tokens: tuple[int, ...]  # of the reply; nothing of it behind the shown text
@@ -74,11 +74,11 @@ class Interrupts:
 
 
 class _Stopped(Exception):
-    """Leaves a pass between two layers."""
+    """Raised by the layer callback to leave a pass between two layers after Ctrl-C."""
 
 
 def run_reply(
-    session: Session,
+    session: TextSession,
     prompt: Prompt,
     settings: ChatSettings,
     view: ReplyView,

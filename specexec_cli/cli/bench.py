@@ -13,8 +13,6 @@ import typer
 from specexec_cli.cli import options
 from specexec_cli.config import (
     DraftScoring,
-    DtypeName,
-    OffloadMode,
     Policy,
     SamplingConfig,
     TreeConfig,
@@ -24,8 +22,7 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 if TYPE_CHECKING:
     from specexec_cli.bench.datasets import Dataset
     from specexec_cli.bench.runner import Bench, BenchPrompt, Run
-    from specexec_cli.opening import ContextTokens
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 app = typer.Typer(
     help="Measure decoding methods against plain decoding on the same prompts.",
@@ -52,14 +49,11 @@ Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or 
 
 
 @app.callback()
+@options.grouped
 def bench(
+    *,
     ctx: typer.Context,
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    models_file: options.ModelsFile = None,
-    tokenizer: options.Tokenizer = None,
-    offline: options.Offline = False,
+    models: options.MeasuredModels,
     method: Annotated[
         str,
         typer.Option(
@@ -114,9 +108,6 @@ def bench(
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
-    offload: options.Offload = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
     results: Results = Path("bench.jsonl"),
     output: Output = "table",
     quiet: options.Quiet = False,
@@ -159,10 +150,7 @@ def bench(
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
-    with open_session(
-        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
-        longest(sets, max_tokens),
-    ) as session:  # fmt: skip
+    with open_models(models, sets, max_tokens, quiet) as session:
         recommended = session.choice.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
@@ -172,7 +160,7 @@ def bench(
 
 
 def _measure(
-    session: Session,
+    session: TextSession,
     cases: list[Any],
     sets: list[Dataset],
     max_tokens: int,
@@ -237,13 +225,10 @@ def _run(
 
 
 @app.command()
+@options.grouped
 def coverage(
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    models_file: options.ModelsFile = None,
-    tokenizer: options.Tokenizer = None,
-    offline: options.Offline = False,
+    *,
+    models: options.MeasuredModels,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -251,9 +236,6 @@ def coverage(
     top_k: Annotated[str, typer.Option(help="Values of k, a comma list.")] = "1,2,4,8,16,32,64",
     temperature: options.Temperature = 1.0,
     seed: options.Seed = 0,
-    offload: options.Offload = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
     results: Results = Path("bench.jsonl"),
     output: Output = "table",
     quiet: options.Quiet = False,
@@ -274,10 +256,7 @@ def coverage(
     check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
-    with open_session(
-        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
-        longest([one], max_tokens),
-    ) as session:  # fmt: skip
+    with open_models(models, [one], max_tokens, quiet) as session:
         from specexec_cli.bench.runner import encode_prompts
 
         usable, skipped = encode_prompts(session, one, max_tokens)
@@ -314,51 +293,34 @@ def report(
         print(f"figure: {path}", file=sys.stderr)
 
 
-def open_session(
-    pair: str | None,
-    target: str | None,
-    draft: str | None,
-    models_file: Path | None,
-    tokenizer: Path | None,
-    offline: bool,
-    offload: str,
-    device: str,
-    dtype: str,
-    quiet: bool,
-    context: ContextTokens,
-) -> Session:
-    """A session as these options say, with a bar while it loads."""
-    chosen = {
-        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
-        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
-    }
+def open_models(
+    models: options.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
+) -> TextSession:
+    """A session with memory planned for the longest of these prompts, and a bar while it loads."""
+    prompts = [prompt for one in sets for prompt in one.prompts]
+    turns = max((len(prompt.messages) for prompt in prompts), default=1)
+    text = max((prompt.text for prompt in prompts), key=len, default="")
+    # a chat template adds some tokens to each turn
+    request = models.request(text, (1 + turns) * options.TEMPLATE_TOKENS + max_tokens)
     from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.session import Session
+    from specexec_cli.session import open_session
 
     bar = LoadingBar(shown=not quiet)
     try:
-        return Session.open(
-            pair=pair, target=target, draft=draft, models_file=models_file, offline=offline,
-            tokenizer=tokenizer, context=context, device=device, progress=bar,
-            offload=cast(OffloadMode, chosen["offload"]), dtype=cast(DtypeName, chosen["dtype"]),
-            notice=(lambda line: None) if quiet else notice,
+        return open_session(
+            request, notice=(lambda line: None) if quiet else notice, progress=bar,
             download_progress=not quiet and sys.stderr.isatty(),
         )  # fmt: skip
     finally:
         bar.close()
 
 
-def longest(sets: Sequence[Dataset], max_tokens: int) -> ContextTokens:
-    """Counts the longest prompt with its text; a chat template adds some tokens to each turn."""
-    prompts = [prompt for one in sets for prompt in one.prompts]
-    turns = max((len(prompt.messages) for prompt in prompts), default=1)
-    text = max((prompt.text for prompt in prompts), key=len, default="")
-    beside = (1 + turns) * options.TEMPLATE_TOKENS + max_tokens
-    return lambda tokenizer: len(tokenizer.encode(text)) + beside
-
-
 def words(value: str, flag: str) -> list[str]:
-    """The words of a comma list, at least one."""
+    """Splits a comma-separated option such as `demo,humaneval` into its items.
+
+    Raises:
+        ConfigError: there is none.
+    """
     found = [word.strip() for word in value.split(",") if word.strip()]
     if not found:
         raise ConfigError(f"{flag} is empty")

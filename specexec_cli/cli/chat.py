@@ -6,20 +6,12 @@ import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast, get_args
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.cli.generate import tree_config
-from specexec_cli.config import (
-    DraftScoring,
-    DtypeName,
-    GenerationConfig,
-    Method,
-    OffloadMode,
-    SamplingConfig,
-)
+from specexec_cli.config import GenerationConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -27,10 +19,12 @@ if TYPE_CHECKING:
     from specexec_cli.chat.repl import Source
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import Loaded, Transcript
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 
+@options.grouped
 def chat(
+    *,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     system_file: Annotated[
         Path | None, typer.Option(help="Read the system prompt from a file.")
@@ -52,34 +46,11 @@ def chat(
     ] = False,
     max_tokens: options.MaxTokens = 1024,
     stop: options.Stop = None,
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    method: options.MethodName = "specexec",
-    models_file: options.ModelsFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    offline: options.Offline = False,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = 0,
     context: options.Context = None,
-    budget: options.Budget = None,
-    depth: options.Depth = None,
-    batch: options.Batch = None,
-    draft_scoring: options.Scoring = "noise",
-    policy: options.PolicyName = "auto",
-    calibration: options.Calibration = True,
-    offload: options.Offload = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    sp: options.Sp = "auto",
-    lookahead: options.Lookahead = "auto",
-    devices: options.Devices = None,
-    ray: options.Ray = None,
+    models: options.ModelOptions,
+    sampling: options.SamplingOptions,
+    tree: options.TreeOptions,
+    machine: options.MachineOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves.
@@ -88,18 +59,9 @@ def chat(
     script: one message or command a line, or blocks between \"\"\"; the exit code is then that of
     the first error.
     """
-    sampling = SamplingConfig(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed,
-    )  # fmt: skip
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
-    words = {
-        "method": options.one_of(method, "--method", get_args(Method)),
-        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
-        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
-    }
-    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
-    sizing = options.policy(policy, words["method"])
+    drawn = sampling.config()
+    request = options.request(models, tree, machine, context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -108,28 +70,18 @@ def chat(
     system = _system_prompt(system, system_file)
 
     from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.session import Session
+    from specexec_cli.session import open_session
 
     bar = LoadingBar(shown=not quiet)
     try:
-        with Session.open(
-            pair=pair, target=target, draft=draft, method=cast(Method, words["method"]),
-            models_file=models_file, revision=revision, offline=offline,
-            offload=cast(OffloadMode, words["offload"]), device=device,
-            dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
-            context=None if context is None else lambda words: context,
-            tree=lambda recommended: tree_config(
-                recommended, budget, depth, batch, cast(DraftScoring, scoring), sizing, calibration
-            ),
-            remember=True,
-            dsi=options.dsi_options(sp, lookahead, devices, ray),
-            notice=(lambda line: None) if quiet else notice, progress=bar,
+        with open_session(
+            request, notice=(lambda line: None) if quiet else notice, progress=bar,
             download_progress=not quiet and sys.stderr.isatty(),
         ) as session:  # fmt: skip
             bar.close()
             session.context_limit = context
             settings = ChatSettings(
-                sampling=sampling,
+                sampling=drawn,
                 tree=session.choice.tree,
                 generation=generation,
                 thinking=not hide_thinking,
@@ -145,7 +97,7 @@ def chat(
 
 
 def converse(
-    session: Session,
+    session: TextSession,
     settings: ChatSettings,
     *,
     system: str | None = None,
@@ -226,7 +178,7 @@ def _source(interactive: bool, history: bool, screen: Screen) -> Source:
         return Prompt(None)
 
 
-def _transcript(session: Session, resume: Path | None, loaded: Loaded | None) -> Transcript:
+def _transcript(session: TextSession, resume: Path | None, loaded: Loaded | None) -> Transcript:
     from specexec_cli.chat.transcript import Transcript
 
     name = session.choice.target.name

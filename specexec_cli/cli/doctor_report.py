@@ -27,8 +27,8 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.offload.compute import knee_rows
-from specexec_cli.offload.rates import Rates
+from specexec_cli.planning.arithmetic import knee_rows
+from specexec_cli.planning.rates import Rates
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
 SLOW_DISK_BYTES_PER_S = 1e9
@@ -127,7 +127,7 @@ def _kernels(gpu: bool) -> dict[str, Any]:
 
 
 def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
-    from specexec_cli.offload.probe import probe_folder
+    from specexec_cli.planning.probe import probe_folder
 
     try:
         found = probe_folder(folder)
@@ -143,7 +143,7 @@ def _measure_compute() -> tuple[
     import torch
 
     from specexec_cli.models.linear import mixed_linear
-    from specexec_cli.offload.probe import probe_flops, probe_link, probe_memory
+    from specexec_cli.planning.probe import probe_flops, probe_link, probe_memory
 
     def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return mixed_linear(rows, weight, None)
@@ -182,7 +182,10 @@ def _slow_compute(report: Report) -> list[str]:
     found = []
     torch = report.versions["torch"]
     if report.gpus and not report.torch_sees_gpu:
-        found.append(f"torch {torch} cannot use the GPU: install a CUDA build of torch.")
+        found.append(
+            f"torch {torch} cannot use the GPU: install a CUDA build of torch, and a driver new "
+            f"enough for it (CUDA 13: R580; here: {report.gpus[0].driver})."
+        )
     elif not report.gpus:
         found.append("There is no GPU, so the CPU computes.")
     for gpu in report.gpus:

@@ -7,31 +7,24 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.config import (
-    DraftScoring,
-    DtypeName,
-    GenerationConfig,
-    Method,
-    OffloadMode,
-    Policy,
-    SamplingConfig,
-    TreeConfig,
-)
+from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
     from specexec_cli.core import GenerationStats, StepResult
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 JSON_SCHEMA = 1
 
 
+@options.grouped
 def generate(
+    *,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; or use -f.")] = None,
     file: Annotated[
         str | None,
@@ -42,33 +35,10 @@ def generate(
     ] = False,
     max_tokens: options.MaxTokens = 128,
     stop: options.Stop = None,
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    method: options.MethodName = "specexec",
-    models_file: options.ModelsFile = None,
-    revision: options.Revision = None,
-    tokenizer: options.Tokenizer = None,
-    offline: options.Offline = False,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = 0,
-    budget: options.Budget = None,
-    depth: options.Depth = None,
-    batch: options.Batch = None,
-    draft_scoring: options.Scoring = "noise",
-    policy: options.PolicyName = "auto",
-    calibration: options.Calibration = True,
-    offload: options.Offload = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    sp: options.Sp = "auto",
-    lookahead: options.Lookahead = "auto",
-    devices: options.Devices = None,
-    ray: options.Ray = None,
+    models: options.ModelOptions,
+    sampling: options.SamplingOptions,
+    tree: options.TreeOptions,
+    machine: options.MachineOptions,
     stats: options.Stats = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -79,40 +49,23 @@ def generate(
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
     """
-    sampling = SamplingConfig(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        repetition_penalty=repetition_penalty, seed=seed,
-    )  # fmt: skip
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
-    words = {
-        "method": options.one_of(method, "--method", get_args(Method)),
-        "offload": options.one_of(offload, "--offload", get_args(OffloadMode)),
-        "dtype": options.one_of(dtype, "--dtype", get_args(DtypeName)),
-    }
-    scoring = options.one_of(draft_scoring, "--draft-scoring", get_args(DraftScoring))
-    sizing = options.policy(policy, words["method"])
     text = read_prompt(prompt, file)
+    drawn = sampling.config()
+    request = options.request(
+        models, tree, machine,
+        prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
+    )  # fmt: skip
 
     from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
-    from specexec_cli.session import Session
+    from specexec_cli.session import open_session
 
     bar = LoadingBar(shown=not quiet and not as_json)
-    with Session.open(
-        pair=pair, target=target, draft=draft, method=cast(Method, words["method"]),
-        models_file=models_file, revision=revision, offline=offline,
-        offload=cast(OffloadMode, words["offload"]), device=device,
-        dtype=cast(DtypeName, words["dtype"]), tokenizer=tokenizer,
-        context=lambda words: len(words.encode(text)) + max_tokens + options.TEMPLATE_TOKENS,
-        tree=lambda recommended: tree_config(
-            recommended, budget, depth, batch, cast(DraftScoring, scoring), sizing, calibration
-        ),
-        remember=True,
-        dsi=options.dsi_options(sp, lookahead, devices, ray),
-        notice=(lambda line: None) if quiet else notice, progress=bar,
+    with open_session(
+        request, notice=(lambda line: None) if quiet else notice, progress=bar,
         download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
-        tree = session.choice.tree
         tokens = (
             session.encode_chat([{"role": "user", "content": text}])
             if chat
@@ -121,9 +74,9 @@ def generate(
         if len(tokens) < session.context_length < len(tokens) + max_tokens and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
         live = LiveStatus(shown=not quiet and not as_json)
-        steps, interrupted = _run(session, tokens, sampling, tree, generation, live, as_json)
+        steps, interrupted = _run(session, tokens, drawn, generation, live, as_json)
         if as_json:
-            print(json.dumps(_result(session, steps, interrupted, sampling, tree, generation)))
+            print(json.dumps(_result(session, steps, interrupted, drawn, generation)))
         elif stats and not quiet:
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:
@@ -167,34 +120,10 @@ def _read_file(name: str) -> str:
         ) from error
 
 
-def tree_config(
-    recommended: TreeConfig,
-    budget: int | None,
-    depth: int | None,
-    batch: int | None,
-    scoring: DraftScoring,
-    policy: Policy,
-    calibrated: bool,
-) -> TreeConfig:
-    """The pair's tree with the flags that were given; a depth not given yields to the budget."""
-    nodes = recommended.budget if budget is None else budget
-    if policy == "cost" and budget is None:
-        nodes *= 2  # room to find more worthwhile than was recommended
-    return TreeConfig(
-        budget=nodes,
-        max_depth=min(recommended.max_depth, max(nodes, 1)) if depth is None else depth,
-        batch=recommended.batch if batch is None else batch,
-        scoring=scoring,
-        policy=policy,
-        calibrated=calibrated,
-    )
-
-
 def _run(
-    session: Session,
+    session: TextSession,
     tokens: Sequence[int],
     sampling: SamplingConfig,
-    tree: TreeConfig,
     generation: GenerationConfig,
     live: Any,
     as_json: bool,
@@ -202,7 +131,7 @@ def _run(
     """Prints text as it comes; Ctrl-C ends it and keeps what there is."""
     steps: list[StepResult] = []
     session.on_layer(live.layer)
-    running = session.generate(tokens, sampling=sampling, tree=tree, generation=generation)
+    running = session.generate(tokens, sampling=sampling, generation=generation)
     try:
         with live:
             for step in running:
@@ -219,11 +148,10 @@ def _run(
 
 
 def _result(
-    session: Session,
+    session: TextSession,
     steps: Sequence[StepResult],
     interrupted: bool,
     sampling: SamplingConfig,
-    tree: TreeConfig,
     generation: GenerationConfig,
 ) -> dict[str, Any]:
     """The object that --json prints; its schema is documented and tested."""
@@ -236,7 +164,8 @@ def _result(
         "method": session.method,
         "pair": session.choice.name,
         "config": {
-            **asdict(sampling), **asdict(tree), **asdict(generation), **session.settings,
+            **asdict(sampling), **asdict(session.choice.tree), **asdict(generation),
+            **session.settings,
             "target": session.choice.target.repo,
             "draft": session.choice.draft.repo if session.choice.draft else None,
         },

@@ -13,9 +13,10 @@ from specexec_cli.cli import bench, models, simulate
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.plan import plan
 from specexec_cli.cli.train_policy import train_policy
-from specexec_cli.errors import SpecexecError
+from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
 
 # the base of all mistakes on the command line, which typer does not name itself
 _UsageError: Any = typer.BadParameter.__mro__[1]
@@ -53,13 +54,28 @@ def _root(
 
 
 def main() -> None:
-    """Runs the command line; a SpecexecError or a wrong option becomes one line and its code."""
+    """Runs the command line; a SpecexecError or a wrong option becomes one line and its code.
+
+    Where whoever reads the output leaves early, as `| head` does, the program ends quietly.
+    """
     # its warnings are for programmers; whoever wants them sets the variable
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
+        code = _run()
+        _flush()  # not left to the end of Python, which would tell of a closed pipe in its own way
+    except (BrokenPipeError, SystemExit) as error:
+        if not _is_closed_pipe(error):
+            raise
+        _discard_unwritten()
+        code = CLOSED_PIPE_EXIT_CODE
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
         code = app(standalone_mode=False)
     except SpecexecError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {with_mend(error)}", file=sys.stderr)
         code = error.exit_code
     except _UsageError as error:
         code = error.exit_code
@@ -68,7 +84,36 @@ def main() -> None:
             command = error.ctx.command_path if error.ctx is not None else "specexec"
             stop = "" if message.endswith("?") else "."
             print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # it was closed before the program began
+            stream.flush()
+
+
+def _is_closed_pipe(error: BaseException | None) -> bool:
+    """Whether a closed pipe is behind it: typer and rich answer one with SystemExit(1)."""
+    while error is not None and not isinstance(error, BrokenPipeError):
+        error = error.__context__
+    return error is not None
+
+
+def _discard_unwritten() -> None:
+    """What a closed pipe did not take goes nowhere when Python writes it out at its end.
+
+    Source: the note on SIGPIPE in the documentation of Python's signal module.
+    """
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
+from specexec_cli.catalog.hub import cached_snapshot
+from specexec_cli.catalog.models_file import ModelEntry, PairEntry
+from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.errors import UnknownModelError, nearest
-from specexec_cli.hub import cached_snapshot
-from specexec_cli.models_file import ModelEntry, PairEntry
-from specexec_cli.registry import load_registry, user_models_file
 
 app = typer.Typer(help="List the models and pairs that have a name.", no_args_is_help=True)
 

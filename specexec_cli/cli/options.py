@@ -1,14 +1,31 @@
-"""Options that several commands share, each defined once."""
+"""Options that several commands share, each defined once.
+
+Commands that take a whole group of them name a dataclass of this module as one parameter and are
+decorated with `grouped`, which shows its fields to typer as options.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
-if TYPE_CHECKING:
-    from specexec_cli.config import DsiOptions, Policy
+from specexec_cli.config import (
+    DraftScoring,
+    DsiOptions,
+    DtypeName,
+    Method,
+    OffloadMode,
+    Policy,
+    SamplingConfig,
+)
+from specexec_cli.errors import ConfigError, nearest
+from specexec_cli.planning.request import Request, TreeRequest
 
 _MODELS, _TREE, _SAMPLING, _MACHINE, _OUTPUT = (
     "Models", "Draft tree", "Sampling", "Machine", "Output",
@@ -194,31 +211,192 @@ Quiet = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which models, and from where."""
+
+    pair: Pair = None
+    target: Target = None
+    draft: Draft = None
+    method: MethodName = "specexec"
+    models_file: ModelsFile = None
+    revision: Revision = None
+    tokenizer: Tokenizer = None
+    offline: Offline = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How a token is drawn."""
+
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed = 0
+
+    def config(self) -> SamplingConfig:
+        """The same, checked."""
+        return SamplingConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeOptions:
+    """The draft tree."""
+
+    budget: Budget = None
+    depth: Depth = None
+    batch: Batch = None
+    draft_scoring: Scoring = "noise"
+    policy: PolicyName = "auto"
+    calibration: Calibration = True
+
+    def request(self) -> TreeRequest:
+        """The same, checked."""
+        chosen = one_of(self.policy, "--policy", ("auto", *_GENERATE_POLICIES))
+        return TreeRequest(
+            budget=self.budget,
+            depth=self.depth,
+            batch=self.batch,
+            scoring=cast(
+                DraftScoring, one_of(self.draft_scoring, "--draft-scoring", get_args(DraftScoring))
+            ),
+            policy=None if chosen == "auto" else cast(Policy, chosen),
+            calibrated=self.calibration,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    """Where and how to compute."""
+
+    offload: Offload = "auto"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    sp: Sp = "auto"
+    lookahead: Lookahead = "auto"
+    devices: Devices = None
+    ray: Ray = None
+
+
+_GENERATE_POLICIES = ("fixed", "heuristic", "disco", "cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModels:
+    """Models and machine of the commands that measure: their methods and trees are a grid."""
+
+    pair: Pair = None
+    target: Target = None
+    draft: Draft = None
+    models_file: ModelsFile = None
+    tokenizer: Tokenizer = None
+    offline: Offline = False
+    offload: Offload = "auto"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+
+    def request(self, longest_prompt: str, beside_tokens: int) -> Request:
+        """With memory planned for the longest prompt and so many tokens beside it."""
+        return Request(
+            pair=self.pair,
+            target=self.target,
+            draft=self.draft,
+            models_file=self.models_file,
+            tokenizer=self.tokenizer,
+            offline=self.offline,
+            tree=TreeRequest(policy="fixed"),
+            offload=offload_mode(self.offload),
+            device=self.device,
+            dtype=dtype_name(self.dtype),
+            prompt=longest_prompt,
+            context_tokens=beside_tokens,
+        )
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets typer see the fields of a command's option groups as parameters of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if not is_dataclass(kind):
+            parameters.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            )
+            continue
+        groups[name] = kind
+        own = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                annotation=own[field.name],
+            )
+            for field in fields(kind)
+        ]  # fmt: skip
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return command(**values)
+
+    shown: Any = run
+    shown.__signature__ = inspect.Signature(parameters)
+    shown.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def request(
+    models: ModelOptions, tree: TreeOptions, machine: MachineOptions, **more: Any
+) -> Request:
+    """What chat and generate ask for, with every word checked.
+
+    Args:
+        more: other fields of Request.
+    Raises:
+        ConfigError: a word that an option does not take.
+    """
+    return Request(
+        pair=models.pair,
+        target=models.target,
+        draft=models.draft,
+        method=cast(Method, one_of(models.method, "--method", get_args(Method))),
+        models_file=models.models_file,
+        revision=models.revision,
+        tokenizer=models.tokenizer,
+        offline=models.offline,
+        tree=tree.request(),
+        offload=offload_mode(machine.offload),
+        device=machine.device,
+        dtype=dtype_name(machine.dtype),
+        dsi=dsi_options(machine.sp, machine.lookahead, machine.devices, machine.ray),
+        **more,
+    )
+
+
+def offload_mode(value: str) -> OffloadMode:
+    """--offload, checked."""
+    return cast(OffloadMode, one_of(value, "--offload", get_args(OffloadMode)))
+
+
+def dtype_name(value: str) -> DtypeName:
+    """--dtype, checked."""
+    return cast(DtypeName, one_of(value, "--dtype", get_args(DtypeName)))
+
+
 def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
     """`value`, checked against the words a flag takes.
 
     Raises:
         ConfigError: with the nearest word.
     """
-    from specexec_cli.errors import ConfigError, nearest
-
     if value not in allowed:
         hint = nearest(value, list(allowed))
         raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
     return value
-
-
-def policy(value: str, method: str) -> Policy:
-    """--policy, where auto is the method's own.
-
-    Raises:
-        ConfigError: no such policy.
-    """
-    names = ("auto", "fixed", "heuristic", "disco", "cost")
-    found = one_of(value, "--policy", names)
-    if found == "auto":
-        return "cost" if method == "specexec" else "fixed"
-    return cast("Policy", found)
 
 
 def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:
@@ -227,9 +405,6 @@ def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = 
     Raises:
         ConfigError: not a number and not auto, or an empty device.
     """
-    from specexec_cli.config import DsiOptions
-    from specexec_cli.errors import ConfigError
-
     names = tuple(name.strip() for name in devices.split(",")) if devices is not None else ()
     if not all(names):
         raise ConfigError(f"--devices takes names as in cuda:0,cuda:1, not '{devices}'")
@@ -242,8 +417,6 @@ def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = 
 
 
 def _number_or_auto(text: str, flag: str) -> int | None:
-    from specexec_cli.errors import ConfigError
-
     if text == "auto":
         return None
     try:

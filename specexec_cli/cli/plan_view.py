@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from specexec_cli.device import format_bytes
-from specexec_cli.offload.demand import Parts, Work
-from specexec_cli.offload.plan import Plan
-
-if TYPE_CHECKING:
-    from specexec_cli.cli.plan import Setting, Sized
+from specexec_cli.planning.memory import Parts
+from specexec_cli.planning.resolve import Decision, SizedModel
+from specexec_cli.planning.site import Setting
+from specexec_cli.planning.tiers import Plan
 
 GENERATION_RATES = (1, 4, 8, 16)
 _PLACES = (("resident", "on the GPU"), ("ram", "in RAM"), ("ssd", "on SSD"))
 
 
-def show_plan(
-    name: str,
-    target: Sized,
-    draft: Sized | None,
-    work: Work,
-    settings: Mapping[str, Setting],
-    plan: Plan,
-    without_ssd: Plan | None,
-    dsi: str | None,
-) -> None:
-    """Print the plan to stdout."""
+def show_plan(decision: Decision, without_ssd: Plan | None, dsi: str | None) -> None:
+    """Print the plan to stdout.
+
+    Args:
+        without_ssd: with enough RAM that no layer is on the SSD.
+        dsi: whether several GPUs would pay, in a sentence.
+    """
+    target, draft, work = decision.target, decision.draft, decision.work
+    settings, plan = decision.settings, decision.plan
     console = Console(highlight=False)
-    console.print(f"[bold]{name}[/bold]", end="")
+    console.print(f"[bold]{decision.choice.name}[/bold]", end="")
     rows = f"{work.verify_rows} rows a pass" if draft else "one row a pass"
     console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
     for table in (
@@ -54,7 +50,7 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _models(target: Sized, draft: Sized | None) -> Table:
+def _models(target: SizedModel, draft: SizedModel | None) -> Table:
     table = _table("model", "size", "layers", "from")
     for role, model in (("target", target), ("draft", draft)):
         if model is not None:

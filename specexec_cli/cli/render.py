@@ -23,7 +23,7 @@ from specexec_cli.core import GenerationStats, PassProgress
 
 
 def notice(text: str) -> None:
-    """One line a user should know, on stderr."""
+    """Prints one line that the user should know on stderr."""
     print(f"notice: {text}", file=sys.stderr)
 
 
@@ -56,7 +56,7 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
 
 
 def pass_line(progress: PassProgress) -> str:
-    """'pass 3 · layer 41/80 · 21.3 GB/s · draft 118 nodes'."""
+    """How far a pass is, as in 'pass 3 · layer 41/80 · 21.3 GB/s · draft 118 nodes'."""
     parts = [f"pass {progress.number}", f"layer {progress.layer}/{progress.layers}"]
     if progress.bytes_per_s:
         parts.append(f"{progress.bytes_per_s / 1e9:.1f} GB/s")

@@ -18,19 +18,16 @@ if TYPE_CHECKING:
     from specexec_cli.config import SamplingConfig
     from specexec_cli.drafting.disco import Classifier
     from specexec_cli.drafting.training import Costs, Evaluation, Text
-    from specexec_cli.session import Session
+    from specexec_cli.session import TextSession
 
 _DATA = "Prompts"
 _FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
 
 
+@options.grouped
 def train_policy(
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    models_file: options.ModelsFile = None,
-    tokenizer: options.Tokenizer = None,
-    offline: options.Offline = False,
+    *,
+    models: options.MeasuredModels,
     dataset: Annotated[
         str,
         typer.Option(
@@ -53,9 +50,6 @@ def train_policy(
     draft_ms: Annotated[
         float | None, typer.Option(help="Time of a draft step. Default: measured.")
     ] = None,
-    offload: options.Offload = "auto",
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
     output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
     quiet: options.Quiet = False,
 ) -> None:
@@ -65,7 +59,7 @@ def train_policy(
     """
     from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.runner import encode_prompts
-    from specexec_cli.cli.bench import longest, open_session, words
+    from specexec_cli.cli.bench import open_models, words
     from specexec_cli.config import SamplingConfig
 
     options.one_of(output, "--output", ("table", "md", "json"))
@@ -78,10 +72,7 @@ def train_policy(
     named = words(dataset, "--dataset")
     others = words(transfer, "--transfer") if transfer else []
     sets = [load_dataset(name, data_folder=data, count=prompts) for name in (*named, *others)]
-    with open_session(
-        pair, target, draft, models_file, tokenizer, offline, offload, device, dtype, quiet,
-        longest(sets, max_tokens),
-    ) as session:  # fmt: skip
+    with open_models(models, sets, max_tokens, quiet) as session:
         encoded = {one.name: encode_prompts(session, one, max_tokens)[0] for one in sets}
         for name, found in encoded.items():
             if len(found) < _FEWEST:
@@ -109,7 +100,7 @@ def train_policy(
 
 
 def _collect(
-    session: Session,
+    session: TextSession,
     encoded: dict[str, list[BenchPrompt]],
     sampling: SamplingConfig,
     max_tokens: int,
@@ -130,7 +121,7 @@ def _collect(
 
 
 def _costs(
-    session: Session, prompt: BenchPrompt, target_ms: float | None, draft_ms: float | None
+    session: TextSession, prompt: BenchPrompt, target_ms: float | None, draft_ms: float | None
 ) -> Costs:
     from specexec_cli.bench.policy_labels import measure_costs
     from specexec_cli.drafting.training import Costs

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from specexec_cli.drafting.kept import numbers
 from specexec_cli.drafting.search import Floats, Ints
 
 CHILDREN = 16  # of a settled position that are learned from, the most probable ones
@@ -32,6 +33,7 @@ _PRIOR = 20.0  # information of the starting weights
 _MEMORY = 0.998  # the last five hundred positions decide
 _JUDGED = 0.995  # and the last two hundred say whether that is right
 _BINS = 10
+_MOST = 1e9  # of information and losses; a file that says more is damaged
 
 
 class Calibration:
@@ -116,15 +118,16 @@ class Calibration:
         Raises:
             ValueError, KeyError, TypeError: it is not one.
         """
-        found = cls()
-        for name, like in (("weights", found._weights), ("information", found._information),
-                           ("losses", found._losses)):  # fmt: skip
-            values = np.array(state[name], dtype=np.float64)
-            if values.shape != like.shape or not np.isfinite(values).all():
-                raise ValueError(f"{name} must be {like.shape} finite numbers")
-            setattr(found, f"_{name}", values)
-        np.linalg.cholesky(found._information)  # LinAlgError is a ValueError
-        found._weights = np.clip(found._weights, _LOWEST, _HIGHEST)
+        found, count = cls(), len(_IDENTITY)
+        weights = numbers(state["weights"], (count,), _LOWEST.min(), _HIGHEST.max())
+        information = numbers(state["information"], (count, count), -_MOST, _MOST)
+        # it never falls below that of the starting weights
+        least = np.linalg.eigvalsh(information).min()
+        if not np.allclose(information, information.T) or least < 0.99 * _PRIOR:
+            raise ValueError("information must be symmetric, and no less than at the start")
+        found._weights = np.clip(weights, _LOWEST, _HIGHEST)
+        found._information = information
+        found._losses = numbers(state["losses"], (2,), 0.0, _MOST)
         return found
 
 

@@ -24,7 +24,7 @@ from specexec_cli.drafting.search import (
     grow_tree,
 )
 from specexec_cli.models.graphs import StepRunner
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 
@@ -145,6 +145,7 @@ class ModelDrafter:
 
     def _crop_to_common_prefix(self, context: Sequence[int]) -> None:
         """Forgets what the context does not begin with; its last token must be run again."""
+        del self.tokens[self._cache.length :]  # growth that ran out of memory has emptied it
         common = 0
         for ours, theirs in zip(self.tokens, context[:-1], strict=False):
             if ours != theirs:
@@ -157,9 +158,7 @@ class ModelDrafter:
         """Runs a frontier through the draft model; see search.Expand."""
         if frontier.ids[0] == ROOT:
             pending = list(self._context[len(self.tokens) :])
-            # the target may emit a padding id that the draft model has no embedding for
-            known = [token if token < self.model.vocab_size else 0 for token in pending]
-            rows = PassRows.chain(known, len(self.tokens))
+            rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
             logit_rows = range(len(pending) - 1, len(pending))
         else:
             rows = self._tree_rows(frontier)

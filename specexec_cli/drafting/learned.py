@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,21 @@ from platformdirs import user_cache_path
 
 from specexec_cli.config import Policy, TreeConfig
 from specexec_cli.drafting.disco import Classifier, Disco
+from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
+from specexec_cli.drafting.kept import numbers, read_json
 from specexec_cli.drafting.policies import (
     BudgetPolicy,
     Cost,
     Fixed,
     Heuristic,
-    IterationCost,
     Oracle,
 )
 from specexec_cli.drafting.scoring import Trust
 
-SCHEMA = 1
+SCHEMA = 2
 _KEPT_ITERATIONS = 32  # few enough that a machine that has changed is soon known anew
+# What a file may say; beyond, it is damaged.
+_LEAST_S, _MOST = 1e-9, 1e6  # seconds, and rows
 
 
 def pair_folder(target: str, draft: str) -> Path:
@@ -41,13 +45,19 @@ class Learned:
 
     Args:
         classifier: gives the one of --policy disco.
+        cost_prior: gives what --policy cost begins with; asked once, where nothing was kept.
     """
 
-    def __init__(self, classifier: Callable[[], Classifier] | None = None) -> None:
+    def __init__(
+        self,
+        classifier: Callable[[], Classifier] | None = None,
+        cost_prior: Callable[[], CostModel | None] = lambda: None,
+    ) -> None:
         self._classifier = classifier
+        self._cost_prior = cost_prior
         self._trusts: dict[str, Trust] = {}
         self._policies: dict[TreeConfig, BudgetPolicy] = {}
-        self._cost = IterationCost()
+        self._cost: IterationCost | None = None
 
     def trust(self, kind: str) -> Trust | None:
         """What is known of this kind (DraftScorer.kind); None at first."""
@@ -72,7 +82,7 @@ class Learned:
                 "fixed": lambda: Fixed(tree),
                 "heuristic": lambda: Heuristic(tree),
                 "disco": lambda: self._disco(tree),
-                "cost": lambda: Cost(tree, self._cost),
+                "cost": lambda: Cost(tree, self.cost),
             }
             self._policies[tree] = new[tree.policy]()
         return self._policies[tree]
@@ -80,6 +90,13 @@ class Learned:
     def _disco(self, tree: TreeConfig) -> Disco:
         assert self._classifier is not None, "a session knows its pair's"
         return Disco(tree, self._classifier())
+
+    @property
+    def cost(self) -> IterationCost:
+        """What iterations cost on this machine."""
+        if self._cost is None:
+            self._cost = IterationCost(self._cost_prior())
+        return self._cost
 
     def save(self, path: Path, machine: str) -> None:
         """Keeps it for later sessions.
@@ -89,10 +106,19 @@ class Learned:
         Raises:
             OSError: the folder cannot be written.
         """
-        costs = dict(_read(path).get("costs", {}))
-        costs[machine] = self._cost.seen[-_KEPT_ITERATIONS:]
-        trusts = {kind: trust.state() for kind, trust in self._trusts.items()}
-        text = json.dumps({"schema": SCHEMA, "trusts": trusts, "costs": costs})
+        try:
+            _, costs = _read(path)
+        except ValueError:  # it is replaced
+            costs = {}
+        if self._cost is not None:
+            costs[machine] = self._cost
+        text = json.dumps(
+            {
+                "schema": SCHEMA,
+                "trusts": {kind: trust.state() for kind, trust in self._trusts.items()},
+                "costs": {name: _cost_state(cost) for name, cost in costs.items()},
+            }
+        )
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial")
         partial.write_text(text + "\n")
@@ -100,25 +126,56 @@ class Learned:
 
     def load(self, path: Path, machine: str) -> None:
         """What an earlier session kept; nothing where there is none, or none that can be used."""
-        kept = _read(path)
         try:
-            trusts = {kind: Trust.restored(state) for kind, state in kept["trusts"].items()}
-            seen = [
-                (int(rows), int(steps), float(draft_s), float(total_s))
-                for rows, steps, draft_s, total_s in kept["costs"].get(machine, [])
-            ]
-        except (ValueError, KeyError, TypeError, AttributeError):  # a cache: it is learned again
+            self._trusts, costs = _read(path)
+        except ValueError:  # a cache: it is learned again
             return
-        self._trusts = trusts
-        for iteration in seen:
-            self._cost.observe(*iteration)
+        self._cost = costs.get(machine)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """The file's object; an empty one where it cannot be used."""
+def _cost_state(cost: IterationCost) -> dict[str, Any]:
+    prior = list(astuple(cost.prior)) if cost.prior is not None else None
+    return {"prior": prior, "iterations": cost.typical[-_KEPT_ITERATIONS:]}
+
+
+def _read(path: Path) -> tuple[dict[str, Trust], dict[str, IterationCost]]:
+    """The trusts by kind and the costs by machine of a file.
+
+    Raises:
+        ValueError: there is none, or something in it is not as it is written.
+    """
+    kept = read_json(path)
     try:
-        kept = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError):  # a cache: what cannot be read is learned again
-        return {}
-    usable = isinstance(kept, dict) and kept.get("schema") == SCHEMA
-    return kept if usable and isinstance(kept.get("costs"), dict) else {}
+        if kept["schema"] != SCHEMA:
+            raise ValueError(f"schema {kept['schema']}, not {SCHEMA}")
+        trusts = {kind: Trust.restored(state) for kind, state in kept["trusts"].items()}
+        return trusts, {name: _cost(state) for name, state in kept["costs"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _cost(state: Mapping[str, Any]) -> IterationCost:
+    """From _cost_state.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not one.
+    """
+    prior = None
+    if state["prior"] is not None:
+        base_s, row_s, knee_rows, step_s = numbers(state["prior"], (4,), 0.0, _MOST).tolist()
+        prior = CostModel(base_s=base_s, row_s=row_s, knee_rows=knee_rows, step_s=step_s)
+        if base_s < _LEAST_S:
+            raise ValueError("no pass takes this")
+    seen = numbers(state["iterations"], (-1, 4), 0.0, _MOST)
+    rows, _, drafts_s, totals_s = seen.T
+    whole = (seen[:, :2] % 1 == 0).all() and (rows >= 1).all()
+    if not whole or (totals_s < _LEAST_S).any() or (drafts_s > totals_s).any():
+        raise ValueError("no iterations have taken this")
+    found = IterationCost(prior)
+    found.remember(
+        [
+            (int(count), int(steps), draft_s, total_s)
+            for count, steps, draft_s, total_s in seen.tolist()
+        ]
+    )
+    return found

@@ -9,8 +9,7 @@ what it costs, never which tokens: those are the target's own draws.
   bound for every policy (Mamou et al., arXiv:2405.04304, section 2).
 - cost: as large as pays. With E the number of drafted tokens that a tree is expected to commit and
   T the seconds of its iteration, it maximises (1 + E) / T. E is the sum of the nodes'
-  probabilities, T a function fitted to the last iterations: rows are free as long as their
-  arithmetic hides behind the stream, and draft steps as far as the stream goes on meanwhile.
+  probabilities, T a function fitted to the last iterations, see iteration_cost.py.
   Growing a tree while it pays: SpecDec++ (arXiv:2405.19715) for chains; sizes by the hardware's
   cost: Sequoia (arXiv:2402.12374).
 """
@@ -18,7 +17,6 @@ what it costs, never which tokens: those are the target's own draws.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +25,7 @@ import numpy as np
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import StepResult
+from specexec_cli.drafting.iteration_cost import IterationCost
 from specexec_cli.drafting.search import (
     Expand,
     Floats,
@@ -41,7 +40,8 @@ from specexec_cli.drafting.search import (
 Signals = Callable[[Ints], Floats]
 
 
-# The budget over the sizes of the first trees that `cost` grows, so that there is a comparison.
+# The budget over the sizes of the first trees that `cost` grows where nothing is known of what
+# rows cost, so that there is a comparison.
 _FIRST = (2, 8)
 
 
@@ -112,7 +112,7 @@ class Oracle:
 
     def __init__(self, tree: TreeConfig, continuation: Sequence[int]) -> None:
         self._tree = tree
-        self._continuation = continuation  # from the next token on
+        self._continuation = list(continuation)  # from the next token on
 
     def grow(
         self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
@@ -134,79 +134,12 @@ class Oracle:
         self._continuation = self._continuation[len(step.tokens) :]
 
 
-class IterationCost:
-    """Seconds of an iteration by rows of its pass and draft steps, fitted to the last ones.
-
-        seconds = base + row_s * max(0, rows - knee) + step_s * steps
-
-    Below the knee the pass waits for weights whatever its rows. A draft step costs what it adds to
-    the whole iteration, less than it takes where the stream goes on meanwhile.
-    """
-
-    _MEMORY = 128  # iterations
-    _KNEES = 24  # that are tried
-    _BETTER = 0.8  # a knee must fit this much better than none, or than a lower one
-    _NOISE = 0.01  # of an iteration's time: fits that are closer are equally good
-    _DOUBT = 0.5  # how many iterations the prior of a draft step counts as
-
-    def __init__(self) -> None:
-        self._seen: deque[tuple[int, int, float, float]] = deque(maxlen=self._MEMORY)
-        self._fit = (1.0, 0.0, 0.0, 0.0)  # base, row_s, knee, step_s
-        self.most_rows = 0
-
-    @property
-    def seen(self) -> list[tuple[int, int, float, float]]:
-        """The iterations remembered: rows, steps, seconds of drafting, seconds of all."""
-        return list(self._seen)
-
-    def observe(self, rows: int, steps: int, draft_s: float, total_s: float) -> None:
-        """One iteration."""
-        self.most_rows = max(self.most_rows, rows)
-        self._seen.append((rows, steps, draft_s, total_s))
-        if len(self._seen) < len(_FIRST):
-            return  # nothing to compare
-        rows_seen, steps_seen, drafts_s, totals_s = np.array(self._seen, dtype=np.float64).T
-        per_step = float(drafts_s.sum() / max(steps_seen.sum(), 1.0))
-        best, self._fit = np.inf, (1.0, 0.0, 0.0, 0.0)
-        noise = float(np.square(self._NOISE * totals_s).sum())
-        # where nothing tells, rows are taken to cost the same from the first one on: fewer are
-        # then tried, and tell
-        knees = np.geomspace(rows_seen.min(), rows_seen.max(), self._KNEES)
-        for knee in (0.0, *knees):
-            beyond = np.maximum(0.0, rows_seen - knee)
-            # the prior: a step costs what it takes
-            features = np.column_stack([np.ones_like(beyond), beyond, steps_seen])
-            weight = np.sqrt(self._DOUBT) * max(float(steps_seen.mean()), 1.0)
-            features = np.vstack([features, [0.0, 0.0, weight]])
-            wanted = np.append(totals_s, weight * per_step)
-            found, *_ = np.linalg.lstsq(features, wanted, rcond=None)
-            base, row_s, step_s = (
-                max(float(found[0]), 1e-9),
-                max(float(found[1]), 0.0),
-                min(max(float(found[2]), 0.0), per_step),
-            )
-            told = base + row_s * beyond + step_s * steps_seen
-            error = noise + float(np.square(told - totals_s).sum())
-            # no knee at all is the first of them, and is left for a clearly better one only
-            if error < best * (self._BETTER if self._fit[2] == 0.0 else 1.0):
-                best, self._fit = error, (base, row_s, float(knee), step_s)
-
-    @property
-    def iterations(self) -> int:
-        """How many are remembered."""
-        return len(self._seen)
-
-    def seconds(self, rows: Floats, steps: int) -> Floats:
-        """Of iterations over `rows` rows, (n,)."""
-        base, row_s, knee, step_s = self._fit
-        return base + row_s * np.maximum(0.0, rows - knee) + step_s * steps
-
-
 class Cost:
     """The tree with the most tokens per second, expected.
 
     The probabilities of a tree's nodes are scaled so that their sum has been right lately. Rows
     beyond the largest pass so far are tried by halves more at a time: what they cost is not known.
+    The first tree is as large as a measured prior says.
     """
 
     _DECAY = 0.97  # the last thirty trees decide
@@ -275,8 +208,10 @@ class Cost:
     def _room(self) -> int:
         """Nodes that a tree may have by now."""
         tried = self._cost.iterations
-        if tried < len(_FIRST):
+        if self._cost.prior is None and tried < len(_FIRST):
             return max(1, self._tree.budget // _FIRST[tried])
+        if tried == 0:
+            return self._tree.budget
         return min(self._tree.budget, int(self._STRETCH * self._cost.most_rows))
 
     def _best(self, log_probs: Floats, steps: int) -> tuple[int, float]:

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from specexec_cli.config import DraftScoring
 from specexec_cli.drafting.calibration import CHILDREN, Calibration
+from specexec_cli.drafting.kept import numbers
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.sampling import Sampler, noise_on
 
@@ -38,6 +39,7 @@ from specexec_cli.sampling import Sampler, noise_on
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
 _DECAY = 0.99  # the last hundred positions decide
 _PRIOR_POSITIONS = 10.0  # how many positions the starting value is worth
+_HIGHEST_LOSS = 1e6  # in nats, of a hundred positions; a file that says more is damaged
 
 
 TOP = 10  # probabilities among the signals
@@ -87,10 +89,8 @@ class Trust:
             ValueError, KeyError, TypeError: it is not one.
         """
         found = cls(1.0)
-        losses = torch.tensor(state["losses"], dtype=torch.float32)
-        if losses.shape != _SHARPNESS.shape or not torch.isfinite(losses).all():
-            raise ValueError(f"losses must be {len(_SHARPNESS)} finite numbers")
-        found.losses = losses
+        losses = numbers(state["losses"], (len(_SHARPNESS),), 0.0, _HIGHEST_LOSS)
+        found.losses = torch.from_numpy(losses).float()
         found.calibration = Calibration.restored(state["calibration"])
         return found
 

@@ -4,38 +4,59 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.core import FinishReason, StepResult
-from specexec_cli.dsi.messages import Workers
+from specexec_cli.dsi.messages import Score, Workers
 from specexec_cli.dsi.orchestrator import Orchestrator
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-class ConfigurableWorkers(Workers, Protocol):
-    """A pool of real workers, which must know how tokens are drawn."""
+
+class ModelWorkers(Workers, Protocol):
+    """A pool whose workers have real models."""
 
     def configure(self, sampling: SamplingConfig) -> None:
         """Tell every worker how the next generation draws its tokens."""
         ...
 
+    def forget(self) -> None:
+        """Let every worker empty its cache."""
+        ...
+
+    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
+        """Ask one worker for logits, between generations, and wait for them.
+
+        Raises:
+            WorkerError: it is lost, or gives no answer in time.
+            SpecexecError: its pass failed.
+        """
+        ...
+
 
 def dsi(
-    workers: ConfigurableWorkers,
+    workers: ModelWorkers,
     orchestrator: Orchestrator,
     sampling: SamplingConfig,
     prompt: Sequence[int],
     max_tokens: int,
     eos_ids: Collection[int],
+    drafts: bool = True,
 ) -> Iterator[StepResult]:
     """Yields one StepResult per commit until an EOS token or `max_tokens`.
+
+    Args:
+        drafts: False for plain decoding, one token after another by one target server.
 
     Drafting and verification overlap, so a step's verify_s is the time since the step before it
     and its draft_s is 0. Bytes are counted by the orchestrator.
     """
     workers.configure(sampling)
     left, since = max_tokens, time.perf_counter()
-    commits = orchestrator.generate(prompt, max_tokens)
+    commits = orchestrator.generate(prompt, max_tokens, drafts)
     try:
         for commit in commits:
             ends = [i + 1 for i, token in enumerate(commit.tokens) if token in eos_ids]
@@ -52,7 +73,7 @@ def dsi(
                 draft_s=0.0,
                 verify_s=now - since,
                 bytes_streamed=0,
-                pending_rows=len(prompt) if left + len(tokens) == max_tokens else 1,
+                pending_rows=commit.pending_rows if left + len(tokens) == max_tokens else 1,
                 finish_reason=finish,
             )
             since = now

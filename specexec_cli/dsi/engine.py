@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexec_cli.config import SamplingConfig
+from specexec_cli.config import SamplingConfig, Tier
 from specexec_cli.dsi.messages import Ready
 from specexec_cli.dsi.workers import Stale, common_prefix
-from specexec_cli.models.rows import PassRows
+from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.plan import Placement as Tier
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
 _MEASURED_ROWS = (1, 32)
@@ -30,8 +33,8 @@ class ModelSpec:
     device: str
     dtype: str  # torch's name of it
     tiers: Sequence[Tier] | None  # per layer, where it streams from; None keeps them loaded
-    slots: int = 3  # of the ring in RAM
-    device_slots: int = 3  # of the ring on a GPU
+    buffers: int = 3  # of the ring in RAM
+    device_buffers: int = 3  # of the ring on a GPU
     threads: int  # for arithmetic on the CPU
     vocab_size: int  # ids from here on are never drawn
 
@@ -47,6 +50,7 @@ class CachedModel:
         self.model = model
         self.tokens: list[int] = []  # whose rows are in the cache
         self.cache = model.new_cache()
+        self.rows_run = 0
         self._stale: Stale = _never
         for layer in model.skeleton.layers:
             layer.register_forward_pre_hook(self._poll)
@@ -65,7 +69,8 @@ class CachedModel:
         del self.tokens[keep:]
         self.cache.crop(keep)
         self.cache.reserve(len(tokens) + 256)
-        missing = list(tokens[keep:])
+        missing = embeddable(tokens[keep:], self.model.vocab_size)
+        self.rows_run += len(missing)
         self._stale = stale
         try:
             rows = PassRows.chain(missing, keep)
@@ -89,6 +94,18 @@ class CachedModel:
             return True
         return self.logits(tokens, len(tokens), stale) is not None
 
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """Logits for each position of a text from `first` on, (len(tokens) - first, vocab)."""
+        logits = self.logits(tokens[:-1], first, _never)
+        assert logits is not None
+        scores: NDArray[np.float32] = logits.float().cpu().numpy()
+        return scores
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self.tokens = []
+        self.cache.crop(0)
+
     def _poll(self, module: object, args: object) -> None:
         if self._stale():
             raise StalePass
@@ -96,14 +113,14 @@ class CachedModel:
     def ready(self) -> Ready:
         """Seconds of a pass by its rows, and the context window."""
         seconds = {}
-        for rows in (*_MEASURED_ROWS, *_MEASURED_ROWS):  # first to warm up, compilers included
+        measured = [min(rows, self.model.context_length) for rows in _MEASURED_ROWS]
+        for rows in (*measured, *measured):  # first to warm up, compilers included
             begin = time.perf_counter()
             logits = self.logits([0] * rows, rows, _never)
             assert logits is not None
             logits.sum().item()  # waits for the device
             seconds[rows] = time.perf_counter() - begin
-            self.cache.crop(0)
-            self.tokens = []
+            self.forget()
         return Ready(seconds, self.model.context_length)
 
 
@@ -123,6 +140,11 @@ class ModelTarget:
         """Bytes that came over the link so far."""
         return self.cached.model.bytes_streamed
 
+    @property
+    def rows_run(self) -> int:
+        """Rows that were run through the model so far."""
+        return self.cached.rows_run
+
     def configure(self, sampling: SamplingConfig) -> None:
         """Draw the tokens of later tasks by `sampling`."""
         self._sampler = Sampler(sampling)
@@ -134,12 +156,25 @@ class ModelTarget:
         logits = self.cached.logits(tokens, first, stale)
         if logits is None:
             return None
-        draws = []
+        draws: list[int] = []
         for row, position in enumerate(range(first, len(tokens) + 1)):
-            draws.append(self._sampler.token(logits[row], tokens[:position]))
+            try:
+                draws.append(self._sampler.token(logits[row], tokens[:position]))
+            except NonFiniteLogitsError:
+                if not draws:
+                    raise
+                break  # the text may end before it comes to this position
             if position < len(tokens) and draws[-1] != tokens[position]:
                 break
         return tuple(draws)
+
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """What the target predicts at each position of a text from `first` on."""
+        return self.cached.score(tokens, first)
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self.cached.forget()
 
     def ready(self) -> Ready:
         """Measured latencies and the context window."""
@@ -163,12 +198,30 @@ class ModelDrafter:
         """Continue after `tokens`."""
         self._tokens = list(tokens)
 
-    def next_token(self) -> int:
-        """Draft one more token."""
+    def next_token(self) -> int | None:
+        """Draft one more token.
+
+        None where the text has outgrown the draft model's window, while the target's may be
+        longer, and where the draft model's logits are not finite.
+        """
+        if len(self._tokens) >= self.cached.model.context_length:
+            return None
         logits = self.cached.logits(self._tokens, len(self._tokens), _never)
         assert logits is not None
-        self._tokens.append(self._sampler.token(logits[0, : self._vocab_size], self._tokens))
-        return self._tokens[-1]
+        try:
+            token = self._sampler.token(logits[0, : self._vocab_size], self._tokens)
+        except NonFiniteLogitsError:
+            return None
+        self._tokens.append(token)
+        return token
+
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """What the draft model predicts at each position of a text from `first` on."""
+        return self.cached.score(tokens, first)
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        self.cached.forget()
 
     def ready(self) -> Ready:
         """Measured latencies and the context window."""
@@ -190,10 +243,10 @@ def _load(spec: ModelSpec) -> StreamedModel:
 
     torch.set_num_threads(spec.threads)
     return StreamedModel.open(
-        spec.folder,
+        read_checkpoint(spec.folder),
         device=torch.device(spec.device),
         dtype=getattr(torch, spec.dtype),
         tiers=spec.tiers,
-        slots=spec.slots,
-        device_slots=spec.device_slots,
+        buffers=spec.buffers,
+        device_buffers=spec.device_buffers,
     )

@@ -7,12 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from specexec_cli.config import SamplingConfig
+from specexec_cli.errors import SpecexecError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 DRAFTER = -1  # the drafter's worker number; target servers count from 0
 NEVER_STALE = -1  # epoch of a prefill: its rows stay valid whatever is rejected meanwhile
+
+
+def worker_name(number: int) -> str:
+    """What a worker is called in front of the user."""
+    return "the drafter" if number == DRAFTER else f"target server {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +30,26 @@ class Configure:
     """To every worker: how the tokens of the next generation are drawn."""
 
     sampling: SamplingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """To every worker: empty the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """To any worker: what its model predicts at each position of a text from `first` on."""
+
+    tokens: tuple[int, ...]
+    first: int  # at least 1 and below len(tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """From any worker: logits, (len(tokens) - first, vocab), or why there are none."""
+
+    logits: NDArray[np.float32] | SpecexecError
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +94,7 @@ class Verified:
     draws: tuple[int, ...]
     seconds: float  # time the pass took
     bytes_streamed: int = 0  # by the server for it
+    rows: int = 0  # of the pass: what the server's cache did not hold yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +103,16 @@ class Aborted:
 
     server: int
     task: int
+    bytes_streamed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """From a target server: the task cannot be done; the server is ready for another one."""
+
+    server: int
+    task: int
+    error: SpecexecError
     bytes_streamed: int = 0
 
 
@@ -91,7 +132,7 @@ class Ready:
     context_length: int  # most tokens of one sequence
 
 
-Event = Drafted | Verified | Aborted | WorkerLost
+Event = Drafted | Verified | Aborted | Failed | WorkerLost
 
 
 class Workers(Protocol):

@@ -16,20 +16,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specexec_cli.dsi.messages import (
     DRAFTER,
     NEVER_STALE,
-    Aborted,
     Draft,
     Drafted,
     Event,
+    Failed,
+    Verified,
     Verify,
     WorkerLost,
     Workers,
 )
-from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.errors import ConfigError, NonFiniteLogitsError, SpecexecError, WorkerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,7 @@ class Commit:
 
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]  # per token: True if the drafter had proposed it
+    pending_rows: int  # committed tokens that the pass behind the event had to run
 
 
 def _log(message: str) -> None:
@@ -69,7 +71,7 @@ class Orchestrator:
     Args:
         workers: the pool; the caller closes it.
         config: lookahead and timeouts.
-        report: told, in one line, of each worker that is lost.
+        report: told, in one line, of each worker that is lost or fails.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Orchestrator:
         self._epoch = 0
         self._tasks = 0
         self._drafter_alive = True
+        self._drafting = True  # in this generation
         self._idle = set(workers.servers)
         self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, deadline
         self._cached = dict.fromkeys(workers.servers, 0)  # rows of its cache known to be of use
@@ -89,7 +92,9 @@ class Orchestrator:
         self._goal = 0  # length of the finished text
         self._asked = 0  # the highest position some task draws
         self._draws: dict[int, int] = {}  # position -> the target's draw, not committed yet
-        self._orphans: list[Verify] = []  # tasks of lost servers
+        self._undrawable: dict[int, SpecexecError] = {}  # position -> why no server can draw it
+        self._orphans: list[Verify] = []  # tasks that another server must take
+        self._resting: dict[int, SpecexecError] = {}  # servers that failed, until the next text
         self.bytes_streamed = 0  # by all servers for all tasks answered so far
 
     @property
@@ -97,13 +102,20 @@ class Orchestrator:
         """Tasks sent since the orchestrator began: verifications, prefills and stale ones."""
         return self._tasks
 
-    def generate(self, prompt: Sequence[int], max_tokens: int) -> Generator[Commit, None, None]:
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, drafts: bool = True
+    ) -> Generator[Commit, None, None]:
         """Yield the target's continuation of `prompt`, `max_tokens` tokens in all.
 
-        Closing the generator early ends the work; the pool stays usable.
+        Closing the generator early ends the work; the pool stays usable. One generation must have
+        ended, or have been closed, before the next one begins.
 
+        Args:
+            drafts: False for plain decoding: one token after another, by one server.
         Raises:
+            NonFiniteLogitsError: the next token cannot be drawn, whichever server tries.
             WorkerError: no target server is left.
+            SpecexecError: a pass failed in every server that is left; they stay usable.
         """
         if not prompt or max_tokens < 1:
             raise ValueError("a prompt of at least one token and max_tokens of at least 1")
@@ -111,17 +123,22 @@ class Orchestrator:
         self._committed = len(prompt)
         self._goal = len(prompt) + max_tokens
         self._cached = dict.fromkeys(self._cached, 0)
+        self._drafting = drafts
+        self._idle |= self._resting.keys()
+        self._resting.clear()
         self._restart()
         self._dispatch()
-        self._broadcast(tuple(prompt))
+        if drafts:
+            self._broadcast(tuple(prompt))
         try:
             while self._committed < self._goal:
-                committed = self._handle(self._next_event())
+                if self._committed in self._undrawable:
+                    raise self._undrawable[self._committed]
+                commit = self._handle(self._next_event())
                 if self._committed < self._goal:
                     self._dispatch()
-                if committed:
-                    tokens, drafted = zip(*committed, strict=True)
-                    yield Commit(tokens, drafted)
+                if commit is not None:
+                    yield commit
         finally:
             self._end_epoch()
 
@@ -130,12 +147,13 @@ class Orchestrator:
         self._end_epoch()
         self._asked = self._committed - 1
         limit = self._goal - 1 - self._committed  # the last token is never drafted
-        if self._drafter_alive and limit > 0:
+        if self._drafting and self._drafter_alive and limit > 0:
             self._workers.draft(Draft(self._epoch, tuple(self._sequence), limit))
 
     def _end_epoch(self) -> None:
         self._epoch += 1
         self._draws.clear()
+        self._undrawable.clear()
         self._orphans.clear()
         self._workers.advance_epoch(self._epoch)
 
@@ -179,6 +197,8 @@ class Orchestrator:
     def _next_event(self) -> Event:
         """Wait for the next event; a task past its deadline becomes the loss of its server."""
         while True:
+            if not self._running and self._resting:
+                raise list(self._resting.values())[-1]
             if not self._running:
                 raise WorkerError(
                     "every DSI target server is lost; "
@@ -192,8 +212,8 @@ class Orchestrator:
                 self._workers.drop(server)
                 return WorkerLost(server, f"no answer for {self._config.timeout_s:g} s")
 
-    def _handle(self, event: Event) -> list[tuple[int, bool]]:
-        """Apply one event; return the tokens it committed, each with whether it was drafted."""
+    def _handle(self, event: Event) -> Commit | None:
+        """Apply one event; return the tokens it committed."""
         if isinstance(event, Drafted):
             if event.epoch == self._epoch and event.position == len(self._sequence):
                 self._sequence.append(event.token)
@@ -203,17 +223,36 @@ class Orchestrator:
             self.bytes_streamed += event.bytes_streamed
             task, _ = self._running.pop(event.server)
             self._idle.add(event.server)
-            if isinstance(event, Aborted):
-                return []
-            if task.epoch in (self._epoch, NEVER_STALE):
-                self._cached[event.server] = len(task.tokens)
-            if task.epoch == self._epoch:
-                self._draws.update(zip(range(task.first, self._goal), event.draws, strict=False))
-                return self._commit()
-        return []
+            if isinstance(event, Verified):
+                return self._take(event, task)
+            if isinstance(event, Failed):
+                self._fail(event, task)
+        return None
+
+    def _take(self, event: Verified, task: Verify) -> Commit | None:
+        """Apply the draws of a task."""
+        if task.epoch in (self._epoch, NEVER_STALE):
+            self._cached[event.server] = len(task.tokens)
+        if task.epoch != self._epoch:
+            return None
+        self._draws.update(zip(range(task.first, self._goal), event.draws, strict=False))
+        end = task.first + len(event.draws)
+        if end <= len(task.tokens) and event.draws == task.tokens[task.first : end]:
+            # no draft was wrong, so the rest is still wanted: its first draw fails, or comes now
+            self._orphan(replace(task, first=end))
+        drafts = max(0, len(task.tokens) - self._committed)
+        committed = self._commit()
+        if not committed:
+            return None
+        tokens, drafted = zip(*committed, strict=True)
+        return Commit(tokens, drafted, max(1, event.rows - drafts))
 
     def _commit(self) -> list[tuple[int, bool]]:
-        """Move draws into the text, strictly in order, up to the first that was not drafted."""
+        """Move draws into the text, strictly in order, up to the first that was not drafted.
+
+        Returns:
+            The tokens, each with whether it was drafted.
+        """
         committed = []
         while (token := self._draws.pop(self._committed, None)) is not None:
             position = self._committed
@@ -230,6 +269,46 @@ class Orchestrator:
             break
         return committed
 
+    def _orphan(self, task: Verify) -> None:
+        """Send a task again, ahead of new ones, unless it is stale."""
+        if task.epoch == self._epoch:
+            self._orphans.append(task)
+            self._orphans.sort(key=lambda orphan: orphan.first)
+
+    def _fail(self, event: Failed, task: Verify) -> None:
+        """Go on after an error that left its server usable.
+
+        Logits that are not finite are so in every server: the text ends at their position, if it
+        comes to it. Whatever else failed may be that server's own trouble: another one takes the
+        task, and this one rests until the next text.
+        """
+        if isinstance(event.error, NonFiniteLogitsError):
+            self._take_apart(event.error, task)
+            return
+        if task.epoch not in (self._epoch, NEVER_STALE):
+            return
+        self._idle.discard(event.server)
+        self._resting[event.server] = event.error
+        self._orphan(task)
+        if left := len(self._idle) + len(self._running):
+            self._report(
+                f"DSI target server {event.server}: {event.error}; {left} go on without it"
+            )
+
+    def _take_apart(self, error: NonFiniteLogitsError, task: Verify) -> None:
+        """Find out whether a position can be drawn without the drafts behind it.
+
+        A draft whose values overflow spoils the rows before it, too: the attention mask gives it
+        the weight 0, and 0 times infinity is not a number. The target alone would not meet it.
+        """
+        if task.epoch != self._epoch:
+            return
+        if task.first == len(task.tokens):
+            self._undrawable[task.first] = error
+            return
+        self._orphan(replace(task, tokens=task.tokens[: task.first]))
+        self._orphan(replace(task, first=task.first + 1))
+
     def _lose(self, event: WorkerLost) -> None:
         """Go on without a worker; the task it held is sent again, ahead of new ones."""
         if event.worker == DRAFTER:
@@ -237,11 +316,11 @@ class Orchestrator:
             self._report(f"the DSI drafter is lost ({event.reason}); going on without drafts")
             return
         self._idle.discard(event.worker)
+        self._resting.pop(event.worker, None)
         self._cached.pop(event.worker, None)
         task, _ = self._running.pop(event.worker, (None, 0.0))
-        if task is not None and task.epoch == self._epoch:
-            self._orphans.append(task)
-            self._orphans.sort(key=lambda orphan: orphan.first)
+        if task is not None:
+            self._orphan(task)
         self._report(
             f"DSI target server {event.worker} is lost ({event.reason}); "
             f"{len(self._idle) + len(self._running)} left"

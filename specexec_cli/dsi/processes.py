@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
@@ -23,9 +23,13 @@ from specexec_cli.dsi.messages import (
     Configure,
     Draft,
     Event,
+    Forget,
     Ready,
+    Score,
+    Scored,
     Verify,
     WorkerLost,
+    worker_name,
 )
 from specexec_cli.dsi.workers import (
     DraftServer,
@@ -34,7 +38,11 @@ from specexec_cli.dsi.workers import (
     serve_drafter,
     serve_target,
 )
-from specexec_cli.errors import WorkerError
+from specexec_cli.errors import SpecexecError, WorkerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 _CLOSED = -2  # no order has this epoch: everything is stale
 
@@ -103,6 +111,38 @@ class ProcessWorkers:
     def draft(self, message: Draft) -> None:
         """Set the drafter to work on a new prefix."""
         self._send(DRAFTER, message)
+
+    def forget(self) -> None:
+        """Let every worker empty its cache."""
+        for number in list(self._pipes):
+            self._send(number, Forget())
+
+    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
+        """Ask one worker for logits and wait for them; what else comes waits for receive().
+
+        Raises:
+            WorkerError: it is lost, or gives no answer in time, and is killed.
+            SpecexecError: its pass failed.
+        """
+        self._send(worker, order)
+        deadline, answer = self.now() + timeout_s, None
+        while answer is None:
+            if worker not in self._pipes:
+                raise WorkerError(f"DSI: {worker_name(worker)} is lost: no logits come from it")
+            numbers = self._readable(deadline - self.now())
+            if not numbers:
+                reason = f"no answer for {timeout_s:g} s"
+                self._events.append(WorkerLost(worker, reason))
+                self.drop(worker)
+            for number in numbers:
+                message = self._read(number)
+                if isinstance(message, Scored):
+                    answer = message.logits
+                else:
+                    self._events.append(message)
+        if isinstance(answer, SpecexecError):
+            raise answer
+        return answer
 
     def advance_epoch(self, epoch: int) -> None:
         """Make work of every earlier epoch stale."""
@@ -174,8 +214,7 @@ class ProcessWorkers:
             for number in numbers:
                 message = self._read(number)
                 if isinstance(message, WorkerLost):
-                    name = "the drafter" if number == DRAFTER else f"target server {number}"
-                    raise WorkerError(f"DSI: {name} did not start: {message.reason}")
+                    raise WorkerError(f"DSI: {worker_name(number)} did not start: {message.reason}")
                 self.ready[number] = message
 
 
@@ -192,7 +231,7 @@ class _Mailbox:
         except (EOFError, OSError):
             return None
 
-    def put(self, event: Event | Ready) -> None:
+    def put(self, event: Event | Scored | Ready) -> None:
         self._pipe.send(event)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
@@ -18,13 +18,21 @@ from specexec_cli.dsi.messages import (
     Draft,
     Drafted,
     Event,
+    Failed,
     Ready,
+    Score,
+    Scored,
     Verified,
     Verify,
     WorkerLost,
+    worker_name,
 )
-from specexec_cli.dsi.workers import DraftServer, TargetServer, run_draft, run_task
-from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.dsi.workers import DraftServer, TargetServer, run_draft, run_score, run_task
+from specexec_cli.errors import ConfigError, SpecexecError, WorkerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 LOCAL = "local"  # --ray local: a Ray instance of our own, on this machine
 
@@ -46,11 +54,19 @@ class Worker:
         """How the next generation draws its tokens."""
         self._server.configure(sampling)
 
+    def forget(self) -> None:
+        """Empty the cache."""
+        self._server.forget()
+
+    def score(self, order: Score) -> Scored:
+        """The logits of a text."""
+        return run_score(self._server, order)
+
     def advance_epoch(self, epoch: int) -> None:
         """Make work of every earlier epoch stale."""
         self._epoch = max(self._epoch, epoch)
 
-    def verify(self, task: Verify) -> Verified | Aborted:
+    def verify(self, task: Verify) -> Verified | Aborted | Failed:
         """One verification task."""
         return run_task(self._server, self._number, task, self._epoch_since(task.epoch))
 
@@ -160,6 +176,33 @@ class RayWorkers:
         for actor in self._actors.values():
             actor.configure.remote(sampling)
 
+    def forget(self) -> None:
+        """Let every worker empty its cache."""
+        for actor in self._actors.values():
+            actor.forget.remote()
+
+    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
+        """Ask one worker for logits and wait for them.
+
+        Raises:
+            WorkerError: it is lost, or gives no answer in time.
+            SpecexecError: its pass failed.
+        """
+        name = worker_name(worker)
+        if worker not in self._actors:
+            raise WorkerError(f"DSI: {name} is lost: no logits come from it")
+        try:
+            # a lost worker stays in the pool: its next task tells the orchestrator
+            asked = self._actors[worker].score.remote(order)
+            answer: Scored = self._ray.get(asked, timeout=timeout_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise WorkerError(f"DSI: {name} gave no logits for {timeout_s:g} s") from error
+        except self._ray.exceptions.RayError as error:
+            raise WorkerError(f"DSI: {name} is lost: {_reason(error)}") from error
+        if isinstance(answer.logits, SpecexecError):
+            raise answer.logits
+        return answer.logits
+
     def verify(self, server: int, message: Verify) -> None:
         """Hand a task to an idle server."""
         if server in self._actors:
@@ -220,7 +263,7 @@ class RayWorkers:
     def _answer(self, ref: Any) -> Event:
         worker = self._pending.pop(ref)
         try:
-            event: Verified | Aborted = self._ray.get(ref)
+            event: Verified | Aborted | Failed = self._ray.get(ref)
             return event
         except self._ray.exceptions.RayError as error:
             return self._lost(worker, error)
@@ -233,7 +276,7 @@ class RayWorkers:
         refs = {number: actor.ready.remote() for number, actor in self._actors.items()}
         deadline = self.now() + timeout_s
         for number, ref in refs.items():
-            name = "the drafter" if number == DRAFTER else f"target server {number}"
+            name = worker_name(number)
             try:
                 self.ready[number] = self._ray.get(ref, timeout=max(0.0, deadline - self.now()))
             except self._ray.exceptions.GetTimeoutError as error:

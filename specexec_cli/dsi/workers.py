@@ -1,4 +1,4 @@
-"""The two loops a worker runs, and a pool of threads that run them.
+"""The two loops a worker runs, whatever its model and wherever it is.
 
 A worker knows its model through TargetServer or DraftServer and its pool through an inbox, an
 outbox and the epoch; whether it is a thread or a process is not its business.
@@ -6,33 +6,58 @@ outbox and the epoch; whether it is a thread or a process is not its business.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
-    DRAFTER,
     NEVER_STALE,
     Aborted,
     Configure,
     Draft,
     Drafted,
     Event,
+    Failed,
+    Forget,
     Ready,
+    Score,
+    Scored,
     Verified,
     Verify,
-    WorkerLost,
 )
+from specexec_cli.errors import SpecexecError
 
-Order = Verify | Draft | Configure
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+Order = Verify | Draft | Configure | Forget | Score
 Stale = Callable[[], bool]
 Message = TypeVar("Message", covariant=True)
 
 
-class TargetServer(Protocol):
+class ModelServer(Protocol):
+    """What every worker's model does."""
+
+    def ready(self) -> Ready:
+        """What the pool must know before the first order."""
+        ...
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Draw, or guess at, the tokens of later orders by `sampling`."""
+        ...
+
+    def forget(self) -> None:
+        """Empty the cache."""
+        ...
+
+    def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
+        """Logits for each position of a text from `first` on, (len(tokens) - first, vocab)."""
+        ...
+
+
+class TargetServer(ModelServer, Protocol):
     """One instance of the target with a KV cache of its own."""
 
     @property
@@ -40,12 +65,9 @@ class TargetServer(Protocol):
         """Bytes that came over the link so far."""
         ...
 
-    def ready(self) -> Ready:
-        """What the pool must know before the first task."""
-        ...
-
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Draw the tokens of later tasks by `sampling`."""
+    @property
+    def rows_run(self) -> int:
+        """Rows that were run through the model so far."""
         ...
 
     def verify(self, tokens: Sequence[int], first: int, stale: Stale) -> tuple[int, ...] | None:
@@ -53,37 +75,34 @@ class TargetServer(Protocol):
 
         The cache keeps the longest common prefix of what it holds and `tokens`. `stale` is
         polled between layers; once it is true the pass is given up, the cache holds at most the
-        common prefix, and the answer is None. Draws may end early, behind the first that
-        differs from `tokens`: nothing behind it is of use.
+        common prefix, and the answer is None. Draws may end early: behind the first that
+        differs from `tokens`, since nothing behind it is of use, and in front of a position that
+        cannot be drawn.
+
+        Raises:
+            NonFiniteLogitsError: position `first` cannot be drawn.
+            SpecexecError: the pass failed; the cache holds at most the common prefix.
         """
         ...
 
 
-class DraftServer(Protocol):
+class DraftServer(ModelServer, Protocol):
     """The draft model with its KV cache."""
-
-    def ready(self) -> Ready:
-        """What the pool must know before the first task."""
-        ...
-
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Guess at tokens drawn by `sampling`."""
-        ...
 
     def start(self, tokens: Sequence[int]) -> None:
         """Continue after `tokens`, keeping the cached rows that agree."""
         ...
 
-    def next_token(self) -> int:
-        """Draft one more token."""
+    def next_token(self) -> int | None:
+        """Draft one more token; None where this text gets no more of them."""
         ...
 
 
 class Outbox(Protocol):
     """Where a worker puts what it has to tell."""
 
-    def put(self, event: Event) -> None:
-        """Send one event to the orchestrator."""
+    def put(self, event: Event | Scored) -> None:
+        """Send one event to the pool."""
         ...
 
 
@@ -105,152 +124,78 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 def run_task(
     server: TargetServer, number: int, task: Verify, epoch: Callable[[], int]
-) -> Verified | Aborted:
+) -> Verified | Aborted | Failed:
     """One verification task, from the stale check to its answer."""
 
     def stale() -> bool:
         return task.epoch not in (NEVER_STALE, epoch())
 
-    begin, bytes_before = time.perf_counter(), server.bytes_streamed
-    draws = None if stale() else server.verify(task.tokens, task.first, stale)
+    begin, bytes_before, rows_before = time.perf_counter(), server.bytes_streamed, server.rows_run
+    try:
+        draws = None if stale() else server.verify(task.tokens, task.first, stale)
+    except SpecexecError as error:
+        return Failed(number, task.task, error, server.bytes_streamed - bytes_before)
     streamed = server.bytes_streamed - bytes_before
     if draws is None:
         return Aborted(number, task.task, streamed)
-    return Verified(number, task.task, draws, time.perf_counter() - begin, streamed)
+    rows = server.rows_run - rows_before
+    return Verified(number, task.task, draws, time.perf_counter() - begin, streamed, rows)
 
 
 def run_draft(server: DraftServer, order: Draft, epoch: Callable[[], int]) -> Iterator[Drafted]:
-    """Draft, token after token, until the limit or until the epoch moves on."""
+    """Draft, token after token, until the limit, the drafter's end, or a new epoch."""
     if order.epoch != epoch():
         return
     server.start(order.tokens)
     for position in range(len(order.tokens), len(order.tokens) + order.limit):
         token = server.next_token()
-        if order.epoch != epoch():
+        if token is None or order.epoch != epoch():
             return
         yield Drafted(order.epoch, position, token)
+
+
+def run_score(server: ModelServer, order: Score) -> Scored:
+    """The logits of a text, or why there are none."""
+    try:
+        return Scored(server.score(order.tokens, order.first))
+    except SpecexecError as error:
+        return Scored(error)
 
 
 def serve_target(
     server: TargetServer,
     number: int,
-    inbox: Inbox[Verify | Configure],
+    inbox: Inbox[Order],
     outbox: Outbox,
     epoch: Callable[[], int],
 ) -> None:
     """Answer verification tasks until the inbox says None."""
-    while (task := inbox.get()) is not None:
-        if isinstance(task, Configure):
-            server.configure(task.sampling)
+    while (order := inbox.get()) is not None:
+        if isinstance(order, Verify):
+            outbox.put(run_task(server, number, order, epoch))
         else:
-            outbox.put(run_task(server, number, task, epoch))
+            _serve_any(server, order, outbox)
 
 
 def serve_drafter(
-    server: DraftServer, inbox: Inbox[Draft | Configure], outbox: Outbox, epoch: Callable[[], int]
+    server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoch: Callable[[], int]
 ) -> None:
     """Draft what is ordered until the inbox says None."""
     while (order := inbox.get()) is not None:
-        if isinstance(order, Configure):
-            server.configure(order.sampling)
-            continue
-        for drafted in run_draft(server, order, epoch):
-            outbox.put(drafted)
+        if isinstance(order, Draft):
+            for drafted in run_draft(server, order, epoch):
+                outbox.put(drafted)
+        else:
+            _serve_any(server, order, outbox)
 
 
-class ThreadWorkers:
-    """A pool of threads: for models that release the interpreter's lock, and for tests.
-
-    A thread cannot be killed: a dropped one is left behind and its events are ignored.
-    """
-
-    def __init__(self, drafter: DraftServer | None, servers: Sequence[TargetServer]) -> None:
-        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._epoch = 0
-        self._alive = list(range(len(servers)))
-        self._dropped: set[int] = set()
-        self._inboxes: dict[int, queue.SimpleQueue[Order | None]] = {}
-        self._threads: dict[int, threading.Thread] = {}
-        for number, server in enumerate(servers):
-            self._start(number, serve_target, server, number)
-        if drafter is not None:
-            self._start(DRAFTER, serve_drafter, drafter)
-
-    @property
-    def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
-        return tuple(self._alive)
-
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.perf_counter()
-
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Tell every worker how the next generation draws its tokens."""
-        for inbox in self._inboxes.values():
-            inbox.put(Configure(sampling))
-
-    def verify(self, server: int, message: Verify) -> None:
-        """Hand a task to an idle server."""
-        self._inboxes[server].put(message)
-
-    def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix."""
-        if DRAFTER in self._inboxes:
-            self._inboxes[DRAFTER].put(message)
-
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
-        self._epoch = epoch
-
-    def receive(self, timeout_s: float) -> Event | None:
-        """The next event of a worker that was not dropped."""
-        deadline = self.now() + timeout_s
-        while True:
-            try:
-                worker, event = self._events.get(timeout=max(0.0, deadline - self.now()))
-            except queue.Empty:
-                return None
-            if worker not in self._dropped:
-                if isinstance(event, WorkerLost):
-                    self.drop(worker)
-                return event
-
-    def drop(self, worker: int) -> None:
-        """Ignore a worker from now on; its thread ends when its present task does."""
-        self._dropped.add(worker)
-        if worker in self._alive:
-            self._alive.remove(worker)
-        self._inboxes[worker].put(None)
-
-    def close(self, timeout_s: float = 10.0) -> None:
-        """End every thread and wait for those that were not dropped."""
-        self._epoch = -2  # no order has this epoch: everything is stale
-        for inbox in self._inboxes.values():
-            inbox.put(None)
-        for number, thread in self._threads.items():
-            if number not in self._dropped:
-                thread.join(timeout_s)
-
-    def _start(self, number: int, loop: Callable[..., None], *args: object) -> None:
-        inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
-        outbox = _ThreadOutbox(self._events, number)
-
-        def run() -> None:
-            try:
-                loop(*args, inbox, outbox, lambda: self._epoch)
-            except Exception as error:
-                outbox.put(WorkerLost(number, f"{type(error).__name__}: {error}"))
-
-        self._inboxes[number] = inbox
-        self._threads[number] = threading.Thread(target=run, daemon=True, name=f"dsi-{number}")
-        self._threads[number].start()
-
-
-class _ThreadOutbox:
-    def __init__(self, events: queue.SimpleQueue[tuple[int, Event]], number: int) -> None:
-        self._events = events
-        self._number = number
-
-    def put(self, event: Event) -> None:
-        self._events.put((self._number, event))
+def _serve_any(server: ModelServer, order: Order, outbox: Outbox) -> None:
+    """The orders that every worker takes."""
+    if isinstance(order, Configure):
+        server.configure(order.sampling)
+    elif isinstance(order, Forget):
+        server.forget()
+    elif isinstance(order, Score):
+        outbox.put(run_score(server, order))
+    else:
+        raise AssertionError(f"{type(order).__name__} came to the wrong worker")

@@ -1,8 +1,9 @@
-"""How decoder layers attend where the device has a tree-attention kernel.
+"""How decoder layers attend where PyTorch's attention is not the best that the device has.
 
-transformers' layers hand queries, keys, values and the mask to a function named in the config. Ours
-takes a TreeMask, ancestor bits without any mask over the prefix, to the kernel, and every other
-mask to transformers' own function for PyTorch's attention.
+transformers' layers hand queries, keys, values and the mask to a function named in the config. For
+devices with a tree-attention kernel ours takes a TreeMask, ancestor bits without any mask over the
+prefix, to the kernel, and every other mask to transformers' own function for PyTorch's attention.
+For CPUs without arithmetic in the compute dtype another of ours attends in float64.
 
 The kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums are
 grouped differently in passes of different shape: on such a device tokens may differ between methods
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specexec_kernels import dispatch
+from specexec_kernels import cpu_half, dispatch
 from specexec_kernels.tree_attention import pack_ancestors
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 
 NAME = "specexec_tree"
+_WIDE_NAME = "specexec_wide"
+_WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,15 @@ class TreeMask:
 
     prefix_len: int
     ancestors: Tensor  # (rows, words) int32, see pack_ancestors
+
+
+def implementation(device: torch.device, dtype: torch.dtype) -> str:
+    """transformers' name for how layers without soft-capping attend."""
+    if dispatch.uses_triton(device):
+        return NAME
+    # PyTorch converts from and to such a dtype at every step, which is slower as well
+    emulated = device.type == "cpu" and cpu_half.is_emulated(dtype)
+    return _WIDE_NAME if emulated else "sdpa"
 
 
 def tree_mask(
@@ -87,4 +99,31 @@ def _grouped(
     return attended.reshape(1, heads, rows, head_dim).transpose(1, 2)
 
 
+def _wide_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As _attention, in float64 and rounded once, at its end.
+
+    Passes with other rows group the same sums in other ways. In float64 they differ by so little
+    that the rounded results are the same.
+    """
+    kv_heads, slots, head_dim = key.shape[1:]
+    group = query.shape[1] // kv_heads
+    together = max(1, _WIDE_BYTES // (2 * slots * head_dim * 8))  # key and value heads
+    parts = []
+    for first in range(0, kv_heads, together):
+        last = min(first + together, kv_heads)
+        queries = query[:, group * first : group * last].double()
+        keys, values = key[:, first:last].double(), value[:, first:last].double()
+        parts.append(_grouped(queries, keys, values, attention_mask, scaling))
+    return torch.cat(parts, dim=2).to(query.dtype), None
+
+
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(_WIDE_NAME, _wide_attention)

@@ -11,16 +11,18 @@ On a CPU the same steps run without capture; the tests hold them against plain p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from specexec_cli.errors import clear_shortage
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.demand import STEP_ROWS, STEP_SLOTS
+from specexec_cli.planning.memory import STEP_ROWS, STEP_SLOTS
 
 BUCKETS = STEP_ROWS
 _CAPACITY = STEP_SLOTS  # slots of the first buffers
@@ -51,22 +53,33 @@ class StepRunner:
         """As StreamedModel.forward on the runner's cache."""
         count = len(rows.tokens)
         bucket = next((size for size in BUCKETS if size >= count), None)
-        if not self._cache.layers[0].is_initialized:
+        if not self._cache.is_initialized:  # no pass has come to its last layer yet
             return self._model.forward(rows, self._cache, logit_rows)
         # one slot more, the last, is where padding goes
-        if self._cache.grow_zeroed(self._cache.length + count + 1, _CAPACITY):
-            self._steps.clear()
+        capacity = self._cache.zeroed_capacity_for(self._cache.length + count + 1, _CAPACITY)
+        if capacity != self._cache.zeroed_capacity:
+            self._steps.clear()  # before the buffers go that they point to
+            self._cache.grow_zeroed(capacity)
         if bucket is None:
             return self._model.forward(rows, self._cache, logit_rows)
-        step = self._steps.get(bucket)
-        if step is None:
-            step = self._steps[bucket] = _Step(self._model, self._cache, bucket)
+        step = self._steps.get(bucket) or _Step(self._model, self._cache, bucket)
         step.load(rows)
         if step.replay is None:
-            step.replay = step.captured(self._pool, self._stream) if self._capture else step.run
+            step.replay = self._captured(step) if self._capture else step.run
+            self._steps[bucket] = step  # a capture that fails leaves none behind
         step.replay()
         self._cache.advance(count)
         return step.logits[list(logit_rows)]
+
+    def _captured(self, step: _Step) -> Callable[[], None]:
+        try:
+            with clear_shortage("it ran out while a draft step was being recorded"):
+                return step.captured(self._pool, self._stream)
+        except BaseException:
+            # the allocator may go on to take this pool for one that is being recorded to, and
+            # then refuses to record to it again
+            self._pool = torch.cuda.graph_pool_handle()
+            raise
 
 
 class _Step:
@@ -81,7 +94,8 @@ class _Step:
         self._slots = torch.zeros(bucket, dtype=torch.int64, device=device)
         shape = (1, 1, bucket, cache.capacity)
         self._masks = {
-            window: model.dense(torch.zeros(shape, dtype=torch.bool)) for window in model.windows
+            window: model.context.dense(torch.zeros(shape, dtype=torch.bool))
+            for window in model.windows
         }
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
@@ -99,10 +113,10 @@ class _Step:
             visible = rows.mask(0, count, window)
             mask[:, :, :count, : visible.shape[3]] = visible
             mask[:, :, count:, padding_slot] = True
-            static.copy_(self._model.dense(mask))
+            static.copy_(self._model.context.dense(mask))
 
     def run(self) -> None:
-        """One step, kernel by kernel."""
+        """Computes one step kernel by kernel, without a captured graph."""
         with self._cache.writing_to(self._slots):
             self.logits = self._model.step(self._tokens, self._positions, self._masks, self._cache)
 
@@ -120,8 +134,33 @@ class _Step:
                 self.run()
         here.wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # other threads copy weights to the device meanwhile: their calls are not part of it
-        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+        with _capturing(graph, pool, side):
             self.run()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+@contextmanager
+def _capturing(graph: Any, pool: Any, side: Any) -> Iterator[None]:
+    """torch.cuda.graph, and what it leaves undone where the capture fails.
+
+    It ends the capture before it goes back to the stream that was current. Ending a capture that
+    has failed is an error of its own: it would hide the first one, and leave `side` current.
+    """
+    here = torch.cuda.current_stream()
+    failure: BaseException | None = None
+    try:
+        # other threads copy weights to the device meanwhile: their calls are not part of it
+        with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+                raise
+    except BaseException:
+        torch.cuda.set_stream(here)
+        if failure is not None:
+            raise failure from None
+        raise
+    finally:
+        del failure  # it refers to this frame, which would keep what is in use alive

@@ -39,21 +39,32 @@ class SlotLayer(CacheLayerMixin):
         shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def _grow(self, needed: int) -> None:
-        capacity = max(-(-needed // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved)
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = self._buffer(old, capacity)
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
+    def grow(self, capacity: int, zeroed: bool = False) -> None:
+        """Moves the filled rows to buffers of `capacity` slots.
 
-    def grow_zeroed(self, capacity: int) -> None:
-        """Moves the filled rows to buffers of `capacity` slots that are zero elsewhere."""
-        for name in ("keys", "values"):
-            old = getattr(self, name)
-            new = self._buffer(old, capacity).zero_()
-            new[:, :, : self.length] = old[:, :, : self.length]
-            setattr(self, name, new)
+        Both buffers are there before either takes its place: where memory runs out in between,
+        the layer is as it was.
+
+        Args:
+            zeroed: zeros where nothing was written.
+        """
+        keys, values = self._moved(self.keys, capacity), self._moved(self.values, capacity)
+        if zeroed:
+            keys[:, :, self.length :].zero_()
+            values[:, :, self.length :].zero_()
+        self.keys, self.values = keys, values
+
+    def _moved(self, rows: Tensor, capacity: int) -> Tensor:
+        """The filled rows in a buffer of their own."""
+        moved = self._buffer(rows, capacity)
+        moved[:, :, : self.length] = rows[:, :, : self.length]
+        return moved
+
+    def release(self) -> None:
+        """Drops every row and gives the buffers back."""
+        self.length = 0
+        self.is_initialized = False
+        self.keys = self.values = torch.empty(0)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -67,7 +78,7 @@ class SlotLayer(CacheLayerMixin):
             return self.keys, self.values
         stop = self.length + key_states.shape[2]
         if stop > self.keys.shape[2]:
-            self._grow(stop)
+            self.grow(max(-(-stop // _GROWTH_SLOTS) * _GROWTH_SLOTS, self.reserved))
         self.keys[:, :, self.length : stop] = key_states
         self.values[:, :, self.length : stop] = value_states
         self.length = stop
@@ -103,8 +114,8 @@ class SlotCache(Cache):
 
     @property
     def length(self) -> int:
-        """Filled slots, the same in every layer between passes."""
-        return self.layers[0].length
+        """Slots filled in every layer; between passes all layers have filled the same."""
+        return min(layer.length for layer in self.layers)
 
     def reserve(self, slots: int) -> None:
         """The next growth of every layer goes to at least this many slots."""
@@ -116,31 +127,44 @@ class SlotCache(Cache):
         """Slots allocated in every layer, once there are rows."""
         return int(self.layers[0].keys.shape[2])
 
-    def grow_zeroed(self, slots: int, at_least: int) -> bool:
-        """Makes room for `slots`, with zeros where nothing was written: a mask hides what it
-        multiplies by zero, and only numbers become zero by that.
-
-        Returns:
-            Whether the buffers are new ones. They hold `at_least` slots or a doubling of that,
-            and never become smaller.
-        """
+    def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
+        """The capacity at which `grow_zeroed` makes room for `slots`: `at_least` or a doubling of
+        that, and never less than there is."""
         capacity = max(at_least, self.zeroed_capacity)
         while capacity < slots:
             capacity *= 2
-        if self.zeroed_capacity == capacity:
-            return False
+        return capacity
+
+    def grow_zeroed(self, capacity: int) -> None:
+        """Gives every layer new buffers of `capacity` slots, with zeros where nothing was written:
+        a mask hides what it multiplies by zero, and only numbers become zero by that.
+
+        One layer after another, since old and new buffers of all layers at once would take half as
+        much memory again. Where it runs out in between, the cache is emptied: layers of different
+        size are of no use to a step, and the rows cost one pass of the draft model.
+        """
+        self.zeroed_capacity = 0  # until all layers agree
+        try:
+            for layer in self.layers:
+                layer.grow(capacity, zeroed=True)
+        except BaseException:
+            self.release()
+            raise
         self.zeroed_capacity = capacity
+
+    def release(self) -> None:
+        """Drops every row and gives all buffers back: the cache is as new."""
+        self.zeroed_capacity = 0
         for layer in self.layers:
-            layer.grow_zeroed(capacity)
-        return True
+            layer.release()
 
     @contextmanager
     def writing_to(self, slots: Tensor) -> Iterator[None]:
         """Rows go to `slots`, (rows,), whatever is filled, and every slot is handed to attention:
         for passes whose masks span the whole capacity. `advance` tells what they filled."""
-        for layer in self.layers:
-            layer.write_slots = slots
         try:
+            for layer in self.layers:
+                layer.write_slots = slots
             yield
         finally:
             for layer in self.layers:

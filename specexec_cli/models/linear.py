@@ -29,20 +29,33 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         (..., out_features) in the compute dtype.
     """
+    if _takes_kernel(rows.dtype, weight):
+        out = cpu_half.matmul(rows.reshape(-1, rows.shape[-1]).float(), weight)
+        if bias is not None:
+            out += bias
+        return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
     if bias is not None:
         bias = bias.to(rows.dtype)
     if weight.dtype == rows.dtype:
         return functional.linear(rows, weight, bias)
     if weight.device.type != "cpu" or weight.numel() <= TILE_ELEMENTS:
         return functional.linear(rows, weight.to(rows.dtype), bias)
-    flat = rows.reshape(-1, rows.shape[-1])
-    if rows.dtype == torch.float32 and cpu_half.supports(weight):
-        out = cpu_half.matmul(flat, weight)
-    else:
-        out = _tiled_product(flat, weight)
+    out = _tiled_product(rows.reshape(-1, rows.shape[-1]), weight)
     if bias is not None:
         out += bias
     return out.view(*rows.shape[:-1], weight.shape[0])
+
+
+def _takes_kernel(dtype: torch.dtype, weight: Tensor) -> bool:
+    """Whether rows of this dtype are multiplied by the CPU's kernel, with sums in float32.
+
+    It is made for weights too large to be worth a converted copy. Rows of two bytes take it for
+    every weight where the CPU has no arithmetic in them: PyTorch is several times slower there, and
+    rounds a row's result in another way when the pass has other rows.
+    """
+    large = weight.numel() > TILE_ELEMENTS
+    wanted = large if dtype == torch.float32 else cpu_half.is_emulated(dtype)
+    return wanted and cpu_half.supports(weight)
 
 
 def _tiled_product(rows: Tensor, weight: Tensor) -> Tensor:
@@ -78,6 +91,14 @@ class MixedLinear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         return mixed_linear(rows, self.weight, self.bias)
 
+    def wide(self, rows: Tensor) -> Tensor:
+        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        flat = rows.reshape(-1, self.in_features)
+        output = torch.mm(flat, self.weight.to(rows.dtype).t(), out_dtype=torch.float32)
+        if self.bias is not None:
+            output += self.bias
+        return output.view(*rows.shape[:-1], self.out_features)
+
 
 class MixedEmbedding(nn.Module):
     """An embedding table in the file's dtype; only the rows looked up are converted.
@@ -93,7 +114,7 @@ class MixedEmbedding(nn.Module):
         self.dtype = dtype
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, rows) int64 -> (batch, rows, hidden) in the compute dtype."""
+        """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
         found = self.table[ids.reshape(-1)].to(self.dtype)
         order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)
         output: Tensor = functional_call(self.embedding, {"weight": found}, (order,))

@@ -6,11 +6,8 @@ an empty QuantizedLinear in the place of every packed linear.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 from specexec_kernels.packing import PackedFormat, unpack_rows
@@ -36,17 +33,13 @@ class Quantization:
     shuffled: frozenset[str]  # linears whose g_idx is not k // group_size
 
     @classmethod
-    def read(
-        cls, checkpoint: Checkpoint, config: Mapping[str, Any], notice: Notice
-    ) -> Quantization | None:
+    def read(cls, checkpoint: Checkpoint, notice: Notice) -> Quantization | None:
         """None for a plain checkpoint.
 
-        Args:
-            config: config.json as a dict.
         Raises:
             CheckpointError: a kind that cannot be read, or tensors that contradict the config.
         """
-        quant = QuantConfig.from_checkpoint(checkpoint.folder, config, notice)
+        quant = QuantConfig.from_checkpoint(checkpoint.folder, checkpoint.config, notice)
         names = [n.removesuffix(".qweight") for n in checkpoint if n.endswith(".qweight")]
         if quant is None and not names:
             return None
@@ -225,17 +218,3 @@ def _seen_zeros(checkpoint: Checkpoint, names: list[str], config: QuantConfig) -
         low, high = int(fields.min()), int(fields.max())
         kinds.add({(middle - 1,) * 2: "v1", (middle,) * 2: "v2"}.get((low, high), "mixed"))
     return kinds.pop() if len(kinds) == 1 else "mixed"
-
-
-def config_dict(folder: Path) -> dict[str, Any]:
-    """config.json as it is on disk; transformers drops or rewrites what it does not know.
-
-    Raises:
-        CheckpointError: it is broken.
-    """
-    path = folder / "config.json"
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-    return value if isinstance(value, dict) else {}

@@ -39,8 +39,15 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in the dtype of `rows`."""
+        return self._product(rows, rows.dtype)
+
+    def wide(self, rows: Tensor) -> Tensor:
+        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        return self._product(rows, torch.float32)
+
+    def _product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         flat = rows.reshape(-1, self.in_features)
-        output = dispatch.quantized_matmul(flat, self.packed_weight())
+        output = dispatch.quantized_matmul(flat, self.packed_weight(), dtype)
         if self.bias is not None:
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)

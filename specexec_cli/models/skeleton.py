@@ -6,45 +6,25 @@ rest of the architecture is transformers'.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.linear import MixedLinear, PerExpert
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.offload.store import Checkpoint, TensorRange
-
-# Tested against transformers' own forward, tests/e2e/test_architectures.py.
-SUPPORTED = (
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "starcoder2",
-    "gpt_bigcode", "gemma2", "gemma3_text",
-)  # fmt: skip
+from specexec_cli.planning.architectures import ARCHITECTURES, Rename
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
-
-# Parameter names inside a layer of the skeleton -> names in the checkpoint's layer.
-_RENAMES: Mapping[str, tuple[tuple[str, str], ...]] = {
-    "mixtral": (
-        (r"^mlp\.experts\.experts\.(\d+)\.gate\.", r"block_sparse_moe.experts.\1.w1."),
-        (r"^mlp\.experts\.experts\.(\d+)\.up\.", r"block_sparse_moe.experts.\1.w3."),
-        (r"^mlp\.experts\.experts\.(\d+)\.down\.", r"block_sparse_moe.experts.\1.w2."),
-        (r"^mlp\.gate\.", "block_sparse_moe.gate."),
-    ),
-    "qwen3_moe": (
-        (r"^mlp\.experts\.experts\.(\d+)\.(gate|up|down)\.", r"mlp.experts.\1.\2_proj."),
-    ),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,27 +40,20 @@ class Skeleton:
     resident_tensors: dict[str, TensorRange]
 
 
-def load_config(folder: Path) -> PretrainedConfig:
-    """The checkpoint's config.json.
+def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    """The checkpoint's config.json as transformers' own object.
 
     Raises:
         CheckpointError: it is missing or broken, or its architecture is not supported.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
-    supported = f"Supported architectures: {', '.join(SUPPORTED)}"
-    try:
-        model_type = json.loads(path.read_text("utf-8")).get("model_type")
-    except (ValueError, AttributeError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is not a JSON object ({error}): download it again"
-        ) from error
+    path, stored = checkpoint.folder / "config.json", dict(checkpoint.config)
+    supported = f"Supported architectures: {', '.join(ARCHITECTURES)}"
+    model_type = stored.get("model_type")
     # before transformers sees it: what we do not know must not reach any code of the checkpoint
-    if model_type not in SUPPORTED:
+    if str(model_type) not in ARCHITECTURES:
         raise CheckpointError(f"{path}: architecture '{model_type}' is not supported. {supported}")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = CONFIG_MAPPING[str(model_type)].from_dict(stored)
     except Exception as error:  # a config class checks its values with what it likes
         raise CheckpointError(f"{path} is not usable: {_reason(error)}. {supported}") from error
     if not config.num_hidden_layers >= 1:
@@ -120,7 +93,7 @@ def build_skeleton(
         ) from error
     model.eval()
     path, layers = _decoder_layers(model, config.num_hidden_layers)
-    rename = _RENAMES.get(config.model_type, ())
+    rename = ARCHITECTURES[config.model_type].renames
     for index, layer in enumerate(layers):
         _replace_modules(layer)
         if quantization is not None:
@@ -198,7 +171,7 @@ def _find_layer(
     checkpoint: Checkpoint,
     layer: nn.Module,
     prefix: str,
-    renames: tuple[tuple[str, str], ...],
+    renames: tuple[Rename, ...],
 ) -> dict[str, TensorRange]:
     found = {}
     for name, parameter in layer.named_parameters():
@@ -206,7 +179,7 @@ def _find_layer(
     return found
 
 
-def _stored(name: str, renames: tuple[tuple[str, str], ...], prefix: str) -> str:
+def _stored(name: str, renames: tuple[Rename, ...], prefix: str) -> str:
     """The name in the checkpoint of a parameter or module inside a layer."""
     dotted = f"{name}."  # the patterns end where a part of the name ends
     for pattern, replacement in renames:

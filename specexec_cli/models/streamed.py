@@ -7,28 +7,27 @@ that stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from specexec_kernels import dispatch
 from torch import Tensor, nn
 
-from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.config import Tier
+from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention
-from specexec_cli.models.attention import TreeMask
-from specexec_cli.models.decoder_layer import DecoderLayer, LayerSource
+from specexec_cli.models.decoder_layer import DecoderLayer, sliding_window
+from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
-from specexec_cli.models.quant_checkpoint import Quantization, config_dict
+from specexec_cli.models.pass_context import LayerSource, PassContext
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
-from specexec_cli.models.rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
-from specexec_cli.offload.cuda import DeviceStream, DeviceTier
+from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink
-from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.offload.stream import LayerStream, Tier, read_tensors
+from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.stream import LayerStream, read_tensors
 
 
 class StreamedModel:
@@ -50,18 +49,19 @@ class StreamedModel:
         self.skeleton = skeleton
         self.device = device
         self.dtype = dtype
-        self.source: LayerSource | None = None
-        self.on_layer: Callable[[int], None] = lambda index: None
-        self._rows: PassRows | None = None
-        # of the current pass, by first and last row and window
-        self._masks: dict[tuple[int, int, int | None], Tensor | TreeMask] = {}
-        self._step_masks: Mapping[int | None, Tensor] = {}
+        self.context = PassContext(skeleton.config, device, dtype)
         # transformers hands a 4D mask on as it is; the layers replace it by their own
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        if dispatch.uses_triton(device) and skeleton.config._attn_implementation == "sdpa":
-            skeleton.config._attn_implementation = attention.NAME
+        if skeleton.config._attn_implementation == "sdpa":
+            skeleton.config._attn_implementation = attention.implementation(device, dtype)
         self._layers = [
-            DecoderLayer(layer, index, self, skeleton.layer_tensors[index])
+            DecoderLayer(
+                layer,
+                index,
+                self.context,
+                skeleton.layer_tensors[index],
+                sliding_window(skeleton.config, index),
+            )
             for index, layer in enumerate(skeleton.layers)
         ]
         for index, layer in enumerate(self._layers):
@@ -71,33 +71,33 @@ class StreamedModel:
     @classmethod
     def open(
         cls,
-        folder: Path,
+        checkpoint: Checkpoint,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        tiers: DeviceTier | Sequence[DeviceTier] | None,
-        slots: int = 3,
-        device_slots: int = 3,
+        tiers: Tier | Sequence[Tier] | None,
+        buffers: int = 3,
+        device_buffers: int = 3,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
-        """Opens a checkpoint folder.
+        """Opens a checkpoint whose headers have been read.
 
         Args:
             tiers: where layers are streamed from, one for all or one for each; None loads them
                 to stay, converted to the compute dtype.
-            slots: of the ring in RAM.
-            device_slots: of the ring on a GPU.
+            buffers: of the ring in RAM.
+            device_buffers: of the ring on a GPU.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        config, checkpoint = load_config(folder), read_checkpoint(folder)
-        quantization = Quantization.read(checkpoint, config_dict(folder), notice)
+        config = load_config(checkpoint)
+        quantization = Quantization.read(checkpoint, notice)
         skeleton = build_skeleton(config, checkpoint, quantization)
-        with _clear_shortage(f"{folder.name} does not fit into it"):
+        with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
             # a GPU would convert the whole head in every pass, and in every captured step anew
             stays_on_gpu = tiers is None and device.type == "cuda"
             model = cls(skeleton, device, dtype, dtype if stays_on_gpu else None)
@@ -106,9 +106,27 @@ class StreamedModel:
         if tiers is not None:
             each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
             model.source = _open_source(
-                skeleton, each, device, slots, device_slots, notice, progress
+                skeleton, each, device, buffers, device_buffers, notice, progress
             )
         return model
+
+    @property
+    def source(self) -> LayerSource | None:
+        """Where the decoder layers' weights come from; None where all of them stay."""
+        return self.context.source
+
+    @source.setter
+    def source(self, source: LayerSource | None) -> None:
+        self.context.source = source
+
+    @property
+    def on_layer(self) -> Callable[[int], None]:
+        """Called with a layer's index when it is done; what it raises ends the pass."""
+        return self.context.on_layer
+
+    @on_layer.setter
+    def on_layer(self, callback: Callable[[int], None]) -> None:
+        self.context.on_layer = callback
 
     @property
     def vocab_size(self) -> int:
@@ -149,12 +167,12 @@ class StreamedModel:
         Args:
             logit_rows: rows whose logits are wanted.
         Returns:
-            (len(logit_rows), vocab) logits in the compute dtype.
+            (len(logit_rows), vocab) logits in float32, whatever the compute dtype.
         Raises:
             StreamError: weights could not be read; the cache may then hold part of the rows and
                 is to be cropped by the caller.
         """
-        self._rows, self._masks = rows, {}
+        self.context.begin(rows)
         return self._run(
             torch.tensor([list(rows.tokens)], device=self.device),
             torch.tensor([list(rows.positions)], device=self.device),
@@ -174,17 +192,17 @@ class StreamedModel:
 
         Args:
             tokens, positions: (1, rows).
-            masks: for each of `windows`, (1, 1, rows, slots) as `dense` gives it.
+            masks: for each of `windows`, (1, 1, rows, slots) as PassContext.dense gives it.
         Returns:
-            (rows, vocab) logits.
+            (rows, vocab) logits in float32.
         """
-        self._rows, self._step_masks = None, masks
+        self.context.begin_step(masks)
         return self._run(tokens, positions, cache, 0)
 
     def _run(
         self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | int
     ) -> Tensor:
-        with _clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
+        with clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
             output = self.skeleton.model(
                 input_ids=tokens,
                 position_ids=positions,
@@ -195,35 +213,6 @@ class StreamedModel:
             )
         logits: Tensor = output.logits[0]
         return logits
-
-    def attention_mask(self, start: int, stop: int, window: int | None) -> Tensor | TreeMask:
-        """The current pass's mask for rows start..stop, in the form the attention needs."""
-        if self._rows is None:  # a step: its masks are given
-            return self._step_masks[window]
-        key = start, stop, window
-        if key in self._masks:
-            return self._masks[key]
-        mask: Tensor | TreeMask | None = self._tree_mask(start, stop, window)
-        if mask is None:
-            mask = self.dense(self._rows.mask(start, stop, window))
-        # a long prompt's dense masks together would take more room than its activations
-        if isinstance(mask, TreeMask) or stop - start == len(self._rows.tokens):
-            self._masks[key] = mask
-        return mask
-
-    def _tree_mask(self, start: int, stop: int, window: int | None) -> TreeMask | None:
-        if self.skeleton.config._attn_implementation != attention.NAME:
-            return None
-        assert self._rows is not None
-        return attention.tree_mask(self._rows, start, stop, window, self.device)
-
-    def dense(self, mask: Tensor) -> Tensor:
-        """A bool mask, True = attend, as this model's attention takes it."""
-        mask = mask.to(self.device)
-        if self.skeleton.config._attn_implementation != "eager":
-            return mask
-        blank = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
-        return blank.masked_fill(~mask, torch.finfo(self.dtype).min)
 
     @property
     def bytes_streamed(self) -> int:
@@ -249,19 +238,23 @@ class StreamedModel:
             if dtype is not None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
             if isinstance(module, nn.Embedding):
-                _set_module(model, path, MixedEmbedding(module, weight, self.dtype))
+                _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
             elif isinstance(module, nn.Linear):
                 _set_module(model, path, _resident_linear(weight))
             elif isinstance(module, QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                setattr(module, leaf, _frozen(weight.to(self.dtype)))
+                norm_path = path
+                setattr(module, leaf, _frozen(loaded[tensor.name].to(self.device, torch.float32)))
         if not any(name.startswith("lm_head.") for name in tensors):  # tied
             embedding = model.get_input_embeddings()
             _set_module(model, "lm_head", _resident_linear(embedding.table))
+        head = Head(model.get_submodule(norm_path), model.get_submodule("lm_head"), self.dtype)
+        _set_module(model, norm_path, nn.Identity())
+        _set_module(model, "lm_head", head)
 
     def _load_layers(self, progress: Callable[[int, int], None]) -> None:
-        """Every layer's weights, converted once to the compute dtype, to stay."""
+        """Every layer's weights to stay, those of linears converted once to the compute dtype."""
         total = sum(t.n_bytes for layer in self.skeleton.layer_tensors for t in layer.values())
         done = 0
         for layer, tensors in zip(self._layers, self.skeleton.layer_tensors, strict=True):
@@ -270,42 +263,30 @@ class StreamedModel:
                 path, _, leaf = name.rpartition(".")
                 module = layer.layer.get_submodule(path)
                 # a copy of its own, so that the buffer it was read into is let go
-                dtype = weight.dtype if isinstance(module, QuantizedLinear) else self.dtype
+                dtype = self.dtype if isinstance(module, MixedLinear) else weight.dtype
                 setattr(module, leaf, _frozen(weight.to(dtype, copy=True)))
             done += sum(tensor.n_bytes for tensor in tensors.values())
             progress(done, total)
 
 
-@contextmanager
-def _clear_shortage(what: str) -> Iterator[None]:
-    """GPU memory running out becomes one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise OutOfMemoryError(
-            f"the GPU's memory is too small: {what}. Close what else runs on the GPU, or use a "
-            "smaller draft tree (--budget), a shorter text (--max-tokens), or --offload ram"
-        ) from None
-
-
 def _open_source(
     skeleton: Skeleton,
-    tiers: Sequence[DeviceTier],
+    tiers: Sequence[Tier],
     device: torch.device,
-    slots: int,
-    device_slots: int,
+    buffers: int,
+    device_buffers: int,
     notice: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> LayerSource:
     layers = [list(layer.values()) for layer in skeleton.layer_tensors]
     if device.type == "cuda":
         return DeviceStream(
-            layers, tiers, CudaLink(device), host_slots=slots, device_slots=device_slots,
+            layers, tiers, CudaLink(device), host_buffers=buffers, device_buffers=device_buffers,
             notice=notice, progress=progress,
         )  # fmt: skip
     # on a CPU, RAM is where resident layers are
     host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
-    return LayerStream(layers, host_tiers, slots=slots, notice=notice, progress=progress)
+    return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
 
 
 def _resident_linear(weight: Tensor) -> MixedLinear:

@@ -1,8 +1,8 @@
-"""Layers on their way to a GPU: pinned RAM or SSD -> ring slots on the device, ahead of the pass.
+"""Layers on their way to a GPU: pinned RAM or SSD -> the ring on the device, ahead of the pass.
 
     host:    LayerStream, its memory registered with CUDA once
-    device:  layer t goes to slot t % slots by one copy on a stream of its own; the pass waits for
-             the copy's event, the copy for the event behind the pass's last use of the slot
+    device:  layer t goes to buffer t % buffers by one copy on a stream of its own; the pass waits
+             for the copy's event, the copy for the event behind the pass's last use of the buffer
 
 Nothing waits for the whole device. Same interface as LayerStream.
 """
@@ -11,22 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from specexec_cli.config import Tier
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out
 from specexec_cli.offload.resident import read_tensors, views
 from specexec_cli.offload.store import TensorRange
-from specexec_cli.offload.stream import LayerStream, Tier
+from specexec_cli.offload.stream import LayerStream
 
 # What kernels need to load 16 bytes at once; safetensors promises 8, and disk blocks keep them.
 _ALIGNED_BYTES = 16
-DeviceTier = Literal["resident", "ram", "ssd"]
 
 
 class DeviceStream:
@@ -35,11 +35,11 @@ class DeviceStream:
     def __init__(
         self,
         layers: Sequence[Sequence[TensorRange]],
-        tiers: Sequence[DeviceTier],
+        tiers: Sequence[Tier],
         link: Link,
         *,
-        host_slots: int = 3,
-        device_slots: int = 3,
+        host_buffers: int = 3,
+        device_buffers: int = 3,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
     ) -> None:
@@ -47,38 +47,38 @@ class DeviceStream:
 
         Args:
             tiers: per layer, where it waits for its turn.
-            device_slots: streamed layers on the device at once, the one in use included.
+            device_buffers: streamed layers on the device at once, the one in use included.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: something does not fit into RAM or device memory.
         """
-        if len(layers) != len(tiers) or device_slots < 2:
-            raise ValueError("one tier per layer and at least 2 slots are needed")
-        self.bytes_streamed = 0  # handed out from ring slots so far
+        if len(layers) != len(tiers) or device_buffers < 2:
+            raise ValueError("one tier per layer and at least 2 buffers are needed")
+        self.bytes_streamed = 0  # handed out from ring buffers so far
         self._link = link
         self._count = len(layers)
         self._next_layer = 0
-        self._in_use = False
+        self._in_use: object | None = None  # of each use its own
         self._copying = False  # _copy_next() has not come to its end
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
-        # where in a slot a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES
+        # where in a buffer a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES
         self._shifts = [-layout.places[0][1] % _ALIGNED_BYTES for layout in self._layouts]
         self._host_tiers: list[Tier] = [
             "ssd" if tiers[i] == "ssd" else "ram" for i in self._streamed
         ]
         self._resident: dict[int, dict[str, Tensor]] = {}
-        self._slots: list[Tensor] = []
+        self._buffers: list[Tensor] = []
         self._registered: list[Tensor] = []
         self._held: tuple[AbstractContextManager[Tensor], Any] | None = None
         self._turn = self._copy_turn = 0  # handed out next; copied next
-        self._free: list[Any] = []  # per slot, the event behind its last use
+        self._free: list[Any] = []  # per buffer, the event behind its last use
         self._copied: dict[int, Any] = {}  # turn -> event of its copy
         self._host: LayerStream | None = None
         try:
             self._load_resident(layers, tiers, progress)
             if self._streamed:
-                self._open_ring(layers, host_slots, device_slots, notice, progress)
+                self._open_ring(layers, host_buffers, device_buffers, notice, progress)
         except BaseException:
             self.close()
             raise
@@ -86,7 +86,7 @@ class DeviceStream:
     def _load_resident(
         self,
         layers: Sequence[Sequence[TensorRange]],
-        tiers: Sequence[DeviceTier],
+        tiers: Sequence[Tier],
         progress: Progress,
     ) -> None:
         chosen = [i for i, tier in enumerate(tiers) if tier == "resident"]
@@ -104,13 +104,13 @@ class DeviceStream:
     def _open_ring(
         self,
         layers: Sequence[Sequence[TensorRange]],
-        host_slots: int,
-        device_slots: int,
+        host_buffers: int,
+        device_buffers: int,
         notice: Notice,
         progress: Progress,
     ) -> None:
         self._host = LayerStream(
-            [layers[i] for i in self._streamed], self._host_tiers, slots=host_slots,
+            [layers[i] for i in self._streamed], self._host_tiers, buffers=host_buffers,
             notice=notice, progress=progress,
         )  # fmt: skip
         for blob in self._host.blobs:
@@ -123,10 +123,10 @@ class DeviceStream:
                 )
                 break
         size = max(layout.buffer_bytes for layout in self._layouts) + _ALIGNED_BYTES
-        for _ in range(min(device_slots, len(self._streamed) + 1)):
-            with _clear_shortage("a ring slot on the device", size):
-                slot = torch.empty(size, dtype=torch.uint8, device=self._link.device)
-            self._slots.append(slot)
+        for _ in range(min(device_buffers, len(self._streamed) + 1)):
+            with _clear_shortage("a ring buffer on the device", size):
+                buffer = torch.empty(size, dtype=torch.uint8, device=self._link.device)
+            self._buffers.append(buffer)
             self._free.append(self._link.compute_mark())
         self._copy_ahead()
 
@@ -164,27 +164,29 @@ class DeviceStream:
             return
         while self._copy_turn <= self._turn:
             self._copy_next()
-        self._in_use = True  # until it is taken back, restart() has something to mend
+        # until it is taken back, restart() has something to mend
+        use = self._in_use = object()
         self._next_layer = following
-        slot = self._turn % len(self._slots)
+        buffer = self._turn % len(self._buffers)
         place = self._turn % len(self._layouts)
         layout = self._layouts[place]
         # Enqueued work stays two layers ahead of the device, not a whole pass: an aborted pass then
         # ends, and a live status tells what was streamed.
-        self._link.wait(self._free[(slot + 1) % len(self._slots)])
+        self._link.wait(self._free[(buffer + 1) % len(self._buffers)])
         self._link.compute_waits(self._copied.pop(self._turn))
         try:
-            yield views(layout, self._slots[slot], self._shifts[place])
+            yield views(layout, self._buffers[buffer], self._shifts[place])
         finally:
-            self.bytes_streamed += layout.tensor_bytes
-            self._free[slot] = self._link.compute_mark()
-            self._turn += 1
-            self._in_use = False
-            self._copy_ahead()
+            if self._in_use is use:  # or else restart() came first; see LayerStream.blob
+                self.bytes_streamed += layout.tensor_bytes
+                self._free[buffer] = self._link.compute_mark()
+                self._turn += 1
+                self._in_use = None
+                self._copy_ahead()
 
     def _copy_ahead(self) -> None:
-        """Enqueue the copies that have a slot and whose bytes are in RAM; never waits."""
-        while self._host is not None and self._copy_turn < self._turn + len(self._slots):
+        """Enqueue the copies that have a buffer and whose bytes are in RAM; never waits."""
+        while self._host is not None and self._copy_turn < self._turn + len(self._buffers):
             if self._held is not None:
                 if not self._link.done(self._held[1]):
                     return
@@ -200,12 +202,12 @@ class DeviceStream:
         self._release_held()
         turn = self._copy_turn
         place = turn % len(self._layouts)
-        slot = turn % len(self._slots)
+        buffer = turn % len(self._buffers)
         held = self._host.blob(place)
         blob = held.__enter__()
         size, shift = self._layouts[place].buffer_bytes, self._shifts[place]
-        target = self._slots[slot][shift : shift + size]
-        event = self._link.copy(target, blob[:size], self._free[slot])
+        target = self._buffers[buffer][shift : shift + size]
+        event = self._link.copy(target, blob[:size], self._free[buffer])
         self._held = held, event
         self._copied[turn] = event
         self._copy_turn += 1
@@ -214,7 +216,7 @@ class DeviceStream:
         self._copying = False
 
     def _release_held(self, *, wait: bool = True) -> None:
-        """Give the host slot back to the disk reader once it has been copied."""
+        """Give the host buffer back to the disk reader once it has been copied."""
         if self._held is not None:
             held, event = self._held
             if wait:
@@ -231,8 +233,8 @@ class DeviceStream:
         if self._host is not None:
             self._host.restart()
         self._turn = self._copy_turn = self._next_layer = 0
-        self._in_use = self._copying = False
-        self._free = [self._link.compute_mark() for _ in self._slots]
+        self._in_use, self._copying = None, False
+        self._free = [self._link.compute_mark() for _ in self._buffers]
         self._copy_ahead()
 
     def _drain(self) -> None:
@@ -250,7 +252,7 @@ class DeviceStream:
             self._link.unregister(blob)
         self._registered.clear()
         self._free.clear()
-        self._slots.clear()
+        self._buffers.clear()
         self._resident.clear()
         if self._host is not None:
             self._host.close()

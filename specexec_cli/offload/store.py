@@ -1,6 +1,6 @@
-"""Where a checkpoint's bytes are: tensor name -> file, offsets, dtype, shape.
+"""Where a checkpoint's bytes are: tensor name -> file, offsets, dtype, shape; and its config.json.
 
-Reads headers only, no weights. Source of the format: https://github.com/huggingface/safetensors#format
+Reads headers only, no weights, and each file once. Source of the format: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -40,9 +41,9 @@ class TensorRange:
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Checkpoint(Mapping[str, TensorRange]):
-    """All tensors of a checkpoint folder by name."""
+    """All tensors of a checkpoint folder by name, and its config.json."""
 
     folder: Path
     tensors: dict[str, TensorRange]
@@ -59,6 +60,42 @@ class Checkpoint(Mapping[str, TensorRange]):
     @property
     def total_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, in the order of their names."""
+        return sorted({tensor.path for tensor in self.tensors.values()})
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json as it is on disk, read at the first use.
+
+        Raises:
+            CheckpointError: it is missing or not a JSON object.
+        """
+        return read_config(self.folder)
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The object in a checkpoint folder's config.json.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a JSON object ({error}): download it again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} is not a JSON object (it is a {type(value).__name__}): download it again"
+        )
+    return value
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:

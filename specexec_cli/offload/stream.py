@@ -1,6 +1,6 @@
 """How the bytes move: layers from SSD through a ring of buffers, or from RAM, pass after pass.
 
-    reader:    layer 0 -> slot 0, layer 1 -> slot 1, ... layer 0 of the next pass -> slot k, ...
+    reader:    layer 0 -> buffer 0, layer 1 -> buffer 1, ... next pass: layer 0 -> buffer k, ...
     consumer:  with stream.layer(0) as tensors: ...   with stream.layer(1) as tensors: ...
 
 The reader runs ahead as far as the ring allows and does not stop at the end of a pass, so the first
@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
 
 from torch import Tensor
 
+from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import (
@@ -40,9 +40,7 @@ from specexec_cli.offload.resident import (
 )
 from specexec_cli.offload.store import TensorRange
 
-__all__ = ["LayerStream", "Tier", "read_tensors"]
-
-Tier = Literal["ssd", "ram"]
+__all__ = ["LayerStream", "read_tensors"]
 
 
 class LayerStream:
@@ -56,7 +54,7 @@ class LayerStream:
         layers: Sequence[Sequence[TensorRange]],
         tiers: Sequence[Tier],
         *,
-        slots: int = 3,
+        buffers: int = 3,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
         piece_bytes: int = PIECE_BYTES,
@@ -65,16 +63,16 @@ class LayerStream:
 
         Args:
             layers: per layer, its tensors.
-            tiers: per layer, where it is streamed from.
-            slots: 'ssd' layers in memory at once, the one in use included; 2 or more.
+            tiers: per layer, where it is streamed from: 'ssd' or 'ram'.
+            buffers: 'ssd' layers in memory at once, the one in use included; 2 or more.
             notice: told in one line when something will be slower than it could be.
             progress: told how far the loading of the 'ram' layers is.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: ring and 'ram' layers do not fit into free memory.
         """
-        if len(layers) != len(tiers) or slots < 2:
-            raise ValueError("one tier per layer and at least 2 slots are needed")
+        if len(layers) != len(tiers) or buffers < 2:
+            raise ValueError("one tier per layer and at least 2 buffers are needed")
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
         self.wait_s = 0.0  # the consumer waited for the reader
@@ -86,8 +84,8 @@ class LayerStream:
         self._buffers: list[HugeBuffer] = []
         self._threads: list[threading.Thread] = []
         self._next_layer = 0
-        self._in_use = False
-        # The ring. A turn is one streamed layer of one pass; turn t lives in slot t % slots.
+        self._in_use: object | None = None  # of each use its own
+        # The ring. A turn is one streamed layer of one pass; turn t lives in buffer t % buffers.
         self._lock = threading.Lock()
         self._layer_ready = threading.Condition(self._lock)
         self._work_ready = threading.Condition(self._lock)
@@ -102,20 +100,20 @@ class LayerStream:
         self._error: BaseException | None = None
         try:
             self._open(
-                [i for i, tier in enumerate(tiers) if tier == "ram"], slots, notice, progress
+                [i for i, tier in enumerate(tiers) if tier == "ram"], buffers, notice, progress
             )
         except BaseException:
             self.close()
             raise
 
-    def _open(self, ram: list[int], slots: int, notice: Notice, progress: Progress) -> None:
+    def _open(self, ram: list[int], buffers: int, notice: Notice, progress: Progress) -> None:
         notice = once(notice)
-        slots = min(slots, max(2, len(self._streamed) + 1)) if self._streamed else 0
-        slot_bytes = max((self.layouts[i].buffer_bytes for i in self._streamed), default=0)
+        buffers = min(buffers, max(2, len(self._streamed) + 1)) if self._streamed else 0
+        buffer_bytes = max((self.layouts[i].buffer_bytes for i in self._streamed), default=0)
         ram_bytes = sum(self.layouts[i].buffer_bytes for i in ram)
         check_free(
-            slots * slot_bytes + ram_bytes,
-            f"the target's {len(ram)} layers in RAM and {slots} ring slots",
+            buffers * buffer_bytes + ram_bytes,
+            f"the target's {len(ram)} layers in RAM and {buffers} ring buffers",
             "Stream it from SSD instead: --offload ssd" if ram else "Use a smaller target",
         )
         open_files(self._files, self.layouts, notice)
@@ -124,8 +122,8 @@ class LayerStream:
             "Stream it from SSD instead: --offload ssd", progress,
         )  # fmt: skip
         self._resident = dict(zip(ram, loaded, strict=True))
-        for _ in range(slots):
-            self._buffers.append(HugeBuffer(slot_bytes, "a ring slot", "Use a smaller target"))
+        for _ in range(buffers):
+            self._buffers.append(HugeBuffer(buffer_bytes, "a ring buffer", "Use a smaller target"))
         if self._buffers and not self._buffers[0].has_huge_pages():
             notice(
                 "the kernel gives no huge pages, so the disk is read in small requests: "
@@ -167,19 +165,22 @@ class LayerStream:
         self._wait_for_turn()
         # Ctrl-C may come between any two of these lines: until _in_use is taken back, restart()
         # knows that the turn and the next layer may not belong together.
-        self._in_use = True
+        use = self._in_use = object()
         self._next_layer = following
         assert self._streamed[self._turn % len(self._streamed)] == index
         buffer = self._buffers[self._turn % len(self._buffers)]
         try:
             yield as_blob(buffer)[: self.layouts[index].buffer_bytes]
         finally:
-            self.bytes_streamed += self.layouts[index].tensor_bytes
-            with self._lock:
-                self._missing.pop(self._turn, None)
-                self._turn += 1
-                self._work_ready.notify_all()
-                self._in_use = False
+            # Where Ctrl-C came as the `with` was entered, this runs when Python drops the
+            # generator, which may be behind restart(): there is nothing left to do then.
+            if self._in_use is use:
+                self.bytes_streamed += self.layouts[index].tensor_bytes
+                with self._lock:
+                    self._missing.pop(self._turn, None)
+                    self._turn += 1
+                    self._work_ready.notify_all()
+                    self._in_use = None
 
     def _wait_for_turn(self) -> None:
         started = time.perf_counter()
@@ -194,7 +195,7 @@ class LayerStream:
 
     @property
     def blobs(self) -> list[Tensor]:
-        """All memory that layers are handed out from: ring slots and 'ram' layers."""
+        """All memory that layers are handed out from: ring buffers and 'ram' layers."""
         return [*map(as_blob, self._buffers), *self._resident.values()]
 
     @property
@@ -226,7 +227,7 @@ class LayerStream:
                     self._layer_ready.wait()
                 self._turn = self._read_turn = self._read_piece = self._next_layer = 0
                 self._missing.clear()
-                self._in_use = False
+                self._in_use = None
                 self._error = None
             finally:
                 self._paused = False
@@ -267,7 +268,7 @@ class LayerStream:
             self._piece_done(turn, count, error)
 
     def _next_piece(self) -> tuple[int, Extent] | None:
-        """Take the next piece to read; waits for a free slot; None when the stream is closed."""
+        """Take the next piece to read; waits for a free buffer; None when the stream is closed."""
         with self._lock:
             while not self._closing:
                 free = self._read_turn < self._turn + len(self._buffers)
@@ -300,7 +301,7 @@ class LayerStream:
             if error is None:
                 self._missing[turn] -= 1
             elif self._error is None:
-                # A traceback's frames would keep views of the slot alive.
+                # A traceback's frames would keep views of the buffer alive.
                 self._error = error.with_traceback(None)
             if self._error is not None or not self._missing[turn] or self._paused:
                 self._layer_ready.notify_all()

@@ -17,6 +17,7 @@ from specexec_cli.dsi.messages import (
     Draft,
     Drafted,
     Event,
+    Failed,
     Verified,
     Verify,
     WorkerLost,
@@ -153,7 +154,7 @@ class VirtualWorkers:
             due = self._now + self._latencies.draft_s
             self._push(due, Drafted(message.epoch, position, token))
 
-    def _finish(self, event: Verified | Aborted) -> bool:
+    def _finish(self, event: Verified | Aborted | Failed) -> bool:
         """Account for the end of a pass; False if that pass had ended before."""
         task, start = self._running.get(event.server, (None, 0.0))
         if task is None or task.task != event.task:

@@ -85,5 +85,5 @@ def simulate_row(row: PublishedRow, repeats: int, seed: int) -> SimulatedRow:
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """exp of the mean logarithm."""
+    """The geometric mean of positive numbers."""
     return math.exp(sum(math.log(value) for value in values) / len(values))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 
 
 def ancestor_matrix(parents: NDArray[np.int64]) -> NDArray[np.bool_]:

@@ -28,11 +28,12 @@ from transformers import PreTrainedModel
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import decoder_layer
-from specexec_cli.models.rows import PassRows
-from specexec_cli.models.skeleton import SUPPORTED, load_config
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
-from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.planning.architectures import ARCHITECTURES as SUPPORTED
 from specexec_cli.verify.masks import verification_rows
 
 
@@ -136,6 +137,37 @@ def test_other_tiers_compute_the_same(name: str, tier: str | None, tmp_path: Pat
     assert torch.equal(logits[0], logits[1])
 
 
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+@pytest.mark.parametrize(("dtype", "tier"), [(torch.bfloat16, "ssd"), (torch.float16, None)])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_in_two_bytes_what_runs_through_and_the_logits_are_float32(
+    name: str, dtype: torch.dtype, tier: str | None, tmp_path: Path
+) -> None:
+    own = save_checkpoint(tmp_path, architecture(name), dtype=dtype)
+    model = StreamedModel.open(
+        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=dtype, tiers=tier
+    )
+    between: list[Tensor] = []
+    for layer in model.skeleton.layers:
+        layer.register_forward_hook(lambda module, args, output: between.append(output))
+    tokens = random_tokens(31)
+    logits = chain_logits(model, tokens)
+    model.close()
+    # a sum of a few numbers of two bytes is one of them by chance, a product of rows hardly ever
+    for result, by_chance in ((logits, 0.01), *((rows, 0.6) for rows in between)):
+        assert result.dtype == torch.float32
+        assert float((result == result.to(dtype)).float().mean()) < by_chance
+    exact = own_logits(own, tokens)
+    error = float((logits - exact).norm() / exact.norm())
+    assert error < (0.05 if dtype == torch.bfloat16 else 0.01)
+    # the norm, the head and the soft-capping behind it, over the very rows of our last layer
+    decoder_layers(own)[-1].register_forward_hook(lambda module, args, output: between[-1])
+    assert_close(logits, own_logits(own, tokens))
+
+
 @pytest.mark.parametrize("name", ["llama-tied", "mixtral", "phi3", "gemma3"])
 @pytest.mark.parametrize("tier", ["ssd", None])
 def test_bfloat16_weights_computed_in_float32(name: str, tier: str | None, tmp_path: Path) -> None:
@@ -209,7 +241,7 @@ def test_weights_saved_without_the_head_s_prefix(tmp_path: Path) -> None:
 def test_other_architectures_are_refused_by_name(config: object, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path)  # type: ignore[attr-defined]
     with pytest.raises(CheckpointError) as error:
-        load_config(tmp_path)
+        load_config(Checkpoint(tmp_path, {}))
     assert f"'{config.model_type}' is not supported" in str(error.value)  # type: ignore[attr-defined]
     assert all(name in str(error.value) for name in SUPPORTED)
     assert "\n" not in str(error.value)
@@ -218,7 +250,7 @@ def test_other_architectures_are_refused_by_name(config: object, tmp_path: Path)
 def test_an_architecture_transformers_does_not_know(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "grok9"}))
     with pytest.raises(CheckpointError, match="'grok9' is not supported"):
-        load_config(tmp_path)
+        load_config(Checkpoint(tmp_path, {}))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "evil", None])

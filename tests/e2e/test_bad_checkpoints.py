@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.reader import DirectFile
-from specexec_cli.session import Session
+from specexec_cli.session import Session, TextSession
 
 QPROJ = "model.layers.1.self_attn.q_proj.weight"
 
@@ -234,7 +234,7 @@ def test_a_target_with_more_rows_than_its_draft(tmp_path: Path) -> None:
 # A read error in the middle of a pass
 
 
-def generate(session: Session, method: str = "specexec") -> list[int]:
+def generate(session: TextSession, method: str = "specexec") -> list[int]:
     steps = session.generate(
         session.encode("some text to go on with"), method=method,
         generation=GenerationConfig(max_tokens=16), tree=TreeConfig(budget=12, max_depth=4),

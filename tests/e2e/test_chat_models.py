@@ -22,7 +22,7 @@ from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.errors import ConfigError
-from specexec_cli.session import Session
+from specexec_cli.session import Session, TextSession
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{{ eos_token }}"
@@ -41,14 +41,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return folders
 
 
-def opened(pair: tuple[Path, Path], offload: OffloadMode) -> Session:
+def opened(pair: tuple[Path, Path], offload: OffloadMode) -> TextSession:
     return Session.open(
         target=str(pair[0]), draft=str(pair[1]), offload=offload, device="cpu", dtype="float32"
     )
 
 
 @pytest.fixture(scope="module")
-def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+def session(pair: tuple[Path, Path]) -> Iterator[TextSession]:
     """One streaming session for all: every chat must do with the caches the last one left."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # these models are too small to share
@@ -94,7 +94,7 @@ class View:
         pass
 
 
-def chat_on(session: Session, **sampling: float) -> tuple[Chat, View]:
+def chat_on(session: TextSession, **sampling: float) -> tuple[Chat, View]:
     view = View()
     settings = ChatSettings(
         sampling=SamplingConfig(**sampling),  # type: ignore[arg-type]
@@ -108,7 +108,7 @@ def replies(chat: Chat) -> list[str]:
     return [m.content for m in chat.conversation.messages if m.role == "assistant"]
 
 
-def test_a_new_turn_processes_its_new_tokens_only(session: Session) -> None:
+def test_a_new_turn_processes_its_new_tokens_only(session: TextSession) -> None:
     chat, view = chat_on(session)
     chat.send(MESSAGES[0])
     whole_pass = view.steps[0].bytes_streamed
@@ -126,7 +126,7 @@ def test_a_new_turn_processes_its_new_tokens_only(session: Session) -> None:
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}])
 def test_replies_are_the_same_with_and_without_a_draft(
-    session: Session, sampling: dict[str, float]
+    session: TextSession, sampling: dict[str, float]
 ) -> None:
     drafted, _ = chat_on(session, **sampling)
     plain, _ = chat_on(session, **sampling)
@@ -144,7 +144,7 @@ def test_replies_are_the_same_with_and_without_a_draft(
 
 @pytest.mark.parametrize("interrupt_at", [(1, 4), (2, 1), (2, 3)])
 def test_after_ctrl_c_the_chat_goes_on_as_a_fresh_one_would(
-    pair: tuple[Path, Path], session: Session, interrupt_at: tuple[int, int]
+    pair: tuple[Path, Path], session: TextSession, interrupt_at: tuple[int, int]
 ) -> None:
     chat, view = chat_on(session, temperature=0.8, seed=3)
     chat.send(MESSAGES[0])
@@ -170,7 +170,7 @@ def test_after_ctrl_c_the_chat_goes_on_as_a_fresh_one_would(
         assert fresh.context == context
 
 
-def test_a_stop_string_inside_a_burst_ends_the_reply_before_it(session: Session) -> None:
+def test_a_stop_string_inside_a_burst_ends_the_reply_before_it(session: TextSession) -> None:
     chat, view = chat_on(session)
     chat.send(MESSAGES[0])
     (whole,) = replies(chat)

@@ -20,15 +20,17 @@ from checkpoints import (
 )
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import mixed_bits, save_quantized
+from specexec_kernels import dispatch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.config import SamplingConfig, Tier, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.cuda import DeviceTier
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.masks import verification_rows
 
@@ -55,14 +57,21 @@ def passes(model: StreamedModel) -> Tensor:
     return torch.cat(found).cpu()
 
 
-def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[DeviceTier] | None) -> None:
+def passes_on_the_device(
+    folder: Path, triton: bool, tiers: list[Tier] | None, dtype: torch.dtype
+) -> Tensor:
+    with fake_cuda(triton=triton):
+        model = StreamedModel.open(read_checkpoint(folder), device=CUDA, dtype=dtype, tiers=tiers)
+        found = passes(model)
+        model.close()
+    return found
+
+
+def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[Tier] | None) -> None:
     model = open_float32(folder)
     expected = passes(model)
     model.close()
-    with fake_cuda(triton=triton):
-        model = StreamedModel.open(folder, device=CUDA, dtype=torch.float32, tiers=tiers)
-        found = passes(model)
-        model.close()
+    found = passes_on_the_device(folder, triton, tiers, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -71,6 +80,19 @@ def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[DeviceTier] | No
 def test_every_tier_computes_what_the_cpu_does(name: str, triton: bool, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture(name))
     assert_like_the_cpu(tmp_path, triton, ["resident", "ram", "ssd"])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_two_bytes_are_near_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """No operation is given operands of two dtypes, and nothing but precision is lost."""
+    save_checkpoint(tmp_path, architecture(name), dtype=dtype)
+    model = open_float32(tmp_path)
+    expected = passes(model)
+    model.close()
+    found = passes_on_the_device(tmp_path, False, ["resident", "ram", "ssd"], dtype)
+    assert found.dtype == torch.float32
+    assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
 @pytest.mark.parametrize("triton", [False, True])
@@ -87,13 +109,48 @@ def test_a_model_that_stays(name: str, tmp_path: Path) -> None:
     assert_like_the_cpu(tmp_path, True, None)
 
 
+@pytest.mark.parametrize("triton", [False, True])
+@pytest.mark.parametrize("packed_head", [False, True])
+@pytest.mark.parametrize("tiers", [["resident", "ram", "ssd"], None])
+def test_in_two_bytes_the_head_keeps_its_float32_sums(
+    tiers: list[Tier] | None, packed_head: bool, triton: bool, tmp_path: Path
+) -> None:
+    """Few rows and many, over what transformers' head gives for rows and weights in two bytes."""
+    # Triton's interpreter multiplies bfloat16 as if it were an integer
+    dtype = torch.float16 if triton else torch.bfloat16
+    plain, packed = save_quantized(tmp_path, lm_head=packed_head)
+    own = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    head = own.lm_head.weight
+    head.data = head.to(dtype).float()
+    between: list[Tensor] = []
+    own.model.norm.register_forward_hook(lambda module, args, output: output.to(dtype).float())
+    own.model.layers[-1].register_forward_hook(lambda module, args, output: between[-1])
+    tokens = random_tokens(dispatch.GPU_FUSED_ROWS + 5)
+    with fake_cuda(triton=triton):
+        model = StreamedModel.open(read_checkpoint(packed), device=CUDA, dtype=dtype, tiers=tiers)
+        model.skeleton.layers[-1].register_forward_hook(
+            lambda module, args, output: between.append(output.cpu())
+        )
+        for first in (0, 9):
+            cache = model.new_cache()
+            rows = PassRows.chain(tokens, 0)
+            found = model.forward(rows, cache, range(first, len(tokens))).cpu()
+            assert found.dtype == between[-1].dtype == torch.float32
+            with torch.no_grad():
+                expected = own(torch.tensor([tokens])).logits[0, first:]
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        model.close()
+
+
 def test_a_drafter_uses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Search, graphs, compaction between trees: the same trees as on the CPU."""
     save_checkpoint(tmp_path, architecture("llama"))
     tree = TreeConfig(budget=16, max_depth=4, batch=5)
 
     def two_trees(device: torch.device) -> list[list[int]]:
-        model = StreamedModel.open(tmp_path, device=device, dtype=torch.float32, tiers=None)
+        model = StreamedModel.open(
+            read_checkpoint(tmp_path), device=device, dtype=torch.float32, tiers=None
+        )
         drafter = ModelDrafter(model, Sampler(SamplingConfig()), tree, model.vocab_size)
         context = random_tokens(9)
         first = drafter.grow(context, 4)
@@ -127,7 +184,9 @@ def test_a_pass_that_does_not_fit_is_one_line(
 
     save_checkpoint(tmp_path, architecture("llama"))
     with fake_cuda():
-        model = StreamedModel.open(tmp_path, device=CUDA, dtype=torch.float32, tiers="ram")
+        model = StreamedModel.open(
+            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram"
+        )
         monkeypatch.setattr(model.skeleton.model, "forward", full)
         with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*--budget"):
             model.forward(PassRows.chain(random_tokens(9), 0), model.new_cache(), [8])

@@ -13,8 +13,8 @@ from fake_cuda import fake_cuda
 
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.offload.plan import HUGE_PAGE_BYTES
-from specexec_cli.session import Session
+from specexec_cli.planning.tiers import HUGE_PAGE_BYTES
+from specexec_cli.session import Session, TextSession
 
 PROMPT = "def read_lines(path):\n"
 TREE = TreeConfig(budget=24, max_depth=8, batch=8)
@@ -27,7 +27,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def texts(session: Session, method: str) -> list[list[int]]:
+def texts(session: TextSession, method: str) -> list[list[int]]:
     """Greedy and sampled."""
     found = []
     for temperature in (0.0, 0.8):
@@ -41,7 +41,7 @@ def texts(session: Session, method: str) -> list[list[int]]:
 
 def open_tight(
     folders: tuple[Path, Path], offload: OffloadMode, patch: pytest.MonkeyPatch
-) -> Session:
+) -> TextSession:
     """A session on a device that some of the layers fit into and not all."""
     target, draft = map(str, folders)
     for free in range(700_000_000, 900_000_000, HUGE_PAGE_BYTES):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from cli_runner import Ran, run_cli
 
-from specexec_cli.session import Session
+from specexec_cli.session import TextSession
 
 TOP = {
     "schema": int, "text": str, "tokens": list, "finish_reason": str, "seed": int, "method": str,
@@ -85,20 +85,20 @@ def test_finish_reasons(monkeypatch):
     assert len(stopped["tokens"]) == stopped["stats"]["generated_tokens"]
     end = whole["tokens"][3]
     at = whole["tokens"].index(end)
-    monkeypatch.setattr("specexec_cli.opening.eos_token_ids", lambda *args: frozenset([end]))
+    monkeypatch.setattr("specexec_cli.loading.eos_token_ids", lambda *args: frozenset([end]))
     ended = parsed(run_cli(*argv))
     assert ended["finish_reason"] == "eos"
     assert ended["tokens"] == whole["tokens"][: at + 1]
 
 
 def test_an_interrupted_generation_is_still_one_object(monkeypatch):
-    generate = Session.generate
+    generate = TextSession.generate
 
     def interrupted(self, *args, **options):
         yield next(generate(self, *args, **options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "generate", interrupted)
+    monkeypatch.setattr(TextSession, "generate", interrupted)
     ran = run_cli("generate", "x", "--json", "--max-tokens", 30)
     assert ran.code == 130
     value = parsed(ran)

@@ -14,7 +14,7 @@ import transformers
 
 import specexec_cli
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
-from specexec_cli.session import Session
+from specexec_cli.session import Session, TextSession
 
 DEMO = Path(specexec_cli.__file__).parent / "demo" / "target"
 MAX_TOKENS = 10
@@ -45,7 +45,7 @@ TREES = tuple(
 
 
 @pytest.fixture(scope="module")
-def sessions() -> Iterator[dict[OffloadMode, Session]]:
+def sessions() -> Iterator[dict[OffloadMode, TextSession]]:
     tiers: tuple[OffloadMode, ...] = ("none", "ssd", "ram")
     opened = {tier: Session.open(pair="demo", dtype="float32", offload=tier) for tier in tiers}
     yield opened
@@ -128,6 +128,41 @@ def test_a_prompt_longer_than_2048_tokens(sessions, oracle):
         )  # fmt: skip
         assert steps[0].pending_rows == 2100
         assert [token for step in steps for token in step.tokens] == oracle(tokens, sampling)
+
+
+@pytest.mark.parametrize(
+    ("functions", "prompt", "sampling", "seed", "tree", "tier", "finish"),
+    [
+        (12, 1, 0, 0, 6, "ssd", "length"),
+        (12, 2, 2, 1, 5, "none", "length"),
+        (12, 4, 5, 3, 4, "ram", "length"),
+        (0, 3, 0, 0, 8, "none", "eos"),
+    ],
+)
+def test_long_texts(functions, prompt, sampling, seed, tree, tier, finish, sessions):
+    """Hundreds of slots, so that caches grow; a text that ends in the middle of a tree."""
+    session = sessions[tier]
+    before = LONG[: LONG.index(f"def value_{functions}(")]
+    tokens = session.encode(before + PROMPTS[prompt])
+
+    def written(method: str, stop: tuple[str, ...] = ()) -> tuple[list[int], str, str | None]:
+        steps = list(
+            session.generate(
+                tokens, sampling=SamplingConfig(**SAMPLINGS[sampling], seed=seed), method=method,
+                tree=TREES[tree], generation=GenerationConfig(max_tokens=110, stop=stop),
+            )
+        )  # fmt: skip
+        text = "".join(step.text for step in steps)
+        return session.context[len(tokens) :], text, steps[-1].finish_reason
+
+    plain = written("autoregressive")
+    assert plain[2] == finish
+    assert len(tokens) < 256 < len(tokens) + len(plain[0]) or finish == "eos"
+    assert written("specexec") == plain
+    stop = plain[1][len(plain[1]) // 2 :][:5]
+    stopped = written("specexec", (stop,))
+    assert stopped[0] == plain[0][: len(stopped[0])]
+    assert stopped[1:] == (plain[1][: plain[1].index(stop)], "stop")
 
 
 def test_trees_help(sessions):

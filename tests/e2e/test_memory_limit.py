@@ -21,6 +21,7 @@ PROMPT = "def f(x):"
 PROGRAM = f"""
 import json, resource, sys
 from pathlib import Path
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.session import Session
@@ -42,7 +43,7 @@ for offload in ("ram", "none"):
     try:
         generate(target, draft, offload)
     except OutOfMemoryError as error:
-        refused[offload] = str(error)
+        refused[offload] = with_mend(error)
 print(json.dumps({{"tokens": tokens, "offload": settings["offload"], "refused": refused}}))
 """
 

@@ -55,3 +55,14 @@ def test_half_precision(device: torch.device) -> None:
     found = triton_quant.quantized_matmul(x.to(device), on_device(weight, device)).cpu()
     assert found.dtype == x.dtype
     assert (found - exact).abs().max() <= 2 * torch_error.abs().max()
+
+
+def test_sums_may_be_kept_in_float32(device: torch.device) -> None:
+    from specexec_kernels import triton_quant
+
+    weight = random_weight(PackedFormat(4, stored_minus_one=True), 128, 64, 32)
+    x = torch.randn(7, 128, generator=torch.Generator().manual_seed(0)).to(torch.float16)
+    found = triton_quant.quantized_matmul(x.to(device), on_device(weight, device), torch.float32)
+    assert found.dtype == torch.float32
+    exact = x.double() @ dequantize_ref(weight, x.dtype).double()
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=1e-5, atol=1e-5)

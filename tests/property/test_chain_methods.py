@@ -51,6 +51,24 @@ def test_chains_and_beams_yield_the_autoregressive_tokens(
     assert all(step.tree_depth <= tree.max_depth for step in steps)
 
 
+@pytest.mark.parametrize("policy", ["fixed", "heuristic", "disco"])
+@pytest.mark.parametrize("search", [grow_chain, grow_beam, grow_beam_pruned])
+def test_long_chains_and_beams_yield_the_autoregressive_tokens(search, policy):
+    """Long enough for a policy to have gone through its range of sizes."""
+    sampling = {
+        grow_chain: SamplingConfig(temperature=0.8, seed=1),
+        grow_beam: SamplingConfig(),
+        grow_beam_pruned: SamplingConfig(temperature=1.0, top_k=3, seed=2),
+    }[search]
+    tree = TreeConfig(budget=24, max_depth=8, policy=policy)
+    model, sampler = ToyLM(sampling.seed), Sampler(sampling)
+    drafter = ToyDrafter(NoisyCopy(model, 5, 0.2), tree, sampler, search)
+    steps = list(specexec(ToyTarget(model), drafter, sampler, (1, 2), 120, ()))
+    plain = autoregressive(ToyTarget(model), sampler, (1, 2), 120, ())
+    assert tokens_of(steps) == tokens_of(plain)
+    assert len({step.tree_depth for step in steps}) > 2 or policy == "fixed"
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     target=seeds,

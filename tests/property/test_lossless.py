@@ -99,3 +99,26 @@ def test_nothing_is_committed_behind_an_eos_inside_a_burst(eos):
     expected = plain[: plain.index(end) + 1] if eos else plain
     assert tokens_of(steps) == expected
     assert steps[-1].finish_reason == ("eos" if eos else "length")
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    target=seeds,
+    noise=st.sampled_from([0.1, 0.3, 1.0]),
+    sampling=samplings,
+    tree=trees(),
+    max_tokens=st.integers(100, 160),
+    ending=st.booleans(),
+)
+def test_long_texts_are_the_autoregressive_ones(target, noise, sampling, tree, max_tokens, ending):
+    """Long enough for policies and calibration to have learned, and for every depth to come."""
+    model, sampler = ToyLM(target), Sampler(sampling)
+    plain = tokens_of(autoregressive(ToyTarget(model), sampler, (1, 2), max_tokens, ()))
+    # the token that comes latest for the first time: with 8 tokens in all, often an early one
+    end = max(set(plain), key=plain.index)
+    eos_ids = {end} if ending else set()
+    drafter = ToyDrafter(NoisyCopy(model, target + 1, noise), tree, sampler)
+    ours = list(specexec(ToyTarget(model), drafter, sampler, (1, 2), max_tokens, eos_ids))
+    assert tokens_of(ours) == (plain[: plain.index(end) + 1] if ending else plain)
+    assert [step.finish_reason for step in ours[:-1]] == [None] * (len(ours) - 1)
+    assert ours[-1].finish_reason == ("eos" if ending else "length")

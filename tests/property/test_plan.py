@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import ConfigError, OutOfMemoryError
-from specexec_cli.offload.compute import compute_seconds, knee_rows
-from specexec_cli.offload.demand import fixed_parts, gpu_parts
-from specexec_cli.offload.plan import (
+from specexec_cli.planning.arithmetic import compute_seconds, knee_rows
+from specexec_cli.planning.memory import STEP_ROWS, activation_bytes, fixed_parts, gpu_parts
+from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
+from specexec_cli.planning.tiers import (
     HUGE_PAGE_BYTES,
     Machine,
     Plan,
@@ -20,7 +22,6 @@ from specexec_cli.offload.plan import (
     make_plan,
     spread_order,
 )
-from specexec_cli.offload.sizes import ModelBytes, architecture_bytes
 
 MB, GB = 10**6, 10**9
 FLOPS = ((1, 5e9), (16, 40e9), (64, 90e9), (256, 100e9))
@@ -99,21 +100,21 @@ def test_memory_is_never_exceeded_and_every_layer_is_placed(
 
     # counted again by hand: what lies in RAM and VRAM at the same time
     fixed = sum(size for _, size in fixed_parts(target, draft, work))
-    ring = plan.ssd_slots * max(layers("ssd"), default=0)
+    ring = plan.ssd_buffers * max(layers("ssd"), default=0)
     on_gpu = machine.vram_bytes > 0
     held = sum(layers("ram")) + ring + machine.base_bytes + (0 if on_gpu else fixed)
     pages = HUGE_PAGE_BYTES * (len(target.layers) + 3)
     assert held <= plan.peak_ram_bytes <= held + pages
     if on_gpu:
-        ring = plan.device_slots * max(layers("ssd", "ram"), default=0)
+        ring = plan.device_buffers * max(layers("ssd", "ram"), default=0)
         assert sum(layers("resident")) + ring + fixed <= plan.peak_vram_bytes
         assert plan.link_bytes == sum(layers("ssd", "ram"))
     else:
         assert not layers("resident")
         assert plan.link_bytes == 0
     assert plan.ssd_bytes == sum(layers("ssd"))
-    assert plan.ssd_slots in ((2, 3) if layers("ssd") else (0,))
-    assert plan.device_slots in ((2, 3) if on_gpu and layers("ssd", "ram") else (0,))
+    assert plan.ssd_buffers in ((2, 3) if layers("ssd") else (0,))
+    assert plan.device_buffers in ((2, 3) if on_gpu and layers("ssd", "ram") else (0,))
     assert plan.pass_s >= plan.ssd_bytes / machine.ssd_bytes_per_s
 
 
@@ -205,13 +206,16 @@ def test_a_third_slot_is_not_bought_with_layers() -> None:
 
 def test_what_does_not_fit_says_what_to_lower() -> None:
     work = Work(context_tokens=2048)
-    with pytest.raises(OutOfMemoryError, match=r"needs 2\.\d GB of RAM but 960 MB .*--target"):
+    with pytest.raises(OutOfMemoryError, match=r"needs 2\.\d GB of RAM but 960 MB ") as error:
         make_plan(LLAMA_7B, None, Work(context_tokens=512), Machine(ram_bytes=GB))
-    with pytest.raises(OutOfMemoryError, match=r"of RAM .*draft model 13.* --draft"):
+    assert "--target" in with_mend(error.value)
+    with pytest.raises(OutOfMemoryError, match=r"of RAM .*draft model 13") as error:
         make_plan(LLAMA_7B, LLAMA_7B, work, Machine(ram_bytes=10 * GB))
+    assert "--draft" in with_mend(error.value)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
-    with pytest.raises(OutOfMemoryError, match=r"of VRAM .*--max-tokens"):
+    with pytest.raises(OutOfMemoryError, match="of VRAM ") as error:
         make_plan(LLAMA_7B, None, Work(context_tokens=60_000), machine)
+    assert "--max-tokens" in with_mend(error.value)
 
 
 def test_packed_weights_need_room_for_one_unpacked_matrix() -> None:
@@ -221,6 +225,29 @@ def test_packed_weights_need_room_for_one_unpacked_matrix() -> None:
     parts = [dict(make_plan(target, None, Work(), machine).vram) for target in (LLAMA_7B, packed)]
     assert "one converted matrix" not in parts[0]
     assert parts[1]["one converted matrix"] == 4096 * 11008 * 2
+
+
+@pytest.mark.parametrize("item_bytes", [2, 4])
+def test_logits_and_rows_between_layers_are_planned_in_float32(item_bytes: int) -> None:
+    """Logits of two passes, and three of the rows between layers."""
+    work = Work(context_tokens=300, budget=20, item_bytes=item_bytes)
+    needed = activation_bytes(LLAMA_7B, work)
+    larger = replace(LLAMA_7B, vocab=LLAMA_7B.vocab + 1)
+    assert activation_bytes(larger, work) - needed == 21 * 2 * 4
+    more = replace(LLAMA_7B, hidden=LLAMA_7B.hidden + 1)
+    inside = 8 * 300 * item_bytes
+    assert activation_bytes(more, work) - needed == 3 * 321 * 4 + inside
+    # a draft step's graph holds its own, one graph for each number of rows
+    draft = replace(LLAMA_7B, vocab=LLAMA_7B.vocab + 1)
+    steps = [dict(gpu_parts(LLAMA_7B, each, work))["draft steps"] for each in (LLAMA_7B, draft)]
+    assert steps[1] - steps[0] == sum(STEP_ROWS) * 4
+
+
+def test_a_cpu_that_multiplies_two_bytes_as_float32_needs_room_for_that() -> None:
+    work = Work(context_tokens=300, budget=20)
+    inside = 300 * (8 * LLAMA_7B.hidden + 3 * LLAMA_7B.intermediate)
+    widened = activation_bytes(LLAMA_7B, replace(work, widened=True))
+    assert widened - activation_bytes(LLAMA_7B, work) == 2 * inside
 
 
 def test_a_packed_draft_model_stays_packed() -> None:
@@ -234,7 +261,7 @@ def test_a_gpu_with_room_keeps_everything() -> None:
     machine = Machine(ram_bytes=64 * GB, vram_bytes=48 * GB, memory_bytes_per_s=1e12)
     plan = make_plan(LLAMA_7B, None, Work(), machine)
     assert set(plan.tiers) == {"resident"}
-    assert (plan.ssd_slots, plan.device_slots, plan.link_bytes) == (0, 0, 0)
+    assert (plan.ssd_buffers, plan.device_buffers, plan.link_bytes) == (0, 0, 0)
     assert plan.bottleneck == "memory"
 
 

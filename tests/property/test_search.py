@@ -6,6 +6,7 @@ import itertools
 import math
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,8 @@ class Toy:
     def expand(self, frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
         self.calls += 1
         values, tokens = [], []
+        arrays = (frontier.ids, frontier.tokens, frontier.parents, frontier.depths)
+        assert all(array.dtype == np.int64 for array in arrays)
         for node, token, parent, depth in zip(
             frontier.ids.tolist(), frontier.tokens.tolist(), frontier.parents.tolist(),
             frontier.depths.tolist(), strict=True,
@@ -88,6 +91,9 @@ def test_the_tree_is_the_top_of_the_exhaustive_tree(seed, vocab, coarse, budget,
     result = grow_tree(toy.expand, config, max_depth)
     tree, everything = result.tree, toy.exhaustive(max_depth)
     paths = paths_of(tree)
+    arrays = (tree.tokens, tree.parents, tree.depths, result.ids)
+    assert all(array.dtype == np.int64 for array in arrays)
+    assert tree.log_probs.dtype == np.float64
     assert len(set(paths)) == len(paths), "no path twice"
     assert [len(path) for path in paths] == tree.depths.tolist()
     assert tree.log_probs.tolist() == [everything[path] for path in paths]
@@ -137,3 +143,110 @@ def test_a_chain_that_is_certain_goes_to_the_bottom():
     tree = grow_tree(expand, TreeConfig(budget=16, max_depth=16, batch=4), 16).tree
     assert tree.depths.tolist() == list(itertools.accumulate([1] * 16))
     assert set(tree.tokens.tolist()) == {0}
+
+
+class Stops:
+    """A Worth that lets `steps` frontiers pass, keeps `size` nodes and remembers what it saw."""
+
+    def __init__(self, steps: int, size: int) -> None:
+        self.steps, self.kept = steps, size
+        self.seen: list[tuple[list[float], list[int]]] = []  # log-probabilities, frontier's ids
+        self.sized: list[list[float]] = []
+
+    def goes_on(self, log_probs: np.ndarray, frontier: Frontier) -> bool:
+        self.seen.append((log_probs.tolist(), frontier.ids.tolist()))
+        return len(self.seen) <= self.steps
+
+    def size(self, log_probs: np.ndarray) -> int:
+        self.sized.append(log_probs.tolist())
+        return self.kept
+
+
+def pairs(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Every node has two children: token 4 at -0.25 and token 9 at -0.5, exact in binary."""
+    count = len(frontier.ids)
+    return np.tile([-0.25, -0.5], (count, 1)), np.tile([4, 9], (count, 1))
+
+
+def test_worth_ends_the_search_and_trims_the_tree():
+    worth = Stops(steps=2, size=3)
+    result = grow_tree(pairs, TreeConfig(budget=8, max_depth=1, batch=2), 6, worth)
+    level_1, level_2, level_3 = [-0.25, -0.5], [-0.5, -0.75, -0.75, -1.0], [-0.75, -1.0, -1.0]
+    assert worth.seen == [
+        (level_1, [0, 1]),
+        (level_1 + level_2, [2, 3]),  # the best two of four; 4 is as good as 3 and younger
+        (level_1 + level_2 + [*level_3, -1.25], [4, 6]),
+    ]
+    assert worth.sized == [worth.seen[-1][0]]
+    assert result.ids.tolist() == [0, 1, 2]
+    assert result.tree.log_probs.tolist() == [-0.25, -0.5, -0.5]
+    assert result.tree.tokens.tolist() == [4, 9, 4]
+    assert result.tree.parents.tolist() == [ROOT, ROOT, 0]
+
+
+def test_worth_cannot_exceed_the_budget():
+    worth = Stops(steps=9, size=99)
+    assert len(grow_tree(pairs, TreeConfig(budget=5, max_depth=1, batch=2), 6, worth).tree) == 5
+
+
+def test_no_possible_token_is_an_empty_tree():
+    """A draft model whose logits are not numbers; nobody asks how much of nothing to keep."""
+
+    def nothing(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        return np.full((1, 3), NEVER), np.arange(3)[None]
+
+    worth = Stops(steps=9, size=1)
+    result = grow_tree(nothing, TreeConfig(budget=4, max_depth=1), 4, worth)
+    assert len(result.tree) == len(result.ids) == 0
+    assert (worth.seen, worth.sized) == ([], [])
+
+
+@pytest.mark.parametrize(("budget", "width"), [(1, 1), (5, 5), (1024, 1024), (1025, 1024)])
+def test_no_more_children_are_asked_for_than_a_tree_can_hold(budget: int, width: int):
+    widths = []
+
+    def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        widths.append(width)
+        return pairs(frontier, width)
+
+    grow_tree(expand, TreeConfig(budget=budget, max_depth=1), 3)
+    assert set(widths) == {width}
+    assert len(widths) > 1 or budget == 1
+
+
+def test_what_cannot_enter_the_tree_is_neither_run_nor_remembered():
+    """Two nodes fit. -0.25 then -0.5 is as good as the second of them: it comes too late."""
+    worth = Stops(steps=9, size=2)
+    result = grow_tree(pairs, TreeConfig(budget=2, max_depth=1, batch=4), 6, worth)
+    # node 1 is at the threshold: its children would be below it
+    assert worth.seen == [([-0.25, -0.5], [0])]
+    assert worth.sized == [[-0.25, -0.5]]
+    assert result.ids.tolist() == [0, 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32), budget=st.integers(1, 30), coarse=st.booleans())
+def test_one_at_a_time_only_nodes_of_the_tree_are_run(seed, budget, coarse):
+    """Dijkstra's order: the best open node first, so none is run in vain."""
+    toy = Toy(seed, 4, coarse)
+    result = grow_tree(toy.expand, TreeConfig(budget=budget, max_depth=1, batch=1), 5)
+    assert set(toy.paths) - {ROOT} <= set(result.ids.tolist())
+
+
+def test_ties_go_to_the_older_node():
+    """Hundreds of them, and an order that a sort which is not stable would not keep."""
+    first = np.where(np.arange(300) % 3 == 0, -1.0, -2.0)
+    batches = []
+
+    def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        batches.append(frontier.ids.tolist())
+        if frontier.ids[0] == ROOT:
+            return first[None, :width], np.arange(300)[None, :width]
+        return np.full((len(frontier.ids), 1), -5.0), np.zeros((len(frontier.ids), 1), np.int64)
+
+    result = grow_tree(expand, TreeConfig(budget=400, max_depth=1, batch=30), 2)
+    likelier, others = list(range(0, 300, 3)), [n for n in range(300) if n % 3]
+    assert [node for batch in batches[1:] for node in batch] == likelier + others
+    # children in the order of their parents, the first hundred of them within the budget
+    assert result.ids.tolist() == list(range(400))
+    assert result.tree.parents.tolist() == [ROOT] * 300 + likelier

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_toys import SlotToy, slot_drafter, slot_target
 from test_lossless import samplings, seeds, tokens_of, trees
 from toys import NoisyCopy, ToyLM, ToyTarget
 
-from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.config import Policy, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.baselines import grow_chain
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify import masks
@@ -62,6 +64,20 @@ def test_several_prompts_through_the_same_caches(
         steps = specexec(target, drafter, sampler, prompt, max_tokens, eos_ids)
         oracle = autoregressive(ToyTarget(toy), sampler, prompt, max_tokens, eos_ids)
         assert watched(steps, target, drafter, prompt) == tokens_of(oracle)
+
+
+@pytest.mark.parametrize(
+    ("policy", "temperature"), [("fixed", 1.0), ("heuristic", 0.0), ("disco", 1.0), ("cost", 0.0)]
+)
+def test_a_long_text_keeps_its_slots(policy: Policy, temperature: float) -> None:
+    """Hundreds of rows, so that a slot that is off by one now and then has come along."""
+    toy = ToyLM(7, order=64)
+    sampling = SamplingConfig(temperature=temperature, seed=7)
+    tree = TreeConfig(budget=20, max_depth=6, batch=4, policy=policy)
+    target, drafter = slot_target(toy, 7), slot_drafter(NoisyCopy(toy, 1, 0.3), sampling, tree, 7)
+    steps = specexec(target, drafter, Sampler(sampling), [1, 2, 3], 120, ())
+    oracle = autoregressive(ToyTarget(toy), Sampler(sampling), [1, 2, 3], 120, ())
+    assert watched(steps, target, drafter, [1, 2, 3]) == tokens_of(oracle)
 
 
 def shared_prefix(cached: list[int], prompt: list[int]) -> int:
@@ -134,3 +150,93 @@ def test_an_empty_tree_is_a_plain_pass() -> None:
     assert target.verify([1, 2, 3], DraftTree.empty()).shape == (1, 8)
     target.commit([])
     assert target.tokens == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingConfig(),
+        SamplingConfig(temperature=1.0, seed=3),
+        SamplingConfig(temperature=0.7, repetition_penalty=1.8, seed=4),
+        SamplingConfig(repetition_penalty=1.8),
+    ],
+)
+def test_a_draft_that_is_the_target_drafts_its_next_token(sampling: SamplingConfig) -> None:
+    """Under the noise of the very position, and penalised for the very text."""
+    toy = ToyLM(2, order=64)
+    tree = TreeConfig(budget=1, max_depth=1)
+    target, drafter = slot_target(toy), slot_drafter(toy, sampling, tree)
+    steps = list(specexec(target, drafter, Sampler(sampling), [1, 2, 2, 5], 41, ()))
+    assert [step.drafted for step in steps] == [(True, False)] * 20 + [(False,)]
+    predicted = np.array(drafter.calibration.reliability.bins)[1, :, 0].sum()
+    assert predicted == 20 * toy.vocab_size, "children of the root teach as any others do"
+
+
+def test_a_path_of_a_draft_that_is_the_target_is_its_text() -> None:
+    """Deeper nodes have the noise of their own positions."""
+    toy, sampling = ToyLM(2, order=64), SamplingConfig(temperature=1.0, seed=3)
+    tree = TreeConfig(budget=6, max_depth=6, batch=1)
+    target = slot_target(toy)
+    drafter = slot_drafter(toy, sampling, tree)
+    drafter._search = grow_chain
+    steps = list(specexec(target, drafter, Sampler(sampling), [1, 2], 70, ()))
+    assert [len(step.tokens) for step in steps] == [7] * 10
+
+
+@pytest.mark.parametrize(("target_vocab", "draft_vocab"), [(12, 8), (8, 12)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_target_and_draft_model_of_different_vocabulary(
+    target_vocab: int, draft_vocab: int, temperature: float
+) -> None:
+    """Ids that the draft model does not know are text all the same; others are never drafted."""
+    sampling = SamplingConfig(temperature=temperature, repetition_penalty=1.2, seed=1)
+    toy = ToyLM(5, vocab_size=target_vocab, order=64)
+    drafting = SlotToy(ToyLM(6, vocab_size=draft_vocab, order=64))
+    tree = TreeConfig(budget=10, max_depth=3, batch=4)
+    drafter = ModelDrafter(drafting, Sampler(sampling), tree, target_vocab)  # type: ignore[arg-type]
+    drafted: set[int] = set()
+    grow = drafter.grow
+
+    def watched_grow(context: list[int], max_depth: int, pending: int = 1) -> DraftTree:
+        grown = grow(context, max_depth, pending)
+        drafted.update(grown.tokens.tolist())
+        return grown
+
+    drafter.grow = watched_grow  # type: ignore[method-assign]
+    target, prompt = slot_target(toy), [1, target_vocab - 1, 3]
+    steps = specexec(target, drafter, Sampler(sampling), prompt, 40, ())
+    oracle = tokens_of(autoregressive(ToyTarget(toy), Sampler(sampling), prompt, 40, ()))
+    assert tokens_of(steps) == oracle
+    assert max(oracle) == target_vocab - 1
+    assert drafted <= set(range(8))
+
+
+@pytest.mark.parametrize(("length", "depth"), [(1, 6), (5, 5), (9, 1), (10, 0), (12, 0)])
+def test_drafts_end_with_the_draft_model_s_window(length: int, depth: int) -> None:
+    tree = TreeConfig(budget=60, max_depth=6, batch=9)
+    drafter = slot_drafter(ToyLM(1), SamplingConfig(), tree, context_length=10)
+    grown = drafter.grow([1] * length, 6)
+    assert grown.depths.max(initial=0) == depth
+
+
+def test_rows_of_a_pass_that_was_never_committed_are_dropped() -> None:
+    """As of a caller that was interrupted between a pass and its commit."""
+    target = slot_target(ToyLM(0, order=64))
+    target.verify([1, 2], DraftTree.chain([3]))
+    target.commit([])
+    expected = target.verify([4, 5], DraftTree.chain([6, 7]))
+    target.verify([4], DraftTree.chain([1, 1, 1]))
+    assert torch.equal(target.verify([4, 5], DraftTree.chain([6, 7])), expected)
+    target.commit([0])
+    assert target.tokens == [1, 2, 4, 5, 6]
+
+
+def test_reliability_is_the_last_generation_s_and_calibration_stays() -> None:
+    toy, sampling, tree = ToyLM(2), SamplingConfig(), TreeConfig(budget=4, max_depth=2)
+    drafter = slot_drafter(NoisyCopy(toy, 1, 0.3), sampling, tree)
+    list(specexec(slot_target(toy), drafter, Sampler(sampling), [1, 2], 20, ()))
+    weights = drafter.calibration.state()
+    assert np.any(drafter.calibration.reliability.bins)
+    drafter.configure(Sampler(sampling), tree)
+    assert not np.any(drafter.calibration.reliability.bins)
+    assert drafter.calibration.state() == weights

@@ -62,10 +62,10 @@ def test_streamed_bytes_are_the_files_bytes(
         layers = [[t for t in checkpoint.values() if t.name[0] == str(i)] for i in range(count)]
         raw = {place.path: place.path.read_bytes() for place in checkpoint.values()}
         tiers = [data.draw(st.sampled_from(["ssd", "ssd", "ram"])) for _ in layers]
-        slots = data.draw(st.integers(2, 4))
+        buffers = data.draw(st.integers(2, 4))
         piece_bytes = data.draw(st.sampled_from([4096, 65536, 1 << 20]))
         passes = data.draw(st.lists(st.integers(1, count), min_size=1, max_size=5))
-        with LayerStream(layers, tiers, slots=slots, piece_bytes=piece_bytes) as stream:
+        with LayerStream(layers, tiers, buffers=buffers, piece_bytes=piece_bytes) as stream:
             for length in passes:  # aborted ones too
                 for layer in range(length):
                     with stream.layer(layer) as tensors:

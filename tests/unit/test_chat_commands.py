@@ -195,9 +195,6 @@ def test_draft_off_decodes_token_by_token(at: Setting) -> None:
     assert at.session.methods == [None, "autoregressive", None]
     with pytest.raises(ConfigError, match="/draft is on or off, not ''"):
         at("/draft")
-    at.session.distributed = True
-    with pytest.raises(ConfigError, match="--method dsi always drafts"):
-        at("/draft off")
 
 
 def test_draft_needs_a_draft_model(tmp_path: Path) -> None:

@@ -15,8 +15,8 @@ from specexec_cli.cli.doctor import doctor, rows
 from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.probe import SsdProbe
-from specexec_cli.offload.rates import Rates, load_rates
+from specexec_cli.planning.probe import SsdProbe
+from specexec_cli.planning.rates import Rates, load_rates
 
 GB = 10**9
 CARD = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "570")
@@ -55,7 +55,7 @@ SLOW_BF16 = {"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1e10), (128, 5
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"torch_sees_gpu": False}, "torch 2+cu130 cannot use the GPU: install a CUDA build"),
+        ({"torch_sees_gpu": False}, "(CUDA 13: R580; here: 570)"),
         ({"gpus": (replace(CARD, pcie_width=4),)}, "GPU 0 has 4 of 16 PCIe lanes"),
         ({"triton_obstacle": "too old"}, "Triton's kernels do not run on the GPU (too old)"),
         ({"load": 40.0}, "The machine is busy (load 40.0 on 16 cores)"),
@@ -106,7 +106,7 @@ def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The real examination with measurements replaced; returns where rates are kept."""
     from huggingface_hub import constants
 
-    from specexec_cli.offload import probe
+    from specexec_cli.planning import probe
 
     kept = tmp_path / "kept" / "rates.json"
     monkeypatch.setattr(doctor_module, "rates_file", lambda: kept)
@@ -151,7 +151,7 @@ def test_text_fits_the_terminal(quick_machine: Path, monkeypatch: pytest.MonkeyP
 def test_a_disk_that_fails_is_a_finding(
     quick_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexec_cli.offload import probe
+    from specexec_cli.planning import probe
 
     def fail(folder: Path) -> SsdProbe:
         raise StreamError("cannot write to it")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import specexec_cli
 from specexec_cli.errors import SpecexecError
-from specexec_cli.session import Session
+from specexec_cli.session import TextSession
 
 DEMO = Path(specexec_cli.__file__).parent / "demo"
 SHORT = ("--max-tokens", 4)
@@ -204,23 +204,23 @@ def test_no_standard_input_at_all(monkeypatch):
 
 
 def test_ctrl_c_while_loading(monkeypatch):
-    def interrupted(**options):
+    def interrupted(*request, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "open", interrupted)
+    monkeypatch.setattr("specexec_cli.session.open_session", interrupted)
     ran = run_cli("generate", "x")
     assert (ran.code, ran.out, ran.err) == (130, "", "")
 
 
 def test_ctrl_c_keeps_the_text_so_far(plain, monkeypatch):
-    generate = Session.generate
+    generate = TextSession.generate
 
     def interrupted(self, *args, **options):
         for step in generate(self, *args, **options):
             yield step
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "generate", interrupted)
+    monkeypatch.setattr(TextSession, "generate", interrupted)
     ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
     assert ran.code == 130
     assert ran.err == ""
@@ -232,14 +232,14 @@ def test_an_error_in_the_middle_keeps_the_text_so_far(plain, monkeypatch):
     class Broken(SpecexecError):
         exit_code = 7
 
-    generate = Session.generate
+    generate = TextSession.generate
 
     def failing(self, *args, **options):
         for step in generate(self, *args, **options):
             yield step
             raise Broken("cannot read")
 
-    monkeypatch.setattr(Session, "generate", failing)
+    monkeypatch.setattr(TextSession, "generate", failing)
     ran = run_cli("generate", "import os\n", "--max-tokens", 40, "--method", "autoregressive")
     assert (ran.code, ran.error) == (7, "cannot read")
     assert plain.startswith(ran.out.strip("\n"))

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
-from specexec_cli import registry as registry_module
+from specexec_cli.catalog import registry as registry_module
+from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.registry import load_registry
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,12 @@ import typer
 from typer.testing import CliRunner
 
 from specexec_cli.cli import plan as plan_module
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.plan import parse_bytes, plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
-from specexec_cli.offload.rates import Rates, save_rates
+from specexec_cli.planning import site as site_module
+from specexec_cli.planning.rates import Rates, save_rates
 
 GB = 10**9
 APP = typer.Typer()
@@ -26,7 +28,8 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from huggingface_hub import constants
 
     rates = tmp_path / "rates.json"
-    monkeypatch.setattr(plan_module, "rates_file", lambda: rates)
+    monkeypatch.setattr(site_module, "rates_file", lambda: rates)
+    monkeypatch.setattr(site_module, "gpus", list)
     monkeypatch.setattr(plan_module, "gpus", list)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("COLUMNS", "80")
@@ -46,7 +49,7 @@ def as_json(*args: str) -> dict:
 def test_a_70b_on_a_small_gpu_before_any_download() -> None:
     found = as_json(
         "--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "32GB", "--link", "25GB/s",
-        "--ssd", "3GB/s",
+        "--ssd", "3GB/s", "--context", "2048", "--budget", "128",
     )  # fmt: skip
     assert found["schema"] == 1
     assert found["target"]["source"] == "models.toml"
@@ -94,8 +97,10 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
 
 def test_the_gpu_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
-    monkeypatch.setattr(plan_module, "gpus", lambda: [card])
-    found = as_json("--pair", "llama2-70b-chat-gptq", "--ram", "64GB")
+    monkeypatch.setattr(site_module, "gpus", lambda: [card])
+    found = as_json(
+        "--pair", "llama2-70b-chat-gptq", "--ram", "64GB", "--context", "2048", "--budget", "1024"
+    )
     assert found["machine"]["vram"] == {"value": 23 * GB, "source": "free here"}
     assert found["machine"]["link"]["source"] == "PCIe 4 x16"
     assert found["machine"]["link"]["value"] == pytest.approx(25.8e9, rel=0.01)
@@ -152,8 +157,9 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_what_does_not_fit_names_the_mend() -> None:
-    with pytest.raises(OutOfMemoryError, match=r"GB of VRAM .*smaller draft model: --draft"):
+    with pytest.raises(OutOfMemoryError, match="GB of VRAM ") as error:
         run("--pair", "llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
+    assert with_mend(error.value).endswith(". Use a smaller draft model: --draft")
     with pytest.raises(UnknownModelError, match="Did you mean 'llama2-7b-chat'"):
         run("--pair", "llama2-7b-caht")
 

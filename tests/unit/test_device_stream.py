@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
-from specexec_cli.offload.cuda import DeviceStream, DeviceTier
+from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
 from specexec_cli.offload.store import TensorRange, read_checkpoint
 
@@ -142,7 +143,7 @@ def test_layers_begin_where_kernels_load_16_bytes_at_once(
                 assert min(tensor.data_ptr() for tensor in tensors.values()) % 16 == 0
 
 
-TIERS: list[list[DeviceTier]] = [
+TIERS: list[list[Tier]] = [
     ["resident"] * 5,
     ["ram"] * 5,
     ["ssd"] * 5,
@@ -152,16 +153,16 @@ TIERS: list[list[DeviceTier]] = [
 ]
 
 
-@pytest.mark.parametrize("device_slots", [2, 3])
+@pytest.mark.parametrize("device_buffers", [2, 3])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_every_pass_hands_out_the_weights(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
     link: Link,
-    tiers: list[DeviceTier],
-    device_slots: int,
+    tiers: list[Tier],
+    device_buffers: int,
 ) -> None:
-    with DeviceStream(layers, tiers, link, device_slots=device_slots) as stream:
+    with DeviceStream(layers, tiers, link, device_buffers=device_buffers) as stream:
         for _ in range(4):
             one_pass(stream, weights, link.device)
         streamed = sum(
@@ -179,7 +180,7 @@ def test_restart_after_an_aborted_pass(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
     link: Link,
-    tiers: list[DeviceTier],
+    tiers: list[Tier],
     layers_done: int,
 ) -> None:
     with DeviceStream(layers, tiers, link) as stream:
@@ -213,7 +214,7 @@ def test_a_read_error_surfaces_and_restart_recovers(
     monkeypatch.setattr(os, "preadv", preadv)
     if not passes_before:
         broken.set()
-    with DeviceStream(layers, ["ssd"] * LAYERS, link, host_slots=2, device_slots=2) as stream:
+    with DeviceStream(layers, ["ssd"] * LAYERS, link, host_buffers=2, device_buffers=2) as stream:
         for _ in range(passes_before):
             one_pass(stream, weights, link.device)
         broken.set()
@@ -237,7 +238,7 @@ def test_interrupted_while_waiting_for_the_disk(
     link: Link,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with DeviceStream(layers, ["ssd"] * LAYERS, link, device_slots=2) as stream:
+    with DeviceStream(layers, ["ssd"] * LAYERS, link, device_buffers=2) as stream:
         host = stream._host
         assert host is not None
         real = host._wait_for_turn
@@ -274,7 +275,7 @@ def test_memory_that_cannot_be_pinned_is_told_once(
     refusing = EagerLink()
     refusing.register = lambda blob: False  # type: ignore[method-assign]
     told: list[str] = []
-    tiers: list[DeviceTier] = ["ram", "ssd", "ram", "ssd", "ram"]
+    tiers: list[Tier] = ["ram", "ssd", "ram", "ssd", "ram"]
     with DeviceStream(layers, tiers, refusing, notice=told.append) as stream:
         one_pass(stream, weights, refusing.device)
     assert len([text for text in told if "refuses to pin memory" in text]) == 1
@@ -288,6 +289,6 @@ def test_device_memory_that_runs_out_is_one_line(
 
     eager = EagerLink()
     monkeypatch.setattr(torch, "empty", empty)
-    with pytest.raises(OutOfMemoryError, match=r"slot on the device needs 311 kB of GPU memory"):
+    with pytest.raises(OutOfMemoryError, match=r"buffer on the device needs 311 kB of GPU memory"):
         DeviceStream(layers, ["ram"] * LAYERS, eager)
     assert not eager.registered

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import chain_logits, open_float32, save_pair
+from checkpoints import (
+    byte_llama,
+    chain_logits,
+    open_float32,
+    save_checkpoint,
+    save_pair,
+    spoil_logits,
+)
+from dsi_toys import ToyDrafter
+from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.dsi.engine import CachedModel, ModelDrafter, ModelTarget
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
-from specexec_cli.dsi.workers import ThreadWorkers
-from specexec_cli.models.rows import PassRows
+from specexec_cli.dsi.threads import ThreadWorkers
+from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -160,3 +171,87 @@ def test_latencies_are_measured_and_leave_an_empty_cache(models):
     assert all(value > 0 for value in seconds.values())
     assert target.cached.tokens == []
     assert target.cached.cache.length == 0
+
+
+def test_a_draft_model_at_the_edges_of_what_it_knows(tmp_path: Path) -> None:
+    """A short window, a small vocabulary, logits that are not finite: no draft, and no failure."""
+    save_checkpoint(tmp_path, byte_llama(num_hidden_layers=1, max_position_embeddings=12))
+    spoil_logits(tmp_path, 7)
+    with closing(open_float32(tmp_path, None)) as model:
+        drafter = ModelDrafter(model, vocab_size=320)
+        ready = drafter.ready()
+        assert ready.context_length == 12
+        assert set(ready.pass_s) == {1, 12}
+        drafter.start([20, 300, 21, 319])  # 260 tokens are known
+        drafted = [drafter.next_token() for _ in range(8)]
+        assert all(token is not None and token < 260 for token in drafted)
+        assert drafter.next_token() is None, "the window is full"
+        drafter.start([20] * 13)
+        assert drafter.next_token() is None
+        drafter.start([20, 7])
+        assert drafter.next_token() is None
+        drafter.start([20, 7, 21])
+        assert drafter.next_token() is not None
+        drafter.start([20, 0, 21, 0])
+        assert [drafter.next_token() for _ in range(8)] == drafted, "id 0 stands in"
+
+
+def test_draws_end_in_front_of_logits_that_are_not_finite(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, byte_llama(num_hidden_layers=2))
+    spoil_logits(tmp_path, None)
+    with closing(open_float32(tmp_path, None)) as model:
+        oracle = LocalTarget(model)
+        text = [*PROMPT]
+        for step in autoregressive(oracle, Sampler(SamplingConfig()), PROMPT, 6, ()):
+            text += step.tokens
+    spoilt = next(at for at in range(len(PROMPT), len(text)) if text[at] not in text[:at])
+    spoil_logits(tmp_path, text[spoilt])
+    with closing(open_float32(tmp_path, None)) as model:
+        target = ModelTarget(model)
+        first = len(PROMPT)
+        assert target.verify(text, first, lambda: False) == tuple(text[first : spoilt + 1])
+        with pytest.raises(NonFiniteLogitsError, match=f"position {spoilt + 1}"):
+            target.verify(text, spoilt + 1, lambda: False)
+        assert target.verify(text[: first + 1], first, lambda: False) is not None
+        assert_cache_is_a_fresh_prefill(target.cached)
+
+
+class StubbornDrafter(ToyDrafter):
+    """Proposes the same token everywhere."""
+
+    def next_token(self) -> int:
+        return 7
+
+
+def test_a_draft_whose_values_are_not_finite_spoils_no_text(tmp_path: Path) -> None:
+    """Its keys and values reach every row of a pass, those in front of it by 0 times NaN."""
+    save_checkpoint(tmp_path, byte_llama(num_hidden_layers=2))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with closing(open_float32(tmp_path, None)) as model, closing(open_float32(tmp_path)) as other:
+        steps = autoregressive(LocalTarget(model), Sampler(SamplingConfig()), PROMPT, 12, ())
+        expected = [token for step in steps for token in step.tokens]
+        workers = ThreadWorkers(StubbornDrafter(0, 1.0), [ModelTarget(model), ModelTarget(other)])
+        try:
+            orchestrator = Orchestrator(workers, DsiConfig(lookahead=3), pytest.fail)
+            commits = list(orchestrator.generate(PROMPT, 12))
+            assert [token for commit in commits for token in commit.tokens] == expected
+        finally:
+            workers.close()
+
+
+def test_scores_and_forgetting(models) -> None:
+    for server in (ModelTarget(models[0]), ModelDrafter(models[3], models[0].vocab_size)):
+        server.cached.logits(PROMPT[:5], 5, lambda: False)
+        scores = torch.from_numpy(server.score(PROMPT, 3))
+        expected = chain_logits(server.cached.model, PROMPT)[2:-1]
+        torch.testing.assert_close(scores, expected, rtol=0, atol=2e-4)
+        assert_cache_is_a_fresh_prefill(server.cached)
+        rows = server.cached.rows_run
+        server.cached.logits(PROMPT, len(PROMPT), lambda: False)
+        assert server.cached.rows_run == rows + 1
+        server.forget()
+        server.cached.logits(PROMPT, len(PROMPT), lambda: False)
+        assert server.cached.rows_run == rows + 1 + len(PROMPT)

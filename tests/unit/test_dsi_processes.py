@@ -14,10 +14,10 @@ import psutil
 import pytest
 from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
 
-from specexec_cli.dsi.messages import DRAFTER
+from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.processes import ProcessWorkers
-from specexec_cli.errors import WorkerError
+from specexec_cli.errors import StreamError, WorkerError
 
 SEED, PROMPT = 5, [1, 2, 3]
 DRAFT = partial(ToyDrafter, SEED, 0.8, RandomDelay(0.0, 0.002))
@@ -69,6 +69,34 @@ def test_a_killed_drafter_leaves_plain_decoding():
         text = [t for c in orchestrator.generate(PROMPT, 24) for t in c.tokens]
         assert text == autoregressive(SEED, PROMPT, 24)
         assert "going on without drafts" in reports[0]
+    finally:
+        workers.close()
+
+
+def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():
+    """Beside a text whose last tasks are still to be answered, and without losing their answers."""
+    slow = partial(ToyServer, SEED, RandomDelay(0.05, 0.06))
+    workers = ProcessWorkers([slow, slow, server(2, score_s=30.0)], DRAFT)
+    try:
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), lambda line: None)
+        early = orchestrator.generate(PROMPT, 40)
+        next(early)
+        early.close()
+        for forgot in (0, 1):
+            logits = workers.score(0, Score((7, 8, 9, 10), 2), timeout_s=60.0)
+            assert logits.tolist() == [[2.0, forgot], [3.0, forgot]]
+            workers.forget()
+        with pytest.raises(StreamError, match="the draft model cannot be read"):
+            workers.score(DRAFTER, Score((7, 8), 1), timeout_s=60.0)
+        with pytest.raises(WorkerError, match="DSI: target server 2 is lost: no logits"):
+            workers.score(2, Score((7, 8), 1), timeout_s=0.2)
+        os.kill(workers._processes[1].pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(WorkerError, match="DSI: target server 1 is lost: no logits"):
+                workers.score(1, Score((7, 8), 1), timeout_s=60.0)
+        text = [t for c in orchestrator.generate(PROMPT, 10) for t in c.tokens]
+        assert text == autoregressive(SEED, PROMPT, 10)
+        assert list(workers.servers) == [0]
     finally:
         workers.close()
 

@@ -27,7 +27,8 @@ from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.ray_workers import LOCAL, RayCluster, RayWorkers
-from specexec_cli.errors import WorkerError
+from specexec_cli.dsi.messages import DRAFTER, Score
+from specexec_cli.errors import SpecexecError, WorkerError
 
 cluster = RayCluster(LOCAL)
 drafter = partial(ToyDrafter, 5, 0.8, RandomDelay(0.0, 0.002))
@@ -46,8 +47,18 @@ for seed in (0, 9):
     text = [t for c in orchestrator.generate([1, 2, 3], 40) for t in c.tokens]
     equal.append(text == autoregressive(5 + seed, [1, 2, 3], 40))
 left = workers.servers
+logits = [workers.score(1, Score((7, 8, 9, 10), 2), 100.0).tolist()]
+workers.forget()
+logits.append(workers.score(1, Score((7, 8, 9, 10), 2), 100.0).tolist())
+unscored = []
+for worker in (DRAFTER, 2):
+    try:
+        workers.score(worker, Score((7, 8), 1), 100.0)
+    except SpecexecError as error:
+        unscored.append(f"{error.exit_code} {error}")
 workers.close()
-print(json.dumps({"refused": refused, "reports": reports, "equal": equal, "left": left}))
+print(json.dumps({"refused": refused, "reports": reports, "equal": equal, "left": left,
+                  "logits": logits, "unscored": unscored}))
 """
 
 
@@ -68,6 +79,11 @@ def test_actors_generate_the_plain_text_although_one_dies():
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["equal"] == [True, True]
     assert result["left"] == [0, 1]
+    assert result["logits"] == [[[2, 0], [3, 0]], [[2, 1], [3, 1]]]
+    assert result["unscored"] == [
+        "7 the draft model cannot be read",
+        "9 DSI: target server 2 is lost: no logits come from it",
+    ]
     assert len(result["reports"]) == 1
     assert result["reports"][0].startswith("DSI target server 2 is lost (The actor")
     assert result["refused"].startswith("DSI: target server 0 did not start: ")

@@ -10,9 +10,9 @@ from checkpoints import save_pair
 
 from specexec_cli.cli.options import dsi_options
 from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig
-from specexec_cli.dsi_session import DsiSession
 from specexec_cli.errors import ConfigError
-from specexec_cli.session import Session
+from specexec_cli.session import Session, TextSession
+from specexec_cli.session.dsi_session import DsiSession
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
 
 
-def tokens_of(session: Session, temperature: float, max_tokens: int) -> list[int]:
+def tokens_of(session: TextSession, temperature: float, max_tokens: int) -> list[int]:
     steps = session.generate(
         "def f(x):",
         sampling=SamplingConfig(temperature=temperature, seed=4),
@@ -52,6 +52,9 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
         workers = set(psutil.Process().children(recursive=True)) - children
         assert len(workers) >= 3
     assert not [worker for worker in workers if "spawn_main" in _command(worker)]
+    session.close()
+    with pytest.raises(ConfigError, match="this session is closed: open another"):
+        next(session.generate("abc"))
     assert notices[0].startswith("DSI: lookahead 2, ")
 
 

@@ -11,7 +11,8 @@ from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
-from specexec_cli.dsi.workers import ThreadWorkers, common_prefix
+from specexec_cli.dsi.threads import ThreadWorkers
+from specexec_cli.dsi.workers import common_prefix
 from specexec_cli.errors import WorkerError
 from specexec_cli.simulate.clock import Latencies
 from specexec_cli.simulate.methods import run_dsi

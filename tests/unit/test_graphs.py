@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import fake_cuda as fake
 import numpy as np
 import pytest
 import torch
-from checkpoints import architecture, random_tokens, save_checkpoint
+from checkpoints import architecture, assert_fresh, random_tokens, save_checkpoint
 from fake_cuda import fake_cuda
+from torch import Tensor
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import graphs
 from specexec_cli.models.graphs import StepRunner
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
 
 TREE = TreeConfig(budget=24, max_depth=6, batch=5)
@@ -23,7 +29,9 @@ GRAPHS = ["llama", "mistral", "gemma2", "gemma3", "gpt-bigcode"]
 
 def opened(folder: Path, device: str = "cpu") -> StreamedModel:
     """A draft model: loaded to stay."""
-    return StreamedModel.open(folder, device=torch.device(device), dtype=torch.float32, tiers=None)
+    return StreamedModel.open(
+        read_checkpoint(folder), device=torch.device(device), dtype=torch.float32, tiers=None
+    )
 
 
 def drafter_of(model: StreamedModel, stepping: bool) -> ModelDrafter:
@@ -108,6 +116,83 @@ def test_an_aborted_step_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
     assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
+def assert_goes_on(stepping: ModelDrafter, context: list[int]) -> None:
+    """The tree of a new drafter, and a cache as after a prefill."""
+    fresh = drafter_of(stepping.model, stepping=False)
+    ours, expected = stepping.grow(context, 6), fresh.grow(context, 6)
+    assert ours.tokens.tolist() == expected.tokens.tolist()
+    assert ours.parents.tolist() == expected.parents.tolist()
+    stepping.commit([0], [int(ours.tokens[0]), 1])
+    assert_fresh(stepping.model, stepping._cache, stepping.tokens)
+
+
+def out_of_memory(*args: object) -> Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n20.00 MiB.")
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_first_pass_that_fails_is_begun_again(layer: int, tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    model = opened(tmp_path)
+    stepping = drafter_of(model, stepping=True)
+    model.on_layer = lambda index: out_of_memory() if index == layer else None
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError, match="it ran out in a pass of"):
+            stepping.grow(random_tokens(9), 6)
+    model.on_layer = lambda index: None
+    assert_goes_on(stepping, random_tokens(9))
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 5])
+def test_buffers_that_cannot_double(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocation number `at` of the six that three layers need."""
+    monkeypatch.setattr(graphs, "_CAPACITY", 32)
+    save_checkpoint(tmp_path, architecture("llama"))
+    stepping, context = drafter_of(opened(tmp_path), stepping=True), random_tokens(40)
+    stepping.grow(context[:5], 6)
+    stepping.commit([], [context[5]])
+    make, made = SlotLayer._buffer, 0
+
+    def buffer(layer: SlotLayer, like: Tensor, capacity: int) -> Tensor:
+        nonlocal made
+        made += 1
+        return out_of_memory() if made == at + 1 else make(layer, like, capacity)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "_buffer", buffer)
+        with pytest.raises(torch.OutOfMemoryError):
+            stepping.grow(context, 6)
+    assert made == at + 1
+    assert {layer.keys.numel() for layer in stepping._cache.layers} == {0}
+    assert_goes_on(stepping, context)
+
+
+def test_steps_are_gone_before_their_buffers_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C right behind the growth: a step of before would go on with the old buffers."""
+    monkeypatch.setattr(graphs, "_CAPACITY", 32)
+    save_checkpoint(tmp_path, architecture("llama"))
+    stepping, context = drafter_of(opened(tmp_path), stepping=True), random_tokens(40)
+    stepping.grow(context[:5], 6)
+    stepping.commit([], [context[5]])
+    assert stepping._steps is not None
+    assert stepping._steps._steps
+    grow = SlotCache.grow_zeroed
+
+    def interrupted(cache: SlotCache, capacity: int) -> None:
+        grow(cache, capacity)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotCache, "grow_zeroed", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            stepping.grow(context, 6)
+    assert_goes_on(stepping, context)
+
+
 def assert_graphs_draft_the_same_trees(folder: Path, rounds: int) -> None:
     stepping = drafter_of(opened(folder, "cuda"), stepping=True)
     assert stepping._steps is not None
@@ -137,3 +222,42 @@ def test_experts_are_picked_by_python_so_no_graph_can_hold_them(name: str, tmp_p
         drafter = drafter_of(opened(tmp_path, "cuda"), stepping=True)
         assert drafter._steps is None
         assert len(drafter.grow(random_tokens(9), 6)) == TREE.budget
+
+
+@pytest.mark.parametrize(
+    ("inside", "expected", "word"),
+    [
+        (out_of_memory, OutOfMemoryError, "the GPU's memory is too small"),
+        # an error of our own must not be hidden by that of ending the capture
+        (lambda *args: torch.zeros(1) + "a", TypeError, "unsupported operand"),
+    ],
+)
+def test_a_capture_that_fails(
+    inside: Callable[..., Tensor],
+    expected: type[Exception],
+    word: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No step is left half made, no other stream current, and the next capture succeeds."""
+    save_checkpoint(tmp_path, architecture("llama"))
+    with fake_cuda():
+        stepping, context = drafter_of(opened(tmp_path, "cuda"), stepping=True), random_tokens(9)
+        assert stepping._steps is not None
+        here, run = torch.cuda.current_stream(), graphs._Step.run
+
+        def fails_in_captures(step: graphs._Step) -> None:
+            run(step)
+            if fake._capturing is not None:
+                inside()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(graphs._Step, "run", fails_in_captures)
+            for _ in range(2):
+                with pytest.raises(expected, match=word) as found:
+                    stepping.grow(context, 6)
+                assert "\n" not in str(found.value)
+                assert torch.cuda.current_stream() is here
+                assert not stepping._steps._steps
+        assert_goes_on(stepping, context)
+        assert stepping._steps._steps

@@ -18,9 +18,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
+from specexec_cli.catalog.hub import cached_snapshot, fetch
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.hub import cached_snapshot, fetch
-from specexec_cli.models_file import ModelEntry
 
 ENTRY = ModelEntry(name="org/name", repo="org/name")
 SHA = "a" * 40
@@ -270,8 +270,8 @@ def _fetch_elsewhere(endpoint: str, cache: Path, repo: str, **kwargs: object) ->
     code = (
         "import sys, json\n"
         "from specexec_cli.errors import SpecexecError\n"
-        "from specexec_cli.hub import fetch\n"
-        "from specexec_cli.models_file import ModelEntry\n"
+        "from specexec_cli.catalog.hub import fetch\n"
+        "from specexec_cli.catalog.models_file import ModelEntry\n"
         "repo, kwargs = json.loads(sys.argv[1])\n"
         "try:\n"
         "    print(fetch(ModelEntry(name=repo, repo=repo), progress=False, **kwargs))\n"

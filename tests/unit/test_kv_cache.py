@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import architecture, open_float32, random_tokens, random_tree, save_checkpoint
+from checkpoints import (
+    architecture,
+    assert_fresh,
+    open_float32,
+    random_tokens,
+    random_tree,
+    save_checkpoint,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specexec_kernels import dispatch, triton_compact_kv
@@ -16,8 +23,7 @@ from specexec_kernels import dispatch, triton_compact_kv
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -33,24 +39,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Streamed
     model = open_float32(folder)
     yield model
     model.close()
-
-
-def assert_fresh(model: StreamedModel, cache: SlotCache, tokens: list[int]) -> None:
-    """The cache holds exactly the rows a prefill of `tokens` would write."""
-    assert cache.length == len(tokens)
-    fresh = model.new_cache()
-    if tokens:
-        model.forward(PassRows.chain(tokens, 0), fresh, [])
-    for ours, expected in zip(cache.layers, fresh.layers, strict=True):
-        assert ours.length == len(tokens)
-        for part in ("keys", "values"):
-            if tokens:
-                torch.testing.assert_close(
-                    getattr(ours, part)[:, :, : len(tokens)],
-                    getattr(expected, part)[:, :, : len(tokens)],
-                    rtol=0,
-                    atol=5e-5,
-                )
 
 
 def random_path(tree: DraftTree, rng: np.random.Generator) -> list[int]:
@@ -233,3 +221,189 @@ def test_reserved_slots_are_allocated_once():
         cache.layers[0].update(states, states)
     assert cache.layers[0].keys.data_ptr() == first
     assert cache.nbytes == 2 * cache.layers[0].keys.shape[2] * 4 * 4
+
+
+SHORTAGES = [torch.OutOfMemoryError, RuntimeError, MemoryError, KeyboardInterrupt]
+
+
+def failing_buffers(at: int, error: type[BaseException]) -> Callable[..., torch.Tensor]:
+    """In the place of SlotLayer._buffer: the allocation number `at`, from 0, fails."""
+    make, made = SlotLayer._buffer, 0
+
+    def buffer(layer: SlotLayer, like: torch.Tensor, capacity: int) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        if made == at + 1:
+            raise error
+        return make(layer, like, capacity)
+
+    return buffer
+
+
+def numbered(first: int, stop: int) -> torch.Tensor:
+    """Rows that are all different, (1, 2, stop - first, 3)."""
+    rows = torch.arange(first, stop, dtype=torch.float32)
+    return rows.view(1, 1, -1, 1) + torch.arange(6.0).view(1, 2, 1, 3) / 8
+
+
+@pytest.mark.parametrize("error", SHORTAGES)
+@pytest.mark.parametrize("at", [0, 1])
+def test_growth_that_fails_changes_nothing(
+    at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = SlotLayer()
+    layer.update(numbered(0, 9), -numbered(0, 9))
+    before = layer.keys, layer.values
+    capacity = layer.keys.shape[2]
+    more = numbered(9, capacity + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "_buffer", failing_buffers(at, error))
+        with pytest.raises(error):
+            layer.update(more, -more)
+    assert (layer.keys, layer.values) == before
+    assert layer.length == 9
+    keys, values = layer.update(more, -more)
+    assert torch.equal(keys, numbered(0, capacity + 1))
+    assert torch.equal(values, -keys)
+
+
+@pytest.mark.parametrize("error", SHORTAGES)
+@pytest.mark.parametrize("at", range(6))
+def test_layers_that_cannot_all_grow_are_all_empty(
+    at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = SlotCache(3)
+    for layer in cache.layers:
+        layer.update(numbered(0, 9), -numbered(0, 9))
+    cache.grow_zeroed(16)
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "_buffer", failing_buffers(at, error))
+        with pytest.raises(error):
+            cache.grow_zeroed(32)
+    assert (cache.length, cache.nbytes, cache.zeroed_capacity) == (0, 0, 0)
+    assert not cache.is_initialized
+    for layer in cache.layers:
+        keys, _ = layer.update(numbered(0, 5), -numbered(0, 5))
+        assert torch.equal(keys, numbered(0, 5))
+    cache.grow_zeroed(cache.zeroed_capacity_for(6, at_least=4))
+    assert {layer.keys.shape[2] for layer in cache.layers} == {8}
+
+
+def test_zeroed_slots_are_zero_and_keep_what_was_filled() -> None:
+    cache = SlotCache(2)
+    for layer in cache.layers:
+        layer.update(numbered(0, 5), -numbered(0, 5))
+    for capacity in (8, 16):
+        assert cache.zeroed_capacity_for(capacity - 1, at_least=8) == capacity
+        cache.grow_zeroed(capacity)
+        for layer in cache.layers:
+            assert torch.equal(layer.keys[:, :, :5], numbered(0, 5))
+            assert layer.keys.shape == layer.values.shape == (1, 2, capacity, 3)
+            assert not layer.keys[:, :, 5:].any()
+            assert not layer.values[:, :, 5:].any()
+    assert cache.zeroed_capacity_for(1, at_least=8) == 16, "it never shrinks"
+
+
+def test_an_interrupted_step_leaves_no_slots_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Layer(SlotLayer):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "write_slots" and value is not None:
+                raise KeyboardInterrupt
+            super().__setattr__(name, value)
+
+    cache = SlotCache(2)
+    cache.layers[1] = Layer()
+    with pytest.raises(KeyboardInterrupt), cache.writing_to(torch.tensor([0])):
+        pass
+    assert [layer.write_slots for layer in cache.layers] == [None, None]
+
+
+def fill(cache: SlotCache, first: int, stop: int) -> None:
+    """A pass over rows first..stop."""
+    for layer in cache.layers:
+        layer.update(numbered(first, stop), -numbered(first, stop))
+
+
+def test_an_unreserved_cache_grows_by_256_slots() -> None:
+    cache = SlotCache(2)
+    fill(cache, 0, 1)
+    assert cache.capacity == 256
+    buffers = cache.layers[0].keys.data_ptr()
+    fill(cache, 1, 256)
+    assert cache.layers[0].keys.data_ptr() == buffers, "256 rows fill it, and need no more"
+    fill(cache, 256, 257)
+    assert cache.capacity == 512
+    fill(cache, 257, 957)
+    assert cache.capacity == 1024
+    for layer in cache.layers:
+        assert torch.equal(layer.keys[:, :, :957], numbered(0, 957))
+        assert torch.equal(layer.values[:, :, :957], -numbered(0, 957))
+
+
+def test_a_reservation_counts_from_the_next_growth_on() -> None:
+    cache = SlotCache(1)
+    fill(cache, 0, 2)
+    cache.reserve(700)
+    assert cache.capacity == 256
+    fill(cache, 2, 257)
+    assert cache.capacity == 700
+    fill(cache, 257, 757)
+    assert cache.capacity == 768, "more than was reserved"
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_bytes_are_those_of_keys_and_values(layers: int) -> None:
+    cache = SlotCache(layers)
+    assert cache.nbytes == 0
+    fill(cache, 0, 4)
+    assert cache.nbytes == layers * 2 * (2 * 256 * 3) * 4
+
+
+@pytest.mark.parametrize(
+    ("slots", "from_32", "from_40"), [(1, 32, 40), (32, 32, 40), (33, 64, 40), (41, 64, 80),
+                                      (64, 64, 80), (65, 128, 80), (200, 256, 320)]
+)  # fmt: skip
+def test_zeroed_capacities_double(slots: int, from_32: int, from_40: int) -> None:
+    cache = SlotCache(1)
+    assert cache.zeroed_capacity_for(slots, at_least=32) == from_32
+    fill(cache, 0, 1)
+    cache.grow_zeroed(40)
+    assert cache.zeroed_capacity_for(slots, at_least=32) == from_40
+    assert cache.zeroed_capacity_for(1, at_least=90) == 90
+
+
+def test_rows_written_to_named_slots() -> None:
+    cache = SlotCache(2)
+    fill(cache, 1, 4)
+    cache.grow_zeroed(8)
+    with cache.writing_to(torch.tensor([4, 7])):
+        for layer in cache.layers:
+            keys, values = layer.update(numbered(50, 52), -numbered(50, 52))
+            assert keys.shape == values.shape == (1, 2, 8, 3), "every slot is handed to attention"
+            assert keys[0, 0, :, 0].tolist() == [1, 2, 3, 0, 50, 0, 0, 51]
+            assert torch.equal(values, -keys)
+    assert [layer.length for layer in cache.layers] == [3, 3], "advance tells what they filled"
+    cache.advance(2)
+    assert [layer.length for layer in cache.layers] == [5, 5]
+    fill(cache, 90, 91)
+    assert cache.layers[1].keys[0, 0, :, 0].tolist() == [1, 2, 3, 0, 50, 90, 0, 51]
+
+
+def test_what_transformers_asks_of_a_cache() -> None:
+    cache = SlotCache(2)
+    fill(cache, 0, 6)
+    assert cache.get_seq_length() == 6
+    assert cache.get_mask_sizes(4, 0) == (10, 0)
+    assert cache.layers[0].get_max_length() == -1, "as many slots as are needed"
+
+
+def test_layers_that_an_aborted_pass_left_ahead_are_cropped_alike() -> None:
+    cache = SlotCache(3)
+    fill(cache, 0, 6)
+    cache.layers[0].update(numbered(6, 10), numbered(6, 10))
+    assert cache.length == 6
+    cache.crop(8)
+    assert [layer.length for layer in cache.layers] == [8, 6, 6]
+    cache.crop(6)
+    cache.compact(2, [])
+    assert [layer.length for layer in cache.layers] == [2, 2, 2]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from toys import classifier
 
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -23,7 +26,7 @@ def learned(sharpness: float = 0.5) -> Learned:
     scorer.trust.losses[3] = 0.0
     found.keep("greedy", scorer.trust)
     for rows in (10, 20, 30):
-        found._cost.observe(rows, 2, 0.1, 1.0)
+        found.cost.observe(rows, 2, 0.1, 1.0)
     return found
 
 
@@ -35,7 +38,7 @@ def test_a_later_session_begins_where_the_last_one_ended(tmp_path: Path) -> None
     trust = later.trust("greedy")
     assert trust is not None
     assert trust.sharpness == pytest.approx(0.51)
-    assert later._cost.seen == learned()._cost.seen
+    assert later.cost.typical == learned().cost.typical
     assert later.trust("noise") is None
 
 
@@ -44,17 +47,20 @@ def test_costs_are_of_one_way_to_run_and_others_keep_theirs(tmp_path: Path) -> N
     learned().save(path, "ssd cpu float32")
     resident = Learned()
     resident.load(path, "none cpu float32")
-    assert resident._cost.seen == []
+    assert resident.cost.iterations == 0
     resident.save(path, "none cpu float32")
     again = Learned()
     again.load(path, "ssd cpu float32")
-    assert len(again._cost.seen) == 3
+    assert again.cost.iterations == 3
 
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"schema": 0}', '{"schema": 1, "costs": {}, "trusts": {"greedy": {}}}',
-     '{"schema": 1, "costs": {"m": [[1]]}, "trusts": {}}', '{"schema": 1, "costs": 3}', b"\xff"],
+    ["", "{", "[]", '{"schema": 0}', '{"schema": 2, "costs": {}, "trusts": {"greedy": {}}}',
+     '{"schema": 2, "costs": {"m": [[1]]}, "trusts": {}}', '{"schema": 2, "costs": 3}', b"\xff",
+     "[" * 100_000, '{"schema": 2, "costs": {"m": {"prior": [1, 1, 1, 1], "iterations": '
+     '[[-1, 2, 0.1, 1.0]]}}, "trusts": {}}', '{"schema": 2, "costs": {"m": {"prior": '
+     '[NaN, 1, 1, 1], "iterations": []}}, "trusts": {}}'],
 )  # fmt: skip
 def test_a_damaged_file_is_learned_anew(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "learned.json"
@@ -62,9 +68,56 @@ def test_a_damaged_file_is_learned_anew(tmp_path: Path, text: str | bytes) -> No
     found = Learned()
     found.load(path, "m")
     assert found.trust("greedy") is None
-    assert found._cost.seen == []
+    assert found.cost.iterations == 0
     found.save(path, "m")
     found.load(path, "m")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_stands_in_the_file_it_is_ignored_or_makes_sense(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """What a session wrote, with anything at all in the place of one of its parts."""
+    path = tmp_path_factory.mktemp("kept") / "learned.json"
+    learned().save(path, "m")
+    kept = json.loads(path.read_text())
+    place, keys = kept, []
+    while isinstance(place, dict | list) and len(place) and data.draw(st.integers(0, 4)):
+        names = list(place) if isinstance(place, dict) else range(len(place))
+        keys.append(data.draw(st.sampled_from(list(names))))
+        place = place[keys[-1]]
+    spoilt = data.draw(JSON)
+    if keys:
+        inside = kept
+        for key in keys[:-1]:
+            inside = inside[key]
+        inside[keys[-1]] = spoilt
+    else:
+        kept = spoilt
+    path.write_text(json.dumps(kept))
+    found = Learned()
+    found.load(path, "m")
+    cost = found.policy(TreeConfig(budget=32, max_depth=8, policy="cost"))
+    seconds = found.cost.seconds(np.arange(1.0, 40.0), 3)
+    assert np.isfinite(seconds).all()
+    assert (seconds > 0.0).all()
+    assert cost is not None
+    found.save(path, "m")
+    found.load(path, "m")
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    found = Learned()
+    found.load(tmp_path, "m")
+    assert found.cost.iterations == 0
 
 
 def test_policies_go_on_where_they_were() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_half
+from specexec_kernels import cpu_half, cpu_jit
 
 from specexec_cli.models import linear
 from specexec_cli.models.linear import mixed_linear
@@ -32,9 +32,48 @@ def test_products_of_large_weights(
         torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
-def test_a_row_of_a_streamed_linear_has_the_same_bits_in_every_pass() -> None:
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_of_a_streamed_linear_has_the_same_bits_in_every_pass(
+    compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In two bytes on a CPU without arithmetic in them: the others go PyTorch's way."""
+    monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     if not cpu_half.supports(weight):
         pytest.skip("this machine's vectors do not divide the matrix")
-    rows = torch.randn(20, 1024, generator=torch.Generator().manual_seed(1))
+    rows = torch.randn(20, 1024, generator=torch.Generator().manual_seed(1)).to(compute)
     assert torch.equal(mixed_linear(rows[7:8], weight, None), mixed_linear(rows, weight, None)[7:8])
+
+
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
+    compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(128, 96, generator=generator).to(compute)
+    bias = torch.randn(128, generator=generator).to(compute)
+    rows = torch.randn(2, 3, 96, generator=generator).to(compute)
+    assert cpu_half.supports(weight)
+    called = []
+    product = cpu_half.matmul
+    monkeypatch.setattr(
+        cpu_half, "matmul", lambda x, weight: called.append(x.dtype) or product(x, weight)
+    )
+    exact = rows.double() @ weight.double().t() + bias.double()
+    for native in (False, True):
+        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype, native=native: native)
+        found = mixed_linear(rows, weight, bias)
+        assert found.dtype == compute
+        torch.testing.assert_close(found.double(), exact, atol=0.1, rtol=0.02)
+        if not native:
+            assert float((found == exact.to(compute)).double().mean()) > 0.99
+    assert called == [torch.float32]
+
+
+def test_no_rows() -> None:
+    for size in (64, 1024):  # below and above what is converted whole
+        weight = torch.zeros(size, size, dtype=torch.bfloat16)
+        for compute in (torch.float32, torch.bfloat16):
+            assert mixed_linear(torch.zeros(1, 0, size, dtype=compute), weight, None).shape == (
+                1, 0, size,
+            )  # fmt: skip

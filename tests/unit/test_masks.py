@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+import torch
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from specexec_kernels.tree_attention import unpack_ancestors
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models.rows import PassRows
+from specexec_cli.models.attention import tree_mask
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.verify.masks import ancestor_matrix, verification_rows
 
 
@@ -105,6 +108,27 @@ def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, 
         old = new
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    parents=parent_lists(), prefix_len=st.integers(0, 9), pending=st.integers(1, 9),
+    chunk=st.integers(1, 40), window=st.none() | st.integers(1, 30),
+)  # fmt: skip
+@example(np.zeros(0, dtype=np.int64), 4, 1, 1, 4)  # the row's position is the window
+def test_a_mask_of_ancestor_bits_is_the_same_mask(parents, prefix_len, pending, chunk, window):
+    """What the kernel of a GPU takes, unless the window hides a slot: it sees the whole prefix."""
+    rows = verification_rows(list(range(pending)), tree_of(parents), prefix_len)
+    for start in range(0, len(rows.tokens), chunk):
+        stop = min(start + chunk, len(rows.tokens))
+        everything, dense = rows.mask(start, stop, None)[0, 0], rows.mask(start, stop, window)[0, 0]
+        packed = tree_mask(rows, start, stop, window, torch.device("cpu"))
+        assert (packed is None) == (not torch.equal(everything, dense))
+        if packed is not None:
+            slots = dense.shape[1] - packed.prefix_len
+            assert dense[:, : packed.prefix_len].all()
+            assert torch.equal(unpack_ancestors(packed.ancestors, slots), dense[:, -slots:])
+            assert packed.prefix_len >= prefix_len, "the bits are those of this pass alone"
+
+
 @given(parents=parent_lists())
 def test_ancestor_matrix(parents):
     matrix = ancestor_matrix(parents)
@@ -136,3 +160,13 @@ def test_a_chain_is_causal_at_any_length():
     mask = rows.mask(2040, 2100, None)[0, 0]
     assert mask.sum(-1).tolist() == list(range(2044, 2104))
     assert rows.mask(2040, 2100, 5)[0, 0].sum(-1).tolist() == [5] * 60
+
+
+def test_a_chain_has_no_tree():
+    rows = PassRows.chain([7, 8, 9], 4)
+    assert list(rows.positions) == [4, 5, 6]
+    assert (rows.prefix_len, rows.pending) == (4, 3)
+    assert rows.tree_mask.shape == (0, 0)
+    assert rows.tree_mask.dtype == np.bool_
+    assert rows.tree_positions.shape == (0,)
+    assert rows.tree_positions.dtype == np.int64

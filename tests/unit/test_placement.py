@@ -1,45 +1,118 @@
-"""Where a session's layers go on a GPU, and how fast what streams can come."""
+"""Where layers go under each --offload mode, and how fast what streams can come."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from checkpoints import byte_llama, save_checkpoint
 
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.cli.mends import with_mend
+from specexec_cli.config import OffloadMode
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.offload import placement
-from specexec_cli.offload.placement import place_on_gpu
-from specexec_cli.offload.plan import HUGE_PAGE_BYTES, Work
-from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.site import Setting, Site
+from specexec_cli.planning.tiers import HUGE_PAGE_BYTES
 
 LINK, SSD = 20e9, 2e9
 
 
-def test_the_rate_that_streamed_bytes_can_come_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def site(ram_bytes: int, vram_bytes: int) -> Site:
+    settings = {"ram": ram_bytes, "vram": vram_bytes, "ssd": SSD, "link": LINK, "memory": 1e12}
+    return Site(
+        device="cuda:0" if vram_bytes else "cpu",
+        settings={name: Setting(value, "given") for name, value in settings.items()},
+        program_bytes=0,
+    )
+
+
+def decided(folder: Path, where: Site, offload: OffloadMode = "auto") -> Decision:
+    request = Request(
+        target=str(folder), method="autoregressive", offload=offload, context_tokens=100
+    )
+    return resolve(request, where)
+
+
+def test_the_rate_that_streamed_bytes_can_come_at(tmp_path: Path) -> None:
     """The SSD's where all comes from there, more where RAM adds its part, the link's at most."""
     save_checkpoint(tmp_path, byte_llama(num_hidden_layers=8))
-    target, work = read_checkpoint(tmp_path), Work(context_tokens=100, budget=8)
-    monkeypatch.setattr(placement, "_ssd_rate", lambda files, n_bytes: SSD)
     rates: dict[str, set[float | None]] = {}
     for ram_bytes in (6 << 20, 12 << 20, 40 << 20):
         for vram_bytes in range(700_000_000, 740_000_000, HUGE_PAGE_BYTES):
             try:
-                found = place_on_gpu(
-                    "auto", target, None, work, ram_bytes, vram_bytes, lambda: LINK
-                )
+                found = decided(tmp_path, site(ram_bytes, vram_bytes))
             except OutOfMemoryError:
                 continue
             assert found.tiers is not None
             ssd, ram = found.tiers.count("ssd"), found.tiers.count("ram")
             if ssd or ram:
                 assert found.ssd_share == ssd / (ssd + ram)
-            rates.setdefault(found.label, set()).add(found.link_bytes_per_s)
+            rates.setdefault(found.plan.label, set()).add(found.link_bytes_per_s)
     assert rates["resident"] == {None}
     assert rates["ram+resident"] == {LINK}
     assert rates["resident+ssd"] == {SSD}
     for rate in rates["ram+resident+ssd"]:
         assert rate is not None
         assert SSD < rate < LINK
+
+
+def test_what_is_measured_takes_the_place_of_what_was_known(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, byte_llama())
+    where = replace(site(10**9, 0), measure=lambda target, plan: {"ssd": Setting(3e9, "measured")})
+    found = decided(tmp_path, where, "ssd")
+    assert found.tiers == ("ssd",) * 4
+    assert found.link_bytes_per_s == 3e9
+    assert found.settings["ssd"] == Setting(3e9, "measured")
+    assert found.plan.ssd_s == pytest.approx(found.plan.ssd_bytes / 3e9)
+
+
+@pytest.mark.parametrize(
+    ("ram_bytes", "offload", "label"),
+    [
+        (10**9, "auto", "none"),  # small beside the memory that is free
+        (140_000_000, "auto", "ram"),
+        (140_000_000, "none", "none"),
+        (140_000_000, "ram", "ram"),
+        (10**9, "ssd", "ssd"),
+    ],
+)
+def test_a_cpu_loads_small_targets_and_streams_others(
+    ram_bytes: int, offload: OffloadMode, label: str, tmp_path: Path
+) -> None:
+    """A byte Llama of 27 MB once it is loaded in float32."""
+    save_checkpoint(tmp_path, byte_llama(hidden_size=512, intermediate_size=1024))
+    found = decided(tmp_path, site(ram_bytes, 0), offload)
+    assert found.plan.label == label
+    assert (found.tiers is None) == (label == "none")
+    loaded = dict(found.plan.ram).get("loaded layers", 0)
+    assert loaded == (found.target.sizes.layer_params * 4 if label == "none" else 0)
+
+
+def test_no_room_for_a_whole_target(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, byte_llama())
+    for where, words, mode in (
+        (site(10_000, 0), "of RAM", "ssd"),
+        (site(10**9, 1_000_000), "of GPU memory", "auto"),
+    ):
+        with pytest.raises(OutOfMemoryError, match=f"{words} but .* are free") as error:
+            decided(tmp_path, where, "none")
+        assert with_mend(error.value).endswith(f": --offload {mode}")
+
+
+def test_a_tree_larger_than_recommended_is_welcome_not_needed() -> None:
+    """The policy that sizes trees may try twice the pair's budget, where memory allows it."""
+    recommended = load_registry().pair("llama2-70b-chat").budget
+    budgets = []
+    for gigabytes in range(24, 48, 2):
+        where = site(256 * 10**9, gigabytes * 10**9)
+        try:
+            budgets.append(resolve(Request(pair="llama2-70b-chat"), where).tree.budget)
+        except OutOfMemoryError:
+            asked = Request(pair="llama2-70b-chat", tree=TreeRequest(budget=recommended))
+            with pytest.raises(OutOfMemoryError):
+                resolve(asked, where)
+    assert budgets == sorted(budgets)
+    assert set(budgets) == {recommended, 2 * recommended}

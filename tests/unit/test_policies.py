@@ -11,8 +11,9 @@ from specexec_cli.config import Policy, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.baselines import grow_chain
 from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.policies import Cost, Heuristic, IterationCost
+from specexec_cli.drafting.policies import Cost, Heuristic, Oracle
 from specexec_cli.drafting.search import Frontier, Search, grow_tree
 
 Seconds = Callable[[int, int], float]  # (rows, draft steps) of an iteration
@@ -119,6 +120,80 @@ def test_the_fit_finds_the_knee_and_what_a_step_adds() -> None:
     assert cost.seconds(np.array([50.0]), 20)[0] - found[0] == pytest.approx(0.2, abs=0.03)
 
 
+def passes(cost: IterationCost, text: Text, seconds: Seconds, count: int) -> list[float]:
+    """Tokens per second, expected, of each of the next iterations of a machine."""
+    config = TreeConfig(budget=128, max_depth=32, batch=8, policy="cost")
+    policy, rates = Cost(config, cost), []
+    for _ in range(count):
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+        rows, steps = len(tree) + 1, text.steps
+        policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
+        rates.append((1.0 + float(np.exp(tree.log_probs).sum())) / STREAMED(rows, steps))
+    return rates
+
+
+@pytest.mark.parametrize("stall_s", [5.0, 60.0, 600.0])
+def test_a_stall_is_an_outlier_and_not_a_price(stall_s: float) -> None:
+    """Back within 10 % of the rate before it within five iterations."""
+    cost, text = IterationCost(), Text([0.8, 0.1, 0.05], seed=2)
+    before = passes(cost, text, STREAMED, 40)
+    passes(cost, text, lambda rows, steps: stall_s + STREAMED(rows, steps), 1)
+    after = passes(cost, text, STREAMED, 40)
+    usual = float(np.mean(before[-20:]))
+    assert np.mean(after[5:10]) > 0.9 * usual
+    assert np.mean(after[10:]) > 0.95 * usual
+    assert max(total_s for _, _, _, total_s in cost.typical) < stall_s
+
+
+@pytest.mark.parametrize("slower", [0.5, 2.0, 5.0])
+def test_a_machine_that_has_changed_is_believed_soon(slower: float) -> None:
+    cost, text = IterationCost(), Text([0.8, 0.1], seed=3)
+    passes(cost, text, STREAMED, 40)
+    passes(cost, text, lambda rows, steps: slower * STREAMED(rows, steps), 12)
+    told = cost.seconds(np.array([20.0]), 4)
+    np.testing.assert_allclose(told, slower * STREAMED(20, 4), rtol=0.15)
+
+
+def test_the_first_iterations_are_not_kept_as_usual() -> None:
+    cost = IterationCost()
+    cost.observe(60, 4, 0.05, 600.0)
+    assert cost.typical == []
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.5])
+@pytest.mark.parametrize(
+    ("seconds", "prior"),
+    [
+        (STREAMED, CostModel(base_s=1.0, row_s=1 / 60, knee_rows=60.0, step_s=0.01)),
+        (RESIDENT, CostModel(base_s=0.03, row_s=0.004, knee_rows=0.0, step_s=0.01)),
+    ],
+)
+def test_with_a_measured_prior_the_first_text_is_near_the_best_fixed_budget(
+    seconds: Seconds, prior: CostModel, noise: float
+) -> None:
+    """From an empty cache, on a quiet machine and on a busy one, over 64 tokens."""
+    chances = [0.75, 0.1, 0.05]
+
+    def clock(policy: str, budget: int) -> float:
+        rng = np.random.default_rng(7)
+        config = TreeConfig(budget=budget, max_depth=min(24, budget), batch=8, policy=policy)  # type: ignore[arg-type]
+        one, text = Learned(cost_prior=lambda: prior).policy(config), Text(chances, seed=5)
+        tokens, total_s = 0.0, 0.0
+        while tokens < 64:
+            text.steps = 0
+            tree = one.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+            rows, steps = len(tree) + 1, text.steps
+            took = seconds(rows, steps) * float(rng.lognormal(0.0, noise))
+            one.observe(outcome(tree, text.accepted(tree), 0.01 * steps, took))
+            tokens += 1.0 + float(np.exp(tree.log_probs).sum())
+            total_s += seconds(rows, steps)
+        return total_s
+
+    best = min(clock("fixed", budget) for budget in (1, 2, 4, 8, 16, 32, 64, 128))
+    assert clock("cost", 128) <= 1.2 * best
+
+
 def test_a_prompt_in_the_pass_leaves_less_room_below_the_knee() -> None:
     cost = IterationCost()
     for rows in (8, 16, 32, 64, 96, 128) * 4:
@@ -219,3 +294,40 @@ def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
         lengths.append(len(grown))
         policy.observe(outcome(grown, accepted, 0.0, 1.0))
     assert lengths == [3, 8]
+
+
+def test_a_heuristic_tree_has_its_depth_s_share_of_the_budget() -> None:
+    policy, text = Heuristic(TreeConfig(budget=64, max_depth=8)), Text([0.3, 0.3, 0.3], seed=0)
+    sizes = []
+    for reached in (True, True, False, False):
+        tree = policy.grow(grow_tree, text.expand, 8, no_signals).tree
+        sizes.append(len(tree))
+        policy.observe(outcome(tree, int(tree.depths.max()) if reached else 0, 0.0, 1.0))
+    assert sizes == [40, 56, 64, 56], "of depths 5, 7, 8 and 7 of 8"
+    narrow = Heuristic(TreeConfig(budget=9, max_depth=8))
+    assert len(narrow.grow(grow_tree, text.expand, 8, no_signals).tree) == 5, "room for one path"
+
+
+def test_the_heuristic_depth_stays_between_one_and_the_tree_s() -> None:
+    policy, text = Heuristic(TreeConfig(budget=9, max_depth=9)), Text([0.9], seed=0)
+    depths = []
+    for reached in [False] * 6 + [True] * 6:
+        tree = policy.grow(grow_chain, text.expand, 9, no_signals).tree
+        depths.append(len(tree))
+        policy.observe(outcome(tree, len(tree) if reached else 0, 0.0, 1.0))
+    assert depths == [5, 4, 3, 2, 1, 1, 1, 3, 5, 7, 9, 9]
+    policy.observe(outcome(DraftTree.empty(), 0, 0.0, 1.0))  # nothing was drafted: no news
+    assert len(policy.grow(grow_chain, text.expand, 9, no_signals).tree) == 9
+    assert len(policy.grow(grow_chain, text.expand, 4, no_signals).tree) == 4, "no room for more"
+    assert Heuristic(TreeConfig(budget=3, max_depth=3))._depth == 3
+
+
+def test_the_oracle_keeps_to_depth_and_text() -> None:
+    text = Text([0.9], seed=0)  # drafts token 0 and nothing else
+    policy = Oracle(TreeConfig(budget=4, max_depth=4, policy="oracle"), [0] * 6)
+    lengths = []
+    for limit in (9, 2, 9):
+        grown = policy.grow(grow_chain, text.expand, limit, no_signals).tree
+        lengths.append(len(grown))
+        policy.observe(outcome(grown, 1, 0.0, 1.0))
+    assert lengths == [4, 2, 3], "the third ends at its first wrong token"

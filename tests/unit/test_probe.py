@@ -10,14 +10,14 @@ import torch
 from torch.nn.functional import linear
 
 from specexec_cli.errors import StreamError
-from specexec_cli.offload import probe
-from specexec_cli.offload.probe import (
+from specexec_cli.planning import probe
+from specexec_cli.planning.probe import (
     probe_flops,
     probe_folder,
     probe_memory,
     probe_ssd,
 )
-from specexec_cli.offload.rates import Rates, load_rates, save_rates
+from specexec_cli.planning.rates import Rates, load_rates, save_rates
 
 
 @pytest.fixture(autouse=True)

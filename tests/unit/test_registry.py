@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from specexec_cli import registry as registry_module
+from specexec_cli.catalog import registry as registry_module
+from specexec_cli.catalog.registry import Registry, load_registry
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.registry import Registry, load_registry
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +161,8 @@ def test_config_json_carries_the_quantization(shipped: Registry) -> None:
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     code = (
-        "import sys, specexec_cli.registry as r, specexec_cli.hub, specexec_cli.cli.models\n"
+        "import sys, specexec_cli.catalog.registry as r\n"
+        "import specexec_cli.catalog.hub, specexec_cli.cli.models\n"
         "r.load_registry()\n"
         "heavy = {'torch', 'transformers', 'numba', 'triton', 'huggingface_hub', 'httpx'}\n"
         "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"

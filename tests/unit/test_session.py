@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
 
-from specexec_cli import opening
+from specexec_cli import loading
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import GenerationConfig, Policy, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
-from specexec_cli.errors import ConfigError, OutOfMemoryError
-from specexec_cli.offload import placement
-from specexec_cli.session import Session
+from specexec_cli.drafting.iteration_cost import CostModel
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
+from specexec_cli.planning import placement
+from specexec_cli.session import Session, TextSession
 
 TREE = TreeConfig(budget=20, max_depth=6, batch=5)
 
@@ -26,13 +29,15 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(scope="module")
-def session(pair: tuple[Path, Path]) -> Iterator[Session]:
+def session(pair: tuple[Path, Path]) -> Iterator[TextSession]:
     folders = {"target": str(pair[0]), "draft": str(pair[1])}
     with Session.open(**folders, dtype="float32", offload="ssd") as session:
         yield session
 
 
-def run(session: Session, prompt: str | list[int], count: int = 24, **options) -> list[StepResult]:
+def run(
+    session: TextSession, prompt: str | list[int], count: int = 24, **options
+) -> list[StepResult]:
     generation = GenerationConfig(max_tokens=count, stop=options.pop("stop", ()))
     return list(session.generate(prompt, generation=generation, tree=TREE, **options))
 
@@ -42,7 +47,7 @@ def tokens_of(steps: list[StepResult]) -> list[int]:
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_max_tokens_is_never_exceeded(session: Session, count: int) -> None:
+def test_max_tokens_is_never_exceeded(session: TextSession, count: int) -> None:
     steps = run(session, "abc", count)
     assert len(tokens_of(steps)) == count
     assert [step.finish_reason for step in steps] == [None] * (len(steps) - 1) + ["length"]
@@ -50,7 +55,7 @@ def test_max_tokens_is_never_exceeded(session: Session, count: int) -> None:
     assert any(len(step.tokens) > 1 for step in steps) or count < 4, "bursts, or it proves nothing"
 
 
-def test_one_prompt_after_another(session: Session) -> None:
+def test_one_prompt_after_another(session: TextSession) -> None:
     """Longer, shorter, diverging and equal prompts; each as from a fresh session."""
     prompts = ["abc", "abcdefgh", "abcx", "abcx", "q", "abcdefgh ijk"]
     methods = ("specexec", "autoregressive")
@@ -62,7 +67,7 @@ def test_one_prompt_after_another(session: Session) -> None:
     assert continued == fresh
 
 
-def test_a_continued_text_costs_only_its_new_tokens(session: Session) -> None:
+def test_a_continued_text_costs_only_its_new_tokens(session: TextSession) -> None:
     session.forget()
     first = run(session, "hello there", 16)
     assert first[0].pending_rows == len(session.encode("hello there"))
@@ -71,7 +76,7 @@ def test_a_continued_text_costs_only_its_new_tokens(session: Session) -> None:
     assert session.stats.prompt_tokens == len(session.context) - 4
 
 
-def test_leaving_early_keeps_the_caches_right(session: Session) -> None:
+def test_leaving_early_keeps_the_caches_right(session: TextSession) -> None:
     session.forget()
     expected = tokens_of(run(session, "abc"))
     for passes in (0, 1, 2):
@@ -84,7 +89,7 @@ def test_leaving_early_keeps_the_caches_right(session: Session) -> None:
 
 
 @pytest.mark.parametrize("layer", [0, 2])
-def test_an_exception_in_the_middle_of_a_pass(session: Session, layer: int) -> None:
+def test_an_exception_in_the_middle_of_a_pass(session: TextSession, layer: int) -> None:
     """As Ctrl-C: the session goes on, with the same tokens."""
     session.forget()
     expected = tokens_of(run(session, "abc"))
@@ -102,7 +107,28 @@ def test_an_exception_in_the_middle_of_a_pass(session: Session, layer: int) -> N
 
 
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
-def test_the_window_ends_the_text(session: Session, method: str) -> None:
+def test_a_text_cannot_begin_in_the_middle_of_a_pass(session: TextSession, method: str) -> None:
+    """As another thread would try to, or a callback."""
+    expected = tokens_of(run(session, "abc"))
+    refused: list[str] = []
+
+    def begin_another(progress) -> None:
+        try:
+            next(session.generate("another text", tree=TREE, method=method))
+        except ConfigError as error:
+            refused.append(str(error))
+
+    session.on_layer(begin_another)
+    try:
+        assert tokens_of(run(session, "abc", method=method)) == expected
+    finally:
+        session.on_layer(lambda progress: None)
+    assert refused
+    assert all("in the middle of a pass for another generation" in line for line in refused)
+
+
+@pytest.mark.parametrize("method", ["specexec", "autoregressive"])
+def test_the_window_ends_the_text(session: TextSession, method: str) -> None:
     assert session.context_length == 96
     prompt = list(range(4, 84))
     steps = run(session, prompt, 50, method=method)
@@ -113,7 +139,7 @@ def test_the_window_ends_the_text(session: Session, method: str) -> None:
         session.generate(list(range(4, 100)), method=method)
 
 
-def test_prompts_that_cannot_be(session: Session) -> None:
+def test_prompts_that_cannot_be(session: TextSession) -> None:
     with pytest.raises(ConfigError, match="empty"):
         session.generate([])
     for token in (260, 10**6, -1):
@@ -124,7 +150,7 @@ def test_prompts_that_cannot_be(session: Session) -> None:
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
 @pytest.mark.parametrize("as_list", [False, True])
 def test_every_eos_of_the_generation_config_ends_the_text(
-    pair: tuple[Path, Path], tmp_path: Path, as_list: bool, method: str, session: Session
+    pair: tuple[Path, Path], tmp_path: Path, as_list: bool, method: str, session: TextSession
 ) -> None:
     """One id or several (Llama-3 has two), also in the middle of an accepted path."""
     import shutil
@@ -142,7 +168,7 @@ def test_every_eos_of_the_generation_config_ends_the_text(
     assert steps[-1].finish_reason == "eos"
 
 
-def test_stop_strings_cut_text_and_tokens(session: Session) -> None:
+def test_stop_strings_cut_text_and_tokens(session: TextSession) -> None:
     whole = run(session, "abc")
     text = "".join(step.text for step in whole)
     assert text == session.tokenizer.decode(
@@ -157,7 +183,7 @@ def test_stop_strings_cut_text_and_tokens(session: Session) -> None:
     assert tokens_of(run(session, "abc")) == tokens_of(whole), "and the next one is right"
 
 
-def test_statistics_add_up(session: Session) -> None:
+def test_statistics_add_up(session: TextSession) -> None:
     session.forget()
     steps = run(session, "abc", sampling=SamplingConfig(temperature=0.8, seed=4))
     stats = session.stats
@@ -173,21 +199,30 @@ def test_statistics_add_up(session: Session) -> None:
 
 
 @pytest.mark.parametrize("policy", ["heuristic", "cost"])
-def test_policies_size_trees_and_change_no_token(session: Session, policy: Policy) -> None:
+def test_policies_size_trees_and_change_no_token(session: TextSession, policy: Policy) -> None:
     tree = replace(TREE, policy=policy)
     plain = tokens_of(run(session, "abcdef", 40, method="autoregressive"))
+    # a machine on which a row costs as much as the pass: what it really takes decides nothing yet
+    dear = CostModel(base_s=0.01, row_s=0.01, knee_rows=0.0, step_s=0.001)
+    session.learned = Learned(session.classifier, lambda: dear)
     steps = list(session.generate("abcdef", generation=GenerationConfig(max_tokens=40), tree=tree))
+    session.learned = Learned(session.classifier, session.cost_prior)
     assert tokens_of(steps) == plain
-    assert len({step.tree_nodes for step in steps}) > 1
+    assert steps[0].tree_nodes < TREE.budget
     assert max(step.tree_nodes for step in steps) <= TREE.budget
 
 
-def test_cost_sizes_best_first_trees_alone(session: Session) -> None:
+def test_cost_sizes_best_first_trees_alone(session: TextSession) -> None:
     with pytest.raises(ConfigError, match="--policy cost cannot size the trees of method chain"):
         session.generate("abc", tree=replace(TREE, policy="cost"), method="chain-coupled")
 
 
-def test_another_seed_gives_another_text(session: Session) -> None:
+def test_a_missing_classifier_is_told_of_at_the_call(session: TextSession) -> None:
+    with pytest.raises(CheckpointError, match="train-policy"):
+        session.generate("abc", tree=replace(TREE, policy="disco"))
+
+
+def test_another_seed_gives_another_text(session: TextSession) -> None:
     texts = {
         tuple(tokens_of(run(session, "abc", sampling=SamplingConfig(temperature=1.0, seed=seed))))
         for seed in range(5)
@@ -195,7 +230,7 @@ def test_another_seed_gives_another_text(session: Session) -> None:
     assert len(texts) == 5
 
 
-def test_a_session_without_draft_model(pair: tuple[Path, Path], session: Session) -> None:
+def test_a_session_without_draft_model(pair: tuple[Path, Path], session: TextSession) -> None:
     with Session.open(target=str(pair[0]), method="autoregressive", dtype="float32") as alone:
         assert tokens_of(run(alone, "abc")) == tokens_of(run(session, "abc"))
         with pytest.raises(ConfigError, match="without a draft model"):
@@ -213,6 +248,10 @@ def test_nothing_is_left_behind(pair: tuple[Path, Path]) -> None:
     next(steps)
     session.close()
     session.close()
+    with pytest.raises(ConfigError, match="this session is closed: open another"):
+        next(steps)
+    with pytest.raises(ConfigError, match="this session is closed: open another"):
+        next(session.generate("abc", tree=TREE))
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 
@@ -237,16 +276,15 @@ def test_memory_is_planned_for_the_tokens_that_were_asked_for(
     config = byte_llama(max_position_embeddings=1_000_000)
     target, _ = save_pair(tmp_path, target=config)
     monkeypatch.setattr(placement, "_STAY_SHARE", 10**9)  # small, yet to be streamed
-    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 200_000_000)
+    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 200_000_000)
 
-    def planned_for(count: int) -> Session:
-        return Session.open(
-            target=str(target), method="autoregressive", context=lambda words: count
-        )
+    def planned_for(count: int) -> TextSession:
+        return Session.open(target=str(target), method="autoregressive", context_tokens=count)
 
     with planned_for(200) as session:
         assert session.context_length == 1_000_000
         session.context_limit = 300
         assert session.context_length == 300
-    with pytest.raises(OutOfMemoryError, match="Use a shorter context"):
+    with pytest.raises(OutOfMemoryError, match="target's KV cache") as error:
         planned_for(900_000)
+    assert "Use a shorter context" in with_mend(error.value)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from specexec_cli.config import GenerationConfig, TreeConfig
+from specexec_cli.drafting.iteration_cost import Iteration, IterationCost
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 
 PROMPT = "def add(a, b):\n"
@@ -32,17 +33,26 @@ def write(remember: bool, notice: Callable[[str], None] = lambda text: None) -> 
         return [token for step in steps for token in step.tokens]
 
 
-def test_the_next_session_begins_with_what_the_last_one_learned(cache: Path) -> None:
+def test_the_next_session_begins_with_what_the_last_one_learned(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = write(remember=True)
     (kept,) = cache.rglob("learned.json")
     first = json.loads(kept.read_text())
     assert set(first["trusts"]) == {"greedy"}
-    (iterations,) = first["costs"].values()
-    assert len(iterations) > 1
+    (cost,) = first["costs"].values()
+    assert len(cost["prior"]) == 4
+    remembered: list[list[float]] = []
+    remember = IterationCost.remember
+
+    def recorded(self: IterationCost, iterations: Sequence[Iteration]) -> None:
+        remembered.extend([*iteration] for iteration in iterations)
+        remember(self, iterations)
+
+    monkeypatch.setattr(IterationCost, "remember", recorded)
     assert write(remember=True) == text
-    (more,) = json.loads(kept.read_text())["costs"].values()
-    assert more[: len(iterations)] == iterations
-    assert len(more) > len(iterations)
+    assert remembered[: len(cost["iterations"])] == cost["iterations"]
+    assert len(cost["iterations"]) > 1
 
 
 def test_nothing_is_kept_unless_asked_for(cache: Path) -> None:
@@ -58,7 +68,7 @@ def test_a_cache_that_cannot_be_written_is_a_notice(cache: Path) -> None:
 
 
 def test_the_tree_that_memory_is_planned_for_becomes_the_session_s() -> None:
-    with Session.open(pair="demo", tree=lambda pair: replace(pair, budget=77)) as session:
+    with Session.open(pair="demo", tree=TreeRequest(budget=77, policy="fixed")) as session:
         assert session.choice.tree.budget == 77
         steps = list(session.generate(PROMPT, generation=GenerationConfig(max_tokens=8)))
         assert max(step.tree_nodes for step in steps) <= 77

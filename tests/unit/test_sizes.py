@@ -8,8 +8,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexec_cli.errors import ConfigError
-from specexec_cli.offload.sizes import architecture_bytes, checkpoint_bytes
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -108,7 +108,8 @@ def test_headers_decide_when_there_is_a_checkpoint(tmp_path: Path) -> None:
         },
         tmp_path / "model.safetensors",
     )
-    sizes = checkpoint_bytes(read_checkpoint(tmp_path), config)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = checkpoint_bytes(read_checkpoint(tmp_path))
     assert sizes.layers == (12, 22)
     assert sizes.resident == 68
     assert sizes.vocab == 101

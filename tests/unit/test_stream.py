@@ -11,10 +11,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import resident
 from specexec_cli.offload.store import TensorRange, read_checkpoint
-from specexec_cli.offload.stream import LayerStream, Tier, read_tensors
+from specexec_cli.offload.stream import LayerStream, read_tensors
 
 LAYERS = 5
 PIECE = 64 << 10  # several pieces per layer
@@ -63,14 +64,14 @@ def one_pass(stream: LayerStream, weights: dict[str, Tensor]) -> None:
                 assert torch.equal(tensor, weights[name]), name
 
 
-@pytest.mark.parametrize("slots", [2, 3, 9])
+@pytest.mark.parametrize("buffers", [2, 3, 9])
 @pytest.mark.parametrize(
     "tiers", [["ssd"] * 5, ["ram"] * 5, ["ram", "ssd", "ssd", "ram", "ssd"], ["ssd"] + ["ram"] * 4]
 )
 def test_every_pass_hands_out_the_weights(
-    layers: list[list[TensorRange]], weights: dict[str, Tensor], tiers: list[Tier], slots: int
+    layers: list[list[TensorRange]], weights: dict[str, Tensor], tiers: list[Tier], buffers: int
 ) -> None:
-    with LayerStream(layers, tiers, slots=slots, piece_bytes=PIECE) as stream:
+    with LayerStream(layers, tiers, buffers=buffers, piece_bytes=PIECE) as stream:
         for _ in range(4):
             one_pass(stream, weights)
         ssd_bytes = sum(
@@ -85,7 +86,7 @@ def test_every_pass_hands_out_the_weights(
 
 
 def test_reading_goes_on_between_passes(layers: list[list[TensorRange]]) -> None:
-    with LayerStream(layers, ["ssd"] * LAYERS, slots=3) as stream:
+    with LayerStream(layers, ["ssd"] * LAYERS, buffers=3) as stream:
         for layer in range(LAYERS):
             with stream.layer(layer):
                 pass
@@ -194,7 +195,7 @@ def test_a_read_error_surfaces_and_restart_recovers(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with LayerStream(layers, ["ssd"] * LAYERS, slots=2, piece_bytes=PIECE) as stream:
+    with LayerStream(layers, ["ssd"] * LAYERS, buffers=2, piece_bytes=PIECE) as stream:
         one_pass(stream, weights)
         broken.set()
         path = layers[0][0].path
@@ -213,7 +214,7 @@ def test_a_file_changed_while_streaming(
     layers: list[list[TensorRange]], weights: dict[str, Tensor], change: str
 ) -> None:
     path = layers[0][0].path
-    with LayerStream(layers, ["ssd"] * LAYERS, slots=2, piece_bytes=PIECE) as stream:
+    with LayerStream(layers, ["ssd"] * LAYERS, buffers=2, piece_bytes=PIECE) as stream:
         one_pass(stream, weights)
         if change == "truncate":
             os.truncate(path, 300_000)
@@ -302,7 +303,7 @@ def test_ctrl_c_while_waiting_for_the_disk(
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with LayerStream(layers, ["ssd"] * LAYERS, slots=2) as stream:
+    with LayerStream(layers, ["ssd"] * LAYERS, buffers=2) as stream:
         for layer in range(waiting_for):
             with stream.layer(layer):
                 pass
@@ -340,7 +341,7 @@ def test_a_hundred_sessions_do_not_grow_memory(layers: list[list[TensorRange]]) 
         return int(total) * 4096, int(resident_pages) * 4096
 
     def session(fail: bool) -> None:
-        with LayerStream(layers, ["ram", "ssd", "ssd", "ssd", "ram"], slots=2) as stream:
+        with LayerStream(layers, ["ram", "ssd", "ssd", "ssd", "ram"], buffers=2) as stream:
             for layer in range(LAYERS):
                 with stream.layer(layer) as tensors:
                     tensors["x"] = next(iter(tensors.values())) + 1

@@ -7,111 +7,101 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
-from specexec_cli.config import BenchMethod, DsiOptions, Method, SamplingConfig, TreeConfig
-from specexec_cli.core import GenerationStats, PassProgress, StepResult
-from specexec_cli.device import peak_ram_bytes
+from specexec_cli.config import BenchMethod, DsiOptions, Method, TreeConfig
+from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.dsi.decoding import dsi
 from specexec_cli.dsi.engine import ModelSpec, load_drafter, load_target
-from specexec_cli.dsi.messages import DRAFTER
+from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
-from specexec_cli.errors import ConfigError
-from specexec_cli.opening import Found, Notice, pick_device
-from specexec_cli.session import Session
+from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.loading import Notice, Prepared, pick_device
+from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 
 _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
 
 
-class DsiSession(Session):
-    """Generates through a pool of workers; everything else is a Session's."""
-
-    distributed = True
+class DsiSession(TextSession):
+    """Decodes through a pool of workers, which have the models and their caches."""
 
     def __init__(
         self,
-        found: Found,
+        found: Prepared,
         workers: ProcessWorkers | RayWorkers,
         plan: DsiPlan,
         settings: Mapping[str, str],
         notice: Notice,
     ) -> None:
-        # not super().__init__: no model is in this process
-        self.choice = found.choice
-        self.tokenizer = found.tokenizer
-        self.eos_ids = found.eos_ids
-        self.settings = {**found.settings, **settings}
-        self.stats = GenerationStats()
-        self.context = []
-        self._drafter = None
+        # the draft model's own window may be shorter: behind it the text goes on without drafts
+        window = min(workers.ready[server].context_length for server in workers.servers)
+        super().__init__(found, window, {**found.settings, **settings})
         self._workers = workers
-        config = DsiConfig(lookahead=plan.lookahead, timeout_s=_PATIENCE * plan.long_pass_s + 60.0)
+        self._timeout_s = _PATIENCE * plan.long_pass_s + 60.0
+        config = DsiConfig(lookahead=plan.lookahead, timeout_s=self._timeout_s)
         self._orchestrator = Orchestrator(workers, config, notice)
         self._passes_before = self._bytes_before = 0
-        self._shortest_window = min(ready.context_length for ready in workers.ready.values())
-        self._layers = int(found.config.num_hidden_layers)
-        self._vocab_size = int(found.config.vocab_size)
 
     @property
     def method(self) -> Method:
-        """Always over all devices."""
+        """Over all devices."""
         return "dsi"
 
-    @property
-    def _window(self) -> int:
-        return self._shortest_window
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the target knows."""
-        return self._vocab_size
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers of the target."""
-        return self._layers
-
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
-        """No live status: several passes run at once, none of them here."""
+        """Never calls back: several passes run at once, none of them in this process."""
 
-    def _prepare(self, tokens: Sequence[int], limit: int, tree: TreeConfig) -> None:
-        self.context = list(tokens)
-        self.stats = GenerationStats(prompt_tokens=len(tokens))
+    def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
+        if method not in ("dsi", "autoregressive"):
+            raise ConfigError(
+                f"this session runs on several devices at once, which --method {method} does not: "
+                "use dsi or autoregressive, or open another session for it"
+            )
+
+    def _steps(self, request: GenerationRequest) -> Steps:
         self._passes_before = self._orchestrator.passes
         self._bytes_before = self._orchestrator.bytes_streamed
-
-    def _steps(
-        self,
-        tokens: Sequence[int],
-        limit: int,
-        sampling: SamplingConfig,
-        tree: TreeConfig,
-        method: Method | BenchMethod | None,
-        continuation: Sequence[int],
-    ) -> Iterator[StepResult]:
-        return dsi(self._workers, self._orchestrator, sampling, tokens, limit, self.eos_ids)
+        yield from dsi(
+            self._workers,
+            self._orchestrator,
+            request.sampling,
+            request.prompt,
+            request.max_tokens,
+            self.eos_ids,
+            drafts=request.method == "dsi",
+        )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         """Passes are those begun, prefills and stale ones included, and bytes are theirs."""
-        stats = self.stats
-        if stats.target_passes == 0:
-            stats.ttft_s = elapsed_s
-            stats.first_tokens = len(step.tokens)
-            stats.prompt_rows = step.pending_rows
-        stats.add(step)
-        stats.target_passes = self._orchestrator.passes - self._passes_before
-        stats.bytes_streamed = self._orchestrator.bytes_streamed - self._bytes_before
-        stats.total_s = elapsed_s
-        stats.peak_ram_bytes = peak_ram_bytes()
+        super()._count(step, elapsed_s)
+        self.stats.target_passes = self._orchestrator.passes - self._passes_before
+        self.stats.bytes_streamed = self._orchestrator.bytes_streamed - self._bytes_before
 
-    def close(self) -> None:
-        """Ends every worker; idempotent."""
+    def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        """The draft model's half of `score`."""
+        self._end_generation()
+        return self._logits(DRAFTER, tokens, first)
+
+    def _target_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        if not self._workers.servers:
+            raise WorkerError("every DSI target server is lost: open another session")
+        return self._logits(self._workers.servers[0], tokens, first)
+
+    def _logits(self, worker: int, tokens: Sequence[int], first: int) -> Tensor:
+        scored = self._workers.score(worker, Score(tuple(tokens), first), self._timeout_s)
+        return torch.from_numpy(scored)
+
+    def forget(self) -> None:
+        """Empties the caches: the next prompt is run from its first token."""
+        self._workers.forget()
+
+    def _close(self) -> None:
         self._workers.close()
 
 
@@ -133,7 +123,9 @@ def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
     return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
 
 
-def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> DsiSession | None:
+def open_dsi(
+    found: Prepared, options: DsiOptions, device: str, notice: Notice
+) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
     Numbers given by the user (--sp, --lookahead) are obeyed whatever the plan says.
@@ -162,9 +154,9 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
     placed = partial(
         spec,
         folder=found.target.folder,
-        tiers=found.placement.tiers,
-        slots=found.placement.slots,
-        device_slots=found.placement.device_slots,
+        tiers=found.decision.tiers,
+        buffers=found.ring_buffers[0],
+        device_buffers=found.ring_buffers[1],
     )
     servers_to_load = [
         partial(load_target, placed(device=devices[n % len(devices)])) for n in range(servers)
@@ -187,7 +179,7 @@ def open_dsi(found: Found, options: DsiOptions, device: str, notice: Notice) -> 
             return None
         notice(plan.describe())
         settings = {
-            "offload": found.placement.label,
+            "offload": found.decision.plan.label,
             "device": ",".join(devices),
             "sp": str(servers),
             "lookahead": str(plan.lookahead),

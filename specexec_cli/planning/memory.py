@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specexec_cli.errors import ConfigError
-from specexec_cli.offload.sizes import ModelBytes
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.planning.sizes import ModelBytes
 
 GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
+FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -24,6 +26,7 @@ class Work:
     budget: int = 128  # most nodes of a draft tree
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
+    widened: bool = False  # whether a CPU multiplies that dtype as float32
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows) < 1 or self.budget < 0:
@@ -40,11 +43,12 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
     Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
     """
-    between = 3 * (work.context_tokens + work.verify_rows) * model.hidden * work.item_bytes
+    between = 3 * (work.context_tokens + work.verify_rows) * model.hidden * FLOAT32_BYTES
     rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
-    inside = rows * (8 * model.hidden + 3 * model.intermediate) * work.item_bytes
+    inner_bytes = FLOAT32_BYTES if work.widened else work.item_bytes
+    inside = rows * (8 * model.hidden + 3 * model.intermediate) * inner_bytes
     mask = rows * (work.context_tokens + rows) * (1 + work.item_bytes)
-    logits = work.verify_rows * model.vocab * (work.item_bytes + 4)
+    logits = work.verify_rows * model.vocab * 2 * FLOAT32_BYTES  # of this pass and of the last
     return between + inside + mask + logits + SCRATCH_BYTES
 
 
@@ -88,17 +92,31 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
     slots, capacity = work.context_tokens + work.verify_rows, STEP_SLOTS
     while capacity <= slots:
         capacity *= 2
-    logits = sum(STEP_ROWS) * draft.vocab
-    return (draft.kv_elements * (capacity - slots) + logits) * work.item_bytes
+    logits = sum(STEP_ROWS) * draft.vocab * FLOAT32_BYTES
+    return draft.kv_elements * (capacity - slots) * work.item_bytes + logits
 
 
-def mend(biggest: str) -> str:
-    """What to change when this part takes the most."""
-    context = "--max-tokens in generate and bench, --context elsewhere"
-    shorter = f"Use a shorter context: {context}"
-    return {
-        "draft model": "Use a smaller draft model: --draft",
-        "draft model's KV cache": shorter,
-        "target's KV cache": shorter,
-        "activations": f"Use a shorter context ({context}) or a smaller draft tree (--budget)",
-    }.get(biggest, "Use a smaller or quantized target: --target")
+class DoesNotFitError(OutOfMemoryError):
+    """A session that this machine has no memory for, as facts: the CLI says which option helps."""
+
+    def __init__(self, what: str, needed_bytes: int, usable_bytes: int, parts: Parts) -> None:
+        """Collects the facts.
+
+        Args:
+            what: the beginning of the sentence, up to the numbers, with {needed} in it.
+            parts: what takes how much, the largest first.
+        """
+        self.needed_bytes = needed_bytes
+        self.usable_bytes = usable_bytes
+        self.parts = parts
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:4])
+        sentence = what.format(
+            needed=format_bytes(needed_bytes), usable=format_bytes(usable_bytes), parts=listed
+        )
+        super().__init__(sentence)
+
+    @property
+    def biggest(self) -> str:
+        """The part that takes the most of what can be changed at all."""
+        kept = ("program", "CUDA context")
+        return next(name for name, _ in self.parts if name not in kept)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.compute import FlopsByRows
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import BLOCK_BYTES, PIECE_BYTES, READER_THREADS, DirectFile
+from specexec_cli.planning.arithmetic import FlopsByRows
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype

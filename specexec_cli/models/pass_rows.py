@@ -48,12 +48,9 @@ class PassRows:
         Returns:
             (1, 1, stop - start, slots) bool, True = attend.
         """
-        tree_slots_after = self.tree_mask.shape[1] - (len(self.tokens) - max(stop, self.pending))
-        slots = (
-            self.prefix_len
-            + min(stop, self.pending)
-            + (tree_slots_after if stop > self.pending or self.pending == 0 else 0)
-        )
+        nodes_to_come = len(self.tokens) - max(stop, self.pending)
+        tree_slots_after = self.tree_mask.shape[1] - nodes_to_come
+        slots = self.prefix_len + min(stop, self.pending) + tree_slots_after
         mask = torch.zeros(stop - start, slots, dtype=torch.bool)
         tree_start = self.prefix_len + self.pending
         causal_rows = max(0, min(stop, self.pending) - start)
@@ -72,3 +69,13 @@ class PassRows:
             rows_at = torch.tensor(self.positions[start:stop])[:, None]
             mask &= torch.from_numpy(position) > rows_at - window
         return mask[None, None]
+
+
+def embeddable(tokens: Sequence[int], vocab_size: int) -> list[int]:
+    """Tokens as a model with `vocab_size` embeddings can take them.
+
+    The target may pad its vocabulary beyond the draft model's, so a committed token can have an id
+    that the draft model has no embedding for. Id 0 stands in for it, and drafts behind it may be
+    worse; the target itself sees the token.
+    """
+    return [token if token < vocab_size else 0 for token in tokens]

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, UnknownModelError
-from specexec_cli.models_file import ModelEntry
 
 _ALLOW = [
     "config.json",

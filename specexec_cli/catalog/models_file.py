@@ -58,7 +58,7 @@ class ModelEntry:
     def folder(self) -> Path | None:
         """The folder that holds the checkpoint, or None when it lives on the hub."""
         if self.repo.startswith(PACKAGE_PREFIX):
-            return Path(__file__).parent / self.repo.removeprefix(PACKAGE_PREFIX)
+            return Path(__file__).parents[1] / self.repo.removeprefix(PACKAGE_PREFIX)
         return Path(self.repo).expanduser() if is_path(self.repo) else None
 
     @property

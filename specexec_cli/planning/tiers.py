@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from specexec_cli.device import format_bytes
-from specexec_cli.errors import ConfigError, OutOfMemoryError
-from specexec_cli.offload.compute import FlopsByRows, compute_seconds, knee_rows
-from specexec_cli.offload.demand import Parts, Work, fixed_parts, gpu_parts, mend
-from specexec_cli.offload.sizes import ModelBytes
+from specexec_cli.config import Tier
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
+from specexec_cli.planning.memory import DoesNotFitError, Parts, Work, fixed_parts, gpu_parts
+from specexec_cli.planning.sizes import ModelBytes
 
-__all__ = ["Machine", "Placement", "Plan", "Work", "make_plan"]
-
-Placement = Literal["resident", "ram", "ssd"]
+__all__ = ["Machine", "Plan", "Work", "make_plan", "plan_of"]
 
 HUGE_PAGE_BYTES = 2 << 20
 
@@ -43,7 +40,7 @@ class Machine:
             raise ConfigError("memory must be 0 or more and every rate above 0")
 
     def usable(self, memory_bytes: int) -> int:
-        """What may be filled of a memory."""
+        """How much of a memory may be filled: all but the margin."""
         return int(memory_bytes * (1 - self.margin))
 
 
@@ -51,9 +48,9 @@ class Machine:
 class Plan:
     """Where everything goes, and what that predicts for one verification pass."""
 
-    tiers: tuple[Placement, ...]  # per decoder layer
-    ssd_slots: int  # buffers in RAM that SSD layers go through
-    device_slots: int  # buffers on the GPU that streamed layers go through
+    tiers: tuple[Tier, ...]  # per decoder layer
+    ssd_buffers: int  # buffers in RAM that SSD layers go through
+    device_buffers: int  # buffers on the GPU that streamed layers go through
     ram: Parts
     vram: Parts
     ssd_bytes: int  # moved per pass
@@ -63,6 +60,12 @@ class Plan:
     memory_s: float
     compute_s: float  # arithmetic of a verification pass; 0 when the rate is not known
     knee_rows: int | None  # most rows whose arithmetic hides behind the stream
+    stays: bool = False  # the whole target is loaded once, converted to the compute dtype
+
+    @property
+    def label(self) -> str:
+        """The tiers in use joined by +, or none where the whole target is loaded to stay."""
+        return "none" if self.stays else "+".join(sorted(set(self.tiers)))
 
     @property
     def peak_ram_bytes(self) -> int:
@@ -100,42 +103,66 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     """The placement with the fastest verification pass that fits.
 
     Raises:
-        OutOfMemoryError: not even streaming everything fits; says what to lower.
+        DoesNotFitError: not even streaming everything fits; says what takes how much.
     """
-    base: Parts = (("program", machine.base_bytes),)
-    beside: Parts = fixed_parts(target, draft, work)
     order = spread_order(len(target.layers))
     sizes = [target.layers[index] for index in order]
-    resident = device_slots = 0
-    vram: Parts = ()
+    ram, vram = _beside(target, draft, work, machine)
+    resident = device_buffers = 0
     if machine.vram_bytes:
-        vram = gpu_parts(target, draft, work)
-        resident, device_slots = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
-    ram = base if machine.vram_bytes else (*base, *beside)
-    in_ram, ssd_slots = _fill(sizes[resident:], machine.usable(machine.ram_bytes), "RAM", ram)
-    tiers: list[Placement] = ["ssd"] * len(sizes)
+        resident, device_buffers = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
+    in_ram, ssd_buffers = _fill(sizes[resident:], machine.usable(machine.ram_bytes), "RAM", ram)
+    tiers: list[Tier] = ["ssd"] * len(sizes)
     for rank, index in enumerate(order[: resident + in_ram]):
         tiers[index] = "resident" if rank < resident else "ram"
+    return plan_of(target, draft, work, machine, tiers, ssd_buffers, device_buffers)
 
-    def layers(*wanted: Placement) -> list[int]:
+
+def plan_of(
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    tiers: Sequence[Tier],
+    ssd_buffers: int,
+    device_buffers: int,
+    *,
+    stays: bool = False,
+) -> Plan:
+    """What a placement takes and moves; whether it fits is not checked.
+
+    Args:
+        tiers: per decoder layer.
+        ssd_buffers: buffers in RAM that SSD layers go through.
+        device_buffers: buffers on the GPU that streamed layers go through.
+        stays: the layers are converted to the compute dtype when they are loaded.
+    """
+
+    def layers(*wanted: Tier) -> list[int]:
         return [s for s, tier in zip(target.layers, tiers, strict=True) if tier in wanted]
 
+    ram, vram = _beside(target, draft, work, machine)
+    resident = _footprint(layers("resident"))
+    if stays:
+        resident = target.loaded(work.item_bytes) - target.resident
+    if machine.vram_bytes:
+        vram += (("resident layers", resident),)
+    else:
+        ram += (("loaded layers", resident),)
     ram += (
         ("layers in RAM", _footprint(layers("ram"))),
-        ("SSD ring", ssd_slots * slot_bytes(layers("ssd"))),
+        ("SSD ring", ssd_buffers * buffer_bytes(layers("ssd"))),
     )
-    vram += (
-        ("resident layers", _footprint(layers("resident"))),
-        ("device ring", device_slots * slot_bytes(layers("ssd", "ram"))),
-    )
+    vram += (("device ring", device_buffers * buffer_bytes(layers("ssd", "ram"))),)
     ssd_s = sum(layers("ssd")) / machine.ssd_bytes_per_s
     link_bytes = sum(layers("ssd", "ram")) if machine.vram_bytes else 0
     link_s = link_bytes / machine.link_bytes_per_s
-    memory_s = target.total / machine.memory_bytes_per_s
+    memory_bytes = target.loaded(work.item_bytes) if stays else target.total
+    memory_s = memory_bytes / machine.memory_bytes_per_s
     return Plan(
         tiers=tuple(tiers),
-        ssd_slots=ssd_slots,
-        device_slots=device_slots,
+        ssd_buffers=ssd_buffers,
+        device_buffers=device_buffers,
         ram=tuple(part for part in ram if part[1]),
         vram=tuple(part for part in vram if part[1]),
         ssd_bytes=sum(layers("ssd")),
@@ -145,7 +172,18 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
         memory_s=memory_s,
         compute_s=compute_seconds(target.active_params, work.verify_rows, machine.flops),
         knee_rows=knee_rows(target.active_params, machine.flops, max(ssd_s, link_s, memory_s)),
+        stays=stays,
     )
+
+
+def _beside(
+    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
+) -> tuple[Parts, Parts]:
+    """What lies in RAM and in VRAM besides decoder layers."""
+    program: Parts = (("program", machine.base_bytes),)
+    if machine.vram_bytes:
+        return program, gpu_parts(target, draft, work)
+    return (*program, *fixed_parts(target, draft, work)), ()
 
 
 def spread_order(count: int) -> list[int]:
@@ -159,51 +197,55 @@ def spread_order(count: int) -> list[int]:
     return [index for index in reversed_bits if index < count]
 
 
-def slot_bytes(layer_bytes: Sequence[int]) -> int:
-    """Bytes of a ring slot that holds any of these layers."""
+def buffer_bytes(layer_bytes: Sequence[int]) -> int:
+    """Bytes of a ring buffer that holds any of these layers."""
     return -(-max(layer_bytes, default=0) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
 
 
 def _footprint(sizes: Sequence[int]) -> int:
     """Bytes of layers that stay, each in a buffer of its own."""
-    return sum(slot_bytes([size]) for size in sizes)
+    return sum(buffer_bytes([size]) for size in sizes)
 
 
 def _fill(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) -> tuple[int, int]:
     """How many layers, from the first on, can stay while the others go through a ring.
 
     Returns:
-        layers that stay; ring slots for the others (0 if all stay).
+        layers that stay; ring buffers for the others (0 if all stay).
     Raises:
-        OutOfMemoryError: not even a ring of two slots fits.
+        DoesNotFitError: not even a ring of two buffers fits.
     """
     free = usable_bytes - sum(size for _, size in fixed)
     if _footprint(sizes) <= free:
         return len(sizes), 0
 
-    def most_that_stay(slots: int) -> int:
+    def most_that_stay(buffers: int) -> int:
         stay = _footprint(sizes)
         for count in range(len(sizes) - 1, -1, -1):
-            stay -= slot_bytes([sizes[count]])
-            if stay + slots * slot_bytes(sizes[count:]) <= free:
+            stay -= buffer_bytes([sizes[count]])
+            if stay + buffers * buffer_bytes(sizes[count:]) <= free:
                 return count
         return -1
 
     two, three = most_that_stay(2), most_that_stay(3)
     if two < 0:
-        raise OutOfMemoryError(_shortage(sizes, usable_bytes, memory, fixed))
-    # A third slot evens out jitter and is worth one layer. Both counts rise with memory, and so
+        raise _shortage(sizes, usable_bytes, memory, fixed)
+    # A third buffer evens out jitter and is worth one layer. Both counts rise with memory, and so
     # does what is returned: more memory never predicts a slower pass.
     one_less = max(two - 1, 0)
     return (three, 3) if three >= one_less else (one_less, 2)
 
 
-def _shortage(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) -> str:
-    parts = sorted([*fixed, ("two ring slots", 2 * slot_bytes(sizes))], key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:4])
-    biggest = next(name for name, _ in parts if name not in ("program", "CUDA context"))
-    needed = sum(size for _, size in parts)
-    return (
-        f"even fully streamed, the target needs {format_bytes(needed)} of {memory} "
-        f"but {format_bytes(usable_bytes)} may be used ({listed}). {mend(biggest)}"
+def _shortage(
+    sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts
+) -> DoesNotFitError:
+    parts = sorted(
+        [*fixed, ("two ring buffers", 2 * buffer_bytes(sizes))], key=lambda part: -part[1]
+    )
+    return DoesNotFitError(
+        f"even fully streamed, the target needs {{needed}} of {memory} "
+        "but {usable} may be used ({parts})",
+        sum(size for _, size in parts),
+        usable_bytes,
+        tuple(parts),
     )

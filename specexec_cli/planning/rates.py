@@ -8,7 +8,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from specexec_cli.offload.compute import FlopsByRows
+from specexec_cli.planning.arithmetic import FlopsByRows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
 from specexec_cli.config import Method, TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.registry import ModelEntry, PairEntry, Registry
 
 
 @dataclass(frozen=True, slots=True)

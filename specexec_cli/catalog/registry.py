@@ -13,8 +13,14 @@ from pathlib import Path
 
 from platformdirs import user_config_path
 
+from specexec_cli.catalog.models_file import (
+    ModelEntry,
+    ModelsFile,
+    PairEntry,
+    is_path,
+    read_models_file,
+)
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
-from specexec_cli.models_file import ModelEntry, ModelsFile, PairEntry, is_path, read_models_file
 
 __all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
@@ -162,7 +168,7 @@ def user_models_file() -> Path:
 
 def _shipped_file() -> Path:
     """models.toml of the installed package, or of the repository when run from a checkout."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package, package.parent):
         if (folder / "models.toml").is_file():
             return folder / "models.toml"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specexec_cli import opening
+from specexec_cli import loading
 from specexec_cli.errors import ConfigError
-from specexec_cli.opening import pick_device
+from specexec_cli.loading import pick_device, this_site
 
 GB = 10**9
 
@@ -35,12 +35,12 @@ def test_a_gpu_that_is_not_there(two_gpus: None) -> None:
 def test_copies_of_the_target_are_placed_for_the_fullest_device(
     copies: int, vram_bytes: int, two_gpus: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    planned = []
     free = {0: 8 * GB, 1: 6 * GB}
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 0))
-    monkeypatch.setattr(opening, "free_ram_bytes", lambda: 12 * GB)
-    monkeypatch.setattr(opening, "place_on_gpu", lambda *args: planned.append(args[4:6]))
+    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 12 * GB)
     devices = [pick_device(name) for name in ("cuda:0", "cuda:1")]
-    opening._place("auto", None, None, None, copies, devices)  # type: ignore[arg-type]
-    assert planned == [(12 * GB // copies, vram_bytes)]
+    site = this_site(devices, copies)
+    assert site.device == "cuda:0"
+    assert site.settings["ram"].value == 12 * GB // copies
+    assert site.settings["vram"].value == vram_bytes

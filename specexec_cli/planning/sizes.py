@@ -13,16 +13,10 @@ from typing import Any
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.architectures import ARCHITECTURES, Architecture
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
-# Architectures of the Llama family that differ in what is optional; see _layer().
-_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3_text")
-_MOE = ("mixtral", "qwen3_moe")
-_PLAIN_MLP = ("starcoder2", "gpt_bigcode")
-KNOWN = (*_LLAMA_LIKE, *_MOE, *_PLAIN_MLP)
-_TIED_BY_DEFAULT = ("gemma2", "gemma3_text", "starcoder2", "gpt_bigcode")
-_HEAD_DIM_256_BY_DEFAULT = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +66,7 @@ class _Linear:
 class _Shape:
     """config.json's numbers under one set of names."""
 
-    kind: str
+    kind: Architecture
     hidden: int
     layers: int
     heads: int
@@ -115,9 +109,9 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     )  # fmt: skip
 
 
-def checkpoint_bytes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> ModelBytes:
+def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
-    model = architecture_bytes(config)
+    model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
     resident = 0
     for name, tensor in checkpoint.items():
@@ -130,37 +124,36 @@ def checkpoint_bytes(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Model
 
 
 def _read_shape(config: Mapping[str, Any]) -> _Shape:
-    kind = str(config.get("model_type"))
-    if kind not in KNOWN:
-        raise ConfigError(f"the size of a '{kind}' model is not known; known: {', '.join(KNOWN)}")
+    name = str(config.get("model_type"))
+    kind = ARCHITECTURES.get(name)
+    if kind is None:
+        known = ", ".join(ARCHITECTURES)
+        raise ConfigError(f"the size of a '{name}' model is not known; known: {known}")
 
-    def number(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if config.get(name) is not None:
-                return int(config[name])
+    def number(*keys: str, default: int | None = None) -> int:
+        for key in keys:
+            if config.get(key) is not None:
+                return int(config[key])
         if default is None:
-            raise ConfigError(f"config.json of this {kind} model has no '{names[0]}'")
+            raise ConfigError(f"config.json of this {name} model has no '{keys[0]}'")
         return default
 
     hidden = number("hidden_size", "n_embd")
     heads = number("num_attention_heads", "n_head")
-    by_kind = {"mixtral": 8, "starcoder2": 2}  # transformers' defaults
-    if kind == "gpt_bigcode":
+    if name == "gpt_bigcode":
         kv_heads = 1 if config.get("multi_query", True) else heads
     else:
-        kv_heads = number("num_key_value_heads", default=by_kind.get(kind, heads))
+        kv_heads = number("num_key_value_heads", default=kind.default_kv_heads or heads)
     return _Shape(
         kind=kind,
         hidden=hidden,
         layers=number("num_hidden_layers", "n_layer"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=number(
-            "head_dim", default=256 if kind in _HEAD_DIM_256_BY_DEFAULT else hidden // heads
-        ),
+        head_dim=number("head_dim", default=kind.default_head_dim or hidden // heads),
         intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
         vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", kind in _TIED_BY_DEFAULT)),
+        tied=bool(config.get("tie_word_embeddings", kind.tied_by_default)),
     )
 
 
@@ -173,12 +166,12 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
         _Linear(query, shape.hidden),
     ]
     biases = 0
-    others = (4 if shape.kind.startswith("gemma") else 2) * shape.hidden
-    if shape.kind in ("qwen3", "qwen3_moe", "gemma3_text"):
-        others += 2 * shape.head_dim  # norms of queries and keys
-    if shape.kind == "qwen2":
+    others = shape.kind.norms * shape.hidden
+    if shape.kind.query_key_norms:
+        others += 2 * shape.head_dim
+    if shape.kind.biases == "qkv":
         biases += query + 2 * key
-    elif shape.kind in _PLAIN_MLP:
+    elif shape.kind.biases == "all":
         others += 2 * shape.hidden  # LayerNorm has a bias
         if config.get("use_bias", True):
             biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
@@ -194,13 +187,13 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
             _Linear(width, shape.hidden, experts, active),
         ]
 
-    if shape.kind in _PLAIN_MLP:
+    if shape.kind.mlp == "plain":
         return [
             _Linear(shape.hidden, shape.intermediate),
             _Linear(shape.intermediate, shape.hidden),
         ]
     sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
-    if shape.kind not in _MOE or not sparse or index in config.get("mlp_only_layers", ()):
+    if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
         return gated(shape.intermediate)
     experts = int(config.get("num_local_experts") or config.get("num_experts") or 8)
     active = int(config.get("num_experts_per_tok", 2))
@@ -225,8 +218,8 @@ def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
 
 def _resident_params(shape: _Shape, config: Mapping[str, Any]) -> int:
     tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
-    norm = shape.hidden * (2 if shape.kind in _PLAIN_MLP else 1)
+    norm = shape.hidden * (2 if shape.kind.biases == "all" else 1)
     positions = 0
-    if shape.kind == "gpt_bigcode":
+    if shape.kind.model_type == "gpt_bigcode":
         positions = int(config.get("n_positions", 1024)) * shape.hidden
     return tables + norm + positions

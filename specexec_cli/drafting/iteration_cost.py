@@ -1,0 +1,172 @@
+"""What an iteration costs by the rows of its pass and its draft steps, learned from the last ones.
+
+    seconds = base_s + row_s * max(0, rows - knee_rows) + step_s * steps
+
+Below the knee a pass waits for weights whatever its rows. A draft step costs what it adds to the
+whole iteration, less than it takes where the stream goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specexec_cli.drafting.search import Floats
+
+# One iteration: rows of its pass, draft steps, seconds of drafting, seconds of all.
+Iteration = tuple[int, int, float, float]
+
+_MEMORY = 128  # iterations
+_KNEES = 24  # that are tried
+_BETTER = 0.8  # a knee must fit this much better than none, or than a lower one
+_NOISE = 0.01  # of an iteration's time: fits that are closer are equally good
+_DOUBT = 0.5  # how many iterations the measured seconds of a draft step count as
+# An iteration that took so many times what it should have is a stall: the process was stopped, or
+# the disk was busy. Of fewer than so many none can be said to be usual.
+_STALL = 3.0
+_TELLING = 3
+# So many iterations in a row, each off by this factor to the same side, are a machine that has
+# changed.
+_RUN, _CHANGED = 5, 1.5
+# A prior counts as so many iterations at first, and as less and less until so many are known.
+_PRIOR_WEIGHT, _PRIOR_UNTIL = 8.0, 24
+_PRIOR_ROWS: Floats = np.exp2(np.arange(9, dtype=np.float64))  # where it says what a pass takes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds of an iteration by rows and draft steps."""
+
+    base_s: float
+    row_s: float
+    knee_rows: float
+    step_s: float
+
+    def seconds(self, rows: Floats, steps: Floats | float) -> Floats:
+        """Of iterations over `rows` rows, (n,)."""
+        beyond = np.maximum(0.0, rows - self.knee_rows)
+        return self.base_s + self.row_s * beyond + self.step_s * steps
+
+
+# Where nothing is known, a row costs nothing, and trees are limited by what was tried so far.
+_UNKNOWN = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
+
+
+class IterationCost:
+    """A cost model that follows what iterations take.
+
+    Args:
+        prior: what was measured before the first iteration. How the seconds grow with the rows is
+            believed until iterations tell; at which level, they say themselves.
+    """
+
+    def __init__(self, prior: CostModel | None = None) -> None:
+        self.prior = prior
+        self.model = prior or _UNKNOWN
+        self.most_rows = 0
+        self._models = deque([self.model], maxlen=_RUN + 1)  # the last ones
+        self._seen: deque[Iteration] = deque(maxlen=_MEMORY)
+        self._usual = np.zeros(0, dtype=np.bool_)  # of those seen, which are no stalls
+
+    @property
+    def typical(self) -> list[Iteration]:
+        """The iterations remembered, but for stalls; none while there are too few to tell."""
+        if len(self._seen) < _TELLING:
+            return []
+        return [one for one, usual in zip(self._seen, self._usual, strict=True) if usual]
+
+    @property
+    def iterations(self) -> int:
+        """How many are remembered."""
+        return len(self._seen)
+
+    def observe(self, rows: int, steps: int, draft_s: float, total_s: float) -> None:
+        """One iteration."""
+        self.most_rows = max(self.most_rows, rows)
+        self._seen.append((rows, steps, draft_s, total_s))
+        self._learn()
+
+    def remember(self, iterations: Sequence[Iteration]) -> None:
+        """Iterations of an earlier session, in their order."""
+        self._seen.extend(iterations)
+        self.most_rows = max([self.most_rows, *(rows for rows, *_ in iterations)])
+        if iterations:
+            self._learn()
+
+    def _learn(self) -> None:
+        seen = np.array(self._seen, dtype=np.float64)
+        rows, steps, _, totals_s = seen.T
+        ratios = totals_s / self.model.seconds(rows, steps)
+        last = ratios[-_RUN:] / np.median(ratios[:-_RUN]) if len(ratios) >= 2 * _RUN else np.ones(1)
+        if (last > _CHANGED).all() or (last < 1.0 / _CHANGED).all():
+            # as it was before the run; the level is told by what is kept
+            self.prior = self.model = self._models[0]
+            self._seen = deque(list(self._seen)[-_RUN:], maxlen=_MEMORY)
+            seen = seen[-_RUN:]
+            rows, steps, _, totals_s = seen.T
+            ratios = totals_s / self.model.seconds(rows, steps)
+        # at the level that half of the iterations kept
+        self._usual = ratios < _STALL * np.median(ratios)
+        if self.prior is not None or self._usual.sum() >= 2:  # of one there is nothing to compare
+            self.model = self._fitted(seen[self._usual])
+        self._models.append(self.model)
+
+    def _fitted(self, seen: Floats) -> CostModel:
+        """Least squares over the knees that are tried.
+
+        Args:
+            seen: (n, 4), see Iteration.
+        """
+        rows, steps, drafts_s, totals_s = seen.T
+        per_step = float(drafts_s.sum() / max(steps.sum(), 1.0))
+        known_rows, known_s, weight = self._prior_points(rows, steps, totals_s)
+        step_weight = np.sqrt(_DOUBT) * max(float(steps.mean()), 1.0)
+        noise = float(np.square(_NOISE * totals_s).sum())
+        knees = [
+            0.0,
+            *np.geomspace(rows.min(), max(rows.max(), known_rows.max(initial=0.0)), _KNEES),
+        ]
+        if self.prior is not None:
+            knees.append(self.prior.knee_rows)
+        best, found_best = np.inf, self.model
+        for knee in knees:
+            beyond = np.maximum(0.0, rows - knee)
+            known = np.maximum(0.0, known_rows - knee)
+            features = np.vstack([
+                np.column_stack([np.ones_like(beyond), beyond, steps]),
+                weight * np.column_stack([np.ones_like(known), known, np.zeros_like(known)]),
+                [[0.0, 0.0, step_weight]],  # a step costs what it takes
+            ])  # fmt: skip
+            wanted = np.concatenate([totals_s, weight * known_s, [step_weight * per_step]])
+            solved, *_ = np.linalg.lstsq(features, wanted, rcond=None)
+            model = CostModel(
+                base_s=max(float(solved[0]), 1e-9),
+                row_s=max(float(solved[1]), 0.0),
+                knee_rows=float(knee),
+                step_s=min(max(float(solved[2]), 0.0), per_step),
+            )
+            error = noise + float(np.square(model.seconds(rows, steps) - totals_s).sum())
+            off = model.seconds(known_rows, 0.0) - known_s
+            error += float(np.square(weight * off).sum())
+            # no knee at all is the first of them, and is left for a clearly better one only
+            if error < best * (_BETTER if found_best.knee_rows == 0.0 else 1.0):
+                best, found_best = error, model
+        return found_best
+
+    def _prior_points(
+        self, rows: Floats, steps: Floats, totals_s: Floats
+    ) -> tuple[Floats, Floats, float]:
+        """What the prior says at a few numbers of rows: rows, seconds, and the weight of each."""
+        doubt = 1.0 - len(rows) / _PRIOR_UNTIL
+        if self.prior is None or doubt <= 0.0:
+            return np.zeros(0), np.zeros(0), 0.0
+        level = float(np.median(totals_s / self.prior.seconds(rows, steps)))
+        seconds = level * self.prior.seconds(_PRIOR_ROWS, 0.0)
+        return _PRIOR_ROWS, seconds, float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
+
+    def seconds(self, rows: Floats, steps: int) -> Floats:
+        """Of iterations over `rows` rows, (n,)."""
+        return self.model.seconds(rows, steps)

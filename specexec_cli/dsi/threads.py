@@ -1,0 +1,117 @@
+"""A pool of threads: for models that release the interpreter's lock, and for tests."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from specexec_cli.config import SamplingConfig
+from specexec_cli.dsi.messages import DRAFTER, Configure, Draft, Event, Scored, Verify, WorkerLost
+from specexec_cli.dsi.workers import (
+    DraftServer,
+    Order,
+    TargetServer,
+    serve_drafter,
+    serve_target,
+)
+
+
+class ThreadWorkers:
+    """Target servers and a drafter, each in a thread of its own.
+
+    A thread cannot be killed: a dropped one is left behind and its events are ignored.
+    """
+
+    def __init__(self, drafter: DraftServer | None, servers: Sequence[TargetServer]) -> None:
+        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._epoch = 0
+        self._alive = list(range(len(servers)))
+        self._dropped: set[int] = set()
+        self._inboxes: dict[int, queue.SimpleQueue[Order | None]] = {}
+        self._threads: dict[int, threading.Thread] = {}
+        for number, server in enumerate(servers):
+            self._start(number, serve_target, server, number)
+        if drafter is not None:
+            self._start(DRAFTER, serve_drafter, drafter)
+
+    @property
+    def servers(self) -> Sequence[int]:
+        """Numbers of the target servers that are alive."""
+        return tuple(self._alive)
+
+    def now(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.perf_counter()
+
+    def configure(self, sampling: SamplingConfig) -> None:
+        """Tell every worker how the next generation draws its tokens."""
+        for inbox in self._inboxes.values():
+            inbox.put(Configure(sampling))
+
+    def verify(self, server: int, message: Verify) -> None:
+        """Hand a task to an idle server."""
+        self._inboxes[server].put(message)
+
+    def draft(self, message: Draft) -> None:
+        """Set the drafter to work on a new prefix."""
+        if DRAFTER in self._inboxes:
+            self._inboxes[DRAFTER].put(message)
+
+    def advance_epoch(self, epoch: int) -> None:
+        """Make work of every earlier epoch stale."""
+        self._epoch = epoch
+
+    def receive(self, timeout_s: float) -> Event | None:
+        """The next event of a worker that was not dropped."""
+        deadline = self.now() + timeout_s
+        while True:
+            try:
+                worker, event = self._events.get(timeout=max(0.0, deadline - self.now()))
+            except queue.Empty:
+                return None
+            if worker not in self._dropped:
+                if isinstance(event, WorkerLost):
+                    self.drop(worker)
+                return event
+
+    def drop(self, worker: int) -> None:
+        """Ignore a worker from now on; its thread ends when its present task does."""
+        self._dropped.add(worker)
+        if worker in self._alive:
+            self._alive.remove(worker)
+        self._inboxes[worker].put(None)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """End every thread and wait for those that were not dropped."""
+        self._epoch = -2  # no order has this epoch: everything is stale
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+        for number, thread in self._threads.items():
+            if number not in self._dropped:
+                thread.join(timeout_s)
+
+    def _start(self, number: int, loop: Callable[..., None], *args: object) -> None:
+        inbox: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        outbox = _ThreadOutbox(self._events, number)
+
+        def run() -> None:
+            try:
+                loop(*args, inbox, outbox, lambda: self._epoch)
+            except Exception as error:
+                outbox.put(WorkerLost(number, f"{type(error).__name__}: {error}"))
+
+        self._inboxes[number] = inbox
+        self._threads[number] = threading.Thread(target=run, daemon=True, name=f"dsi-{number}")
+        self._threads[number].start()
+
+
+class _ThreadOutbox:
+    def __init__(self, events: queue.SimpleQueue[tuple[int, Event]], number: int) -> None:
+        self._events = events
+        self._number = number
+
+    def put(self, event: Event | Scored) -> None:
+        assert not isinstance(event, Scored), "nobody asks this pool for logits"
+        self._events.put((self._number, event))

@@ -1,0 +1,240 @@
+"""From a Request to opened models: what a session needs before it can generate.
+
+`prepare` looks at this machine, has the planning room decide, and reads tokenizer and config;
+`open_target` and `open_draft` then load weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from platform import node
+
+import torch
+from specexec_kernels import dispatch
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.errors import ConfigError
+from specexec_cli.models.checkpoint_info import eos_token_ids
+from specexec_cli.models.skeleton import load_config
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.choice import ModelChoice
+from specexec_cli.planning.probe import probe_link, probe_ssd
+from specexec_cli.planning.rates import load_rates, rates_file
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.site import Setting, Site, known_rates
+from specexec_cli.planning.tiers import Plan
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int], None]
+
+_LINK_PROBE_BYTES = 64 << 20
+_SSD_PROBE_S = 0.3
+_SMALL_SSD_PROBE_S = 0.05  # of files that are read faster than a long probe takes
+_SMALL_BYTES = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """Files and decisions, no weights yet."""
+
+    decision: Decision
+    target: Checkpoint
+    draft: Checkpoint | None
+    config: PretrainedConfig  # the target's
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]
+
+    @property
+    def choice(self) -> ModelChoice:
+        """The models, and the tree that memory is planned for."""
+        return self.decision.choice
+
+    @property
+    def device(self) -> torch.device:
+        """What computes; the first of several."""
+        return torch.device(self.decision.device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What to compute in."""
+        dtype = getattr(torch, self.decision.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """The offload tiers, device and dtype that were chosen where they were left to us."""
+        return {
+            "offload": self.decision.plan.label,
+            "device": self.decision.device,
+            "dtype": self.decision.dtype,
+        }
+
+    @property
+    def ring_buffers(self) -> tuple[int, int]:
+        """Layers that the rings in RAM and on a GPU hold at once."""
+        plan = self.decision.plan
+        return max(2, plan.ssd_buffers), max(2, plan.device_buffers)
+
+    def open_target(self, notice: Notice, progress: Progress) -> StreamedModel:
+        """Loads what stays of the target and begins to stream the rest."""
+        obstacle = dispatch.triton_obstacle(self.device) if self.device.type == "cuda" else None
+        if obstacle is not None:
+            notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
+        buffers, device_buffers = self.ring_buffers
+        return StreamedModel.open(
+            self.target,
+            device=self.device,
+            dtype=self.dtype,
+            tiers=self.decision.tiers,
+            buffers=buffers,
+            device_buffers=device_buffers,
+            notice=notice,
+            progress=progress,
+        )
+
+    def open_draft(self, notice: Notice) -> StreamedModel | None:
+        """Loads the draft model to stay.
+
+        Raises:
+            TokenizerMismatchError: its tokens are not the target's.
+        """
+        if self.draft is None:
+            return None
+        self.check_tokenizers()
+        sizes = self.draft.total_bytes, self.target.total_bytes
+        if sizes[0] > sizes[1]:
+            notice(
+                f"the draft model ({format_bytes(sizes[0])}) is larger than the target "
+                f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
+                "Were --target and --draft swapped?"
+            )
+        return StreamedModel.open(
+            self.draft, device=self.device, dtype=self.dtype, tiers=None, notice=notice
+        )
+
+    def check_tokenizers(self) -> None:
+        """Makes sure that target and draft model speak of the same tokens.
+
+        Raises:
+            TokenizerMismatchError: they do not; says how they differ.
+        """
+        if self.draft is not None:
+            vocab_size = int(load_config(self.draft).vocab_size)
+            check_same_tokenizer(self.tokenizer, load_tokenizer(self.draft.folder), vocab_size)
+
+
+def prepare(
+    request: Request,
+    *,
+    copies: int = 1,
+    devices: Sequence[str] = (),
+    download_progress: bool = False,
+) -> Prepared:
+    """Resolves names, fetches files, and decides where and how to compute.
+
+    Args:
+        copies: of the target, which share this machine's RAM, in turns on each of `devices`.
+        devices: the request's own unless told.
+    Raises:
+        SpecexecError: whatever is wrong, in one line.
+    """
+    tokenizers: dict[Path, PreTrainedTokenizerBase] = {}
+
+    def words_of(folder: Path) -> PreTrainedTokenizerBase:
+        if folder not in tokenizers:
+            tokenizers[folder] = load_tokenizer(folder)
+        return tokenizers[folder]
+
+    site = this_site([pick_device(name) for name in devices or [request.device]], copies)
+    decision = resolve(
+        request,
+        site,
+        fetch_weights=True,
+        check=load_config,
+        count_tokens=lambda folder, text: len(words_of(folder).encode(text)),
+        download_progress=download_progress,
+    )
+    target = decision.target.checkpoint
+    assert target is not None, "its weights have been fetched"
+    config = load_config(target)
+    tokenizer = words_of(request.tokenizer or target.folder)
+    return Prepared(
+        decision=decision,
+        target=target,
+        draft=decision.draft.checkpoint if decision.draft is not None else None,
+        config=config,
+        tokenizer=tokenizer,
+        eos_ids=eos_token_ids(target.folder, config, tokenizer),
+    )
+
+
+def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
+    """This machine as one copy of the target sees it: what the fullest device has room for.
+
+    Args:
+        copies: of the target, in turns on each of the devices.
+    """
+    device, vram_bytes = devices[0], 0
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier session left
+        free = [torch.cuda.mem_get_info(each)[0] for each in devices]
+        vram_bytes = min(free) // -(-copies // len(devices))
+    rates = load_rates(rates_file(), node())
+    return Site(
+        device=str(device),
+        settings={
+            "ram": Setting(free_ram_bytes() // copies, "free here"),
+            "vram": Setting(vram_bytes, "free here"),
+            **known_rates(rates, vram_bytes > 0),
+        },
+        flops=(rates and rates.flops) or {},
+        program_bytes=0,  # this process is loaded already: its memory is not among what is free
+        measure=lambda target, plan: _measured(target, plan, device),
+    )
+
+
+def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[str, Setting]:
+    """Short probes of the links that a pass will use, the SSD's on the target's own files.
+
+    The doctor's figure may be of another disk, and of another day.
+    """
+    found = {}
+    if plan.link_bytes:
+        found["link"] = Setting(probe_link(device, _LINK_PROBE_BYTES), "measured")
+    if plan.ssd_bytes:
+        small = target.total_bytes < _SMALL_BYTES
+        probe = probe_ssd(target.files, _SMALL_SSD_PROBE_S if small else _SSD_PROBE_S)
+        if probe.bytes_per_s > 0:  # on a very busy machine a short probe may end with nothing read
+            found["ssd"] = Setting(probe.bytes_per_s, "measured")
+    return found
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a --device option; "auto" is the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"--device {name}: not a device. Try cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cpu":
+        return device
+    number, count = device.index or 0, torch.cuda.device_count()
+    if number >= count:
+        raise ConfigError(f"--device {name}: the last CUDA device here is cuda:{count - 1}")
+    return torch.device("cuda", number)

@@ -1,0 +1,1 @@
+"""Decisions before a weight is loaded: which models, how large a tree, where layers live."""

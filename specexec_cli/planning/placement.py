@@ -1,0 +1,83 @@
+"""Where a target's layers go under each --offload mode; tiers.py fills the memories."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specexec_cli.config import OffloadMode, Tier
+from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Machine, Plan, buffer_bytes, make_plan, plan_of
+
+_STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
+
+
+def place(
+    mode: OffloadMode,
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+) -> Plan:
+    """Chooses each layer's tier.
+
+    auto streams what does not fit, on a CPU every layer of a target that is not small; none loads
+    the whole target to stay; ram and ssd name the place of what does not stay on a GPU.
+
+    Raises:
+        DoesNotFitError: what was asked for does not fit.
+    """
+    on_gpu = machine.vram_bytes > 0
+    loaded = target.loaded(work.item_bytes)
+    if mode == "none" or (
+        mode == "auto" and not on_gpu and loaded < machine.ram_bytes // _STAY_SHARE
+    ):
+        return _all_loaded(target, draft, work, machine)
+    if on_gpu or mode == "auto":
+        plan = make_plan(target, draft, work, machine)
+        if mode not in ("ram", "ssd"):
+            return plan
+        # what does not stay on the device comes from there
+        tiers: list[Tier] = [mode if tier != "resident" else tier for tier in plan.tiers]
+        return plan_of(
+            target,
+            draft,
+            work,
+            machine,
+            tiers,
+            max(2, plan.ssd_buffers),
+            max(2, plan.device_buffers),
+        )
+    each: Tier = "ram" if mode == "ram" else "ssd"
+    buffers = 3 if 4 * buffer_bytes(target.layers) < machine.ram_bytes else 2
+    return plan_of(target, draft, work, machine, [each] * len(target.layers), buffers, 0)
+
+
+def without_ssd(
+    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, found: Plan
+) -> Plan | None:
+    """The plan on the same machine with just enough RAM that no layer stays on the SSD."""
+    if not found.ssd_bytes:
+        return None
+    slack = (len(target.layers) + 1) * (2 << 20)
+    enough = (found.peak_ram_bytes + found.ssd_bytes + slack) / (1 - machine.margin)
+    return make_plan(target, draft, work, replace(machine, ram_bytes=int(enough)))
+
+
+def _all_loaded(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
+    loaded = target.loaded(work.item_bytes)
+    if machine.vram_bytes:
+        beside = sum(size for _, size in gpu_parts(target, draft, work))
+        needed = beside + loaded - target.resident
+        if needed > machine.usable(machine.vram_bytes):
+            raise DoesNotFitError(
+                "target and draft model need {needed} of GPU memory but {usable} are free",
+                needed, machine.vram_bytes, (("target in VRAM", loaded),),
+            )  # fmt: skip
+    elif loaded > machine.ram_bytes:
+        raise DoesNotFitError(
+            "target needs {needed} of RAM but {usable} are free",
+            loaded, machine.ram_bytes, (("target in RAM", loaded),),
+        )  # fmt: skip
+    tiers: list[Tier] = ["resident"] * len(target.layers)
+    return plan_of(target, draft, work, machine, tiers, 0, 0, stays=True)

@@ -1,0 +1,83 @@
+"""What a user asks for, before anything is looked up: the one place where defaults stand.
+
+`specexec generate`, `chat`, `bench`, `plan` and `Session.open` all fill in a Request; resolve.py
+turns it into a Decision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from specexec_cli.config import (
+    DraftScoring,
+    DsiOptions,
+    DtypeName,
+    Method,
+    OffloadMode,
+    Policy,
+    TreeConfig,
+)
+
+DEFAULT_CONTEXT_TOKENS = 4096  # planned for where nothing better is known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeRequest:
+    """The draft tree, as far as it was asked for; None leaves a number to the pair."""
+
+    budget: int | None = None
+    depth: int | None = None
+    batch: int | None = None
+    scoring: DraftScoring = "noise"
+    policy: Policy | None = None  # None is cost, and fixed for methods whose trees cost cannot size
+    calibrated: bool = True
+
+    def resolve(self, recommended: TreeConfig, method: Method) -> TreeConfig:
+        """The tree to use and to plan memory for.
+
+        Under the policy `cost` a budget that was not asked for is twice the recommended one: room
+        to find more nodes worthwhile. A depth that was not asked for yields to the budget.
+
+        Raises:
+            ConfigError: the numbers contradict each other.
+        """
+        policy = self.policy or ("cost" if method == "specexec" else "fixed")
+        nodes = self.budget
+        if nodes is None:
+            nodes = recommended.budget * (2 if policy == "cost" else 1)
+        depth = min(recommended.max_depth, max(nodes, 1)) if self.depth is None else self.depth
+        return TreeConfig(
+            budget=nodes,
+            max_depth=depth,
+            batch=recommended.batch if self.batch is None else self.batch,
+            scoring=self.scoring,
+            policy=policy,
+            calibrated=self.calibrated,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Models, method, tree and machine of one session; see `specexec generate --help`."""
+
+    pair: str | None = None
+    target: str | None = None  # a models.toml name, a folder, or a hub id
+    draft: str | None = None
+    method: Method = "specexec"
+    models_file: Path | None = None
+    revision: str | None = None
+    tokenizer: Path | None = None
+    offline: bool = False
+    tree: TreeRequest = field(default_factory=TreeRequest)
+    offload: OffloadMode = "auto"
+    device: str = "auto"
+    dtype: DtypeName = "auto"
+    # Tokens of prompt and text to plan memory for. Longer texts are not refused: they take memory
+    # beyond the plan. With a prompt, which is counted, the tokens beside it.
+    context_tokens: int | None = None
+    prompt: str | None = None
+    dsi: DsiOptions = field(default_factory=DsiOptions)
+    # Begin with what earlier sessions learned about the pair, and keep what this one learns. It
+    # changes how many passes a text takes, never the text.
+    remember: bool = False

@@ -1,0 +1,241 @@
+"""From a Request to a Decision: names, files, tree, dtype, and where each layer will live.
+
+`specexec plan` shows a Decision and sessions carry it out. Both get it from `resolve`, so that
+what was planned is what runs. Torch-free; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
+from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.config import DtypeName, Tier, TreeConfig
+from specexec_cli.device import cpu_info
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.planning.choice import ModelChoice, choose_models
+from specexec_cli.planning.memory import Work
+from specexec_cli.planning.placement import place
+from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
+from specexec_cli.planning.site import Setting, Site
+from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
+from specexec_cli.planning.tiers import Machine, Plan
+
+# Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
+_SMALL_MODEL_BYTES = 1_000_000_000
+# What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
+_ARITHMETIC = {
+    "bfloat16": {"avx512_bf16", "amx_bf16"},
+    "float16": {"avx512_fp16", "amx_fp16"},
+}
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """A model and what is known of it before its weights are loaded."""
+
+    entry: ModelEntry
+    config: Mapping[str, Any]  # config.json's
+    sizes: ModelBytes
+    source: str  # where the sizes come from: its files, models.toml or config.json
+    checkpoint: Checkpoint | None  # headers and folder, where they are here
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The model's own context window; None where nothing tells."""
+        config = {**self.config, **self.config.get("text_config", {})}
+        known = config.get("max_position_embeddings") or config.get("n_positions")
+        return int(known) if known else None
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Of weights that are not quantized, as config.json says."""
+        config = {**self.config, **self.config.get("text_config", {})}
+        return config.get("dtype") or config.get("torch_dtype")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Everything that is settled before weights are loaded."""
+
+    choice: ModelChoice  # its tree is the one that memory is planned for
+    target: SizedModel
+    draft: SizedModel | None
+    device: str
+    dtype: DtypeName
+    work: Work
+    settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
+    machine: Machine
+    plan: Plan
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The largest draft tree that memory is planned for."""
+        return self.choice.tree
+
+    @property
+    def tiers(self) -> tuple[Tier, ...] | None:
+        """Per layer, where it is streamed from; None where the whole target is loaded to stay."""
+        return None if self.plan.stays else self.plan.tiers
+
+    @property
+    def link_bytes_per_s(self) -> float | None:
+        """At which streamed bytes can come; None where nothing is streamed over a link."""
+        plan, machine = self.plan, self.machine
+        if plan.link_bytes:
+            # both links are busy at once, and the SSD with its share only
+            rate = machine.link_bytes_per_s
+            share = plan.ssd_bytes / plan.link_bytes
+            return min(rate, machine.ssd_bytes_per_s / share) if share else rate
+        return machine.ssd_bytes_per_s if plan.ssd_bytes else None
+
+    @property
+    def ssd_share(self) -> float:
+        """Of the bytes that a pass streams, what comes from the SSD."""
+        return self.plan.ssd_bytes / self.plan.link_bytes if self.plan.link_bytes else 1.0
+
+
+def resolve(
+    request: Request,
+    site: Site,
+    *,
+    fetch_weights: bool = False,
+    check: Callable[[Checkpoint], object] = lambda checkpoint: None,
+    count_tokens: Callable[[Path, str], int] | None = None,
+    download_progress: bool = False,
+) -> Decision:
+    """Decides everything that a session needs to know.
+
+    Args:
+        site: the machine; what it measures is measured for this target's own files.
+        fetch_weights: download what is not here. Otherwise sizes come from models.toml or the
+            hub's config.json where the files are not here.
+        check: called with every checkpoint that was fetched, to refuse what cannot be opened.
+        count_tokens: (tokenizer's folder, text) -> tokens; needed where the request has a prompt.
+    Raises:
+        SpecexecError: whatever is wrong, in one line.
+    """
+    registry = load_registry(request.models_file)
+    choice = choose_models(
+        registry, pair=request.pair, target=request.target, draft=request.draft,
+        method=request.method,
+    )  # fmt: skip
+    tree = request.tree.resolve(choice.tree, request.method)
+
+    def find(entry: ModelEntry, revision: str | None) -> SizedModel:
+        if not fetch_weights:
+            return sized(entry, request.offline)
+        folder = fetch(
+            entry, revision=revision, offline=request.offline, progress=download_progress
+        )
+        checkpoint = read_checkpoint(folder)
+        check(checkpoint)
+        return _of_files(entry, checkpoint)
+
+    target = find(choice.target, request.revision)
+    draft = find(choice.draft, None) if choice.draft is not None else None
+    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
+    work = Work(
+        context_tokens=_context_tokens(request, target, count_tokens),
+        budget=tree.budget if draft is not None else 0,
+        item_bytes=_DTYPE_BYTES[dtype],
+        widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
+    )
+
+    def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
+        machine = site.machine(dtype, settings)
+        sizes = draft.sizes if draft is not None else None
+        return place(request.offload, target.sizes, sizes, work, machine)
+
+    try:
+        plan = placed(work, site.settings)
+    except OutOfMemoryError:
+        # nodes beyond the recommended ones are welcome, not needed
+        fewer = replace(request.tree, budget=choice.tree.budget)
+        if draft is None or request.tree.budget is not None or fewer.budget == tree.budget:
+            raise
+        tree = fewer.resolve(choice.tree, request.method)
+        work = replace(work, budget=tree.budget)
+        plan = placed(work, site.settings)
+    settings = dict(site.settings)
+    if site.measure is not None and target.checkpoint is not None:
+        settings |= site.measure(target.checkpoint, plan)
+        plan = placed(work, settings)
+    return Decision(
+        choice=replace(choice, tree=tree),
+        target=target,
+        draft=draft,
+        device=site.device,
+        dtype=dtype,
+        work=work,
+        settings=settings,
+        machine=site.machine(dtype, settings),
+        plan=plan,
+    )
+
+
+def sized(entry: ModelEntry, offline: bool) -> SizedModel:
+    """The model's sizes without downloading its weights.
+
+    Raises:
+        UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
+    """
+    folder = entry.folder or cached_snapshot(entry)
+    if folder is not None and any(folder.glob("*.safetensors")):
+        return _of_files(entry, read_checkpoint(folder))
+    if entry.shape:
+        config, source = entry.config_json(), "models.toml"
+    else:
+        config, source = fetch_config(entry, offline=offline), "config.json"
+    return SizedModel(entry, config, architecture_bytes(config), source, None)
+
+
+def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
+    config = checkpoint.config
+    return SizedModel(entry, config, checkpoint_bytes(checkpoint), "its files", checkpoint)
+
+
+def _context_tokens(
+    request: Request,
+    target: SizedModel,
+    count_tokens: Callable[[Path, str], int] | None,
+) -> int:
+    """Tokens of prompt and text to plan for, at most the model's window."""
+    wanted = request.context_tokens
+    if request.prompt is not None:
+        assert count_tokens is not None, "a prompt is counted by whoever has a tokenizer"
+        assert target.checkpoint is not None
+        folder = request.tokenizer or target.checkpoint.folder
+        wanted = (wanted or 0) + count_tokens(folder, request.prompt)
+    wanted = DEFAULT_CONTEXT_TOKENS if wanted is None else wanted
+    return min(wanted, target.window_tokens or wanted)
+
+
+def compute_dtype(name: DtypeName, device: str, stored: str | None, total_bytes: int) -> DtypeName:
+    """What to compute in.
+
+    Where it is left to us: the checkpoint's own dtype on a GPU; on a CPU bfloat16 where there are
+    instructions for it, float32 elsewhere and for small models.
+
+    Args:
+        device: cpu, or a GPU.
+        stored: the dtype that config.json names.
+        total_bytes: of the checkpoint.
+    """
+    if name != "auto":
+        return name
+    if device != "cpu":
+        return cast(DtypeName, stored) if stored in ("float16", "bfloat16") else "float32"
+    large = total_bytes >= _SMALL_MODEL_BYTES
+    return "bfloat16" if large and _has_arithmetic("bfloat16") else "float32"
+
+
+def _has_arithmetic(dtype: str) -> bool:
+    """Whether this CPU has instructions that multiply in a dtype of two bytes."""
+    return bool(_ARITHMETIC[dtype] & set(cpu_info().flags))

@@ -1,0 +1,119 @@
+"""The machine to plan for: memory and rates, each with where its figure comes from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
+from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.rates import Rates, load_rates, rates_file
+from specexec_cli.planning.tiers import Machine, Plan
+
+# Used where nothing was given or measured; the output says so.
+ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9, "GPU memory": 500e9}
+_PCIE_LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
+_PCIE_SHARE = 0.82  # of the lanes' rate that large pinned copies reach
+PROGRAM_BYTES = 500_000_000  # of a process that has yet to be started, before any weight
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A number that a plan rests on, and where it comes from."""
+
+    value: float
+    source: str  # given, measured, assumed, free here, or the PCIe link it was worked out from
+
+
+# (target's files, plan) -> rates measured for the links that the plan streams through
+Measure = Callable[[Checkpoint, Plan], Mapping[str, Setting]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """A machine, real or described."""
+
+    device: str  # cpu, or the GPU that computes, as in cuda:0
+    settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
+    flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by compute dtype
+    program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
+    measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
+
+    def machine(self, dtype: str, settings: Mapping[str, Setting] | None = None) -> Machine:
+        """The plain numbers that placing layers takes.
+
+        Args:
+            dtype: to compute in.
+            settings: in place of the site's own.
+        """
+        found = settings or self.settings
+        return Machine(
+            ram_bytes=int(found["ram"].value),
+            vram_bytes=int(found["vram"].value),
+            ssd_bytes_per_s=found["ssd"].value,
+            link_bytes_per_s=found["link"].value,
+            memory_bytes_per_s=found["memory"].value,
+            # nothing is known of a GPU's arithmetic
+            flops=() if found["vram"].value else self.flops.get(dtype, ()),
+            base_bytes=self.program_bytes,
+        )
+
+
+def described_site(
+    *,
+    ram_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    ssd_bytes_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+) -> Site:
+    """A machine of these numbers; what is left out is measured, found here, or assumed."""
+    rates = load_rates(rates_file(), platform.node())
+    card = None
+    if vram_bytes is None or link_bytes_per_s is None:
+        card = next(iter(gpus()), None)
+    ram = (
+        Setting(free_ram_bytes(), "free here") if ram_bytes is None else Setting(ram_bytes, "given")
+    )
+    vram = (
+        Setting(card.free_bytes if card else 0, "free here")
+        if vram_bytes is None
+        else Setting(vram_bytes, "given")
+    )
+    settings = {
+        "ram": ram,
+        "vram": vram,
+        **known_rates(rates, bool(vram.value), ssd_bytes_per_s, link_bytes_per_s, card),
+    }
+    device = "cuda:0" if vram.value else "cpu"
+    return Site(device=device, settings=settings, flops=(rates and rates.flops) or {})
+
+
+def known_rates(
+    rates: Rates | None,
+    on_gpu: bool,
+    ssd_bytes_per_s: float | None = None,
+    link_bytes_per_s: float | None = None,
+    card: GpuInfo | None = None,
+) -> dict[str, Setting]:
+    """ssd, link and memory: as given, else as the doctor measured them, else assumed."""
+
+    def setting(given: float | None, measured: float | None, assumed: str) -> Setting:
+        if given is not None:
+            return Setting(given, "given")
+        if measured is not None:
+            return Setting(measured, "measured")
+        return Setting(ASSUMED[assumed], "assumed")
+
+    link = setting(link_bytes_per_s, rates.link_bytes_per_s if rates else None, "link")
+    lanes = _PCIE_LANE_BYTES_PER_S.get(card.pcie_gen or 0) if card else None
+    if link.source == "assumed" and card and card.pcie_width and lanes:
+        rate = lanes * card.pcie_width * _PCIE_SHARE
+        link = Setting(rate, f"PCIe {card.pcie_gen} x{card.pcie_width}")
+    memory = rates.memory_bytes_per_s if rates and not on_gpu else None
+    return {
+        "ssd": setting(ssd_bytes_per_s, rates.ssd_bytes_per_s if rates else None, "ssd"),
+        "link": link,
+        "memory": setting(None, memory, "GPU memory" if on_gpu else "CPU memory"),
+    }

@@ -1,0 +1,65 @@
+"""Prompts and conversations as tokens of the target."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from specexec_cli.errors import ConfigError
+
+
+class PromptEncoder:
+    """Turns prompts and conversations into tokens.
+
+    Args:
+        tokenizer: the target's.
+        model: the target's name, for errors.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+        self.tokenizer = tokenizer
+        self._model = model
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of a raw completion prompt, with the tokenizer's own beginning-of-text token."""
+        return list(self.tokenizer.encode(prompt))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of a conversation in the model's own chat template, ready for the reply.
+
+        Raises:
+            ConfigError: the model has no chat template, or it refuses these messages.
+        """
+        return self.encode_rendered(self.render_chat(messages))
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Tokens that text around them never merges with, by their spelling."""
+        return dict(self.tokenizer.get_added_vocab())
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Tokens of text that spells out its special tokens, as a chat template writes it."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation in the model's own chat template, as text, ready for the reply.
+
+        Raises:
+            ConfigError: the model has no chat template, or it refuses these messages.
+        """
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{self._model} has no chat template: it is a base model. Use a chat "
+                "or instruct model, or continue raw text: specexec generate, without --chat"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=False
+            )
+        except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
+            raise ConfigError(
+                f"the chat template of {self._model} refuses this conversation: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text

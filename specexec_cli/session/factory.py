@@ -1,0 +1,64 @@
+"""Opens sessions: from what a user asks for to the kind of session that it calls for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specexec_cli.loading import Notice, Progress, prepare
+from specexec_cli.planning.request import Request
+from specexec_cli.session.local_session import LocalSession
+from specexec_cli.session.text_session import TextSession
+from specexec_cli.verify.verifier import LocalTarget
+
+
+def open_session(
+    request: Request,
+    *,
+    notice: Notice = lambda text: None,
+    progress: Progress = lambda done, total: None,
+    download_progress: bool = False,
+) -> TextSession:
+    """Decides what the request comes to, and opens the models.
+
+    Args:
+        notice: told in one line what is slower than it could be.
+        progress: told (done, total) bytes of weights that are loaded to stay.
+        download_progress: show the hub's own bars on stderr.
+    Raises:
+        SpecexecError: whatever is wrong, in one line.
+    """
+    copies, devices = 1, [request.device]
+    if request.method == "dsi":
+        from specexec_cli.session.dsi_session import choose_devices, open_dsi, target_servers
+
+        if request.dsi.ray is None:  # in a cluster every machine has memory of its own
+            devices = choose_devices(request.dsi, request.device)
+            copies = target_servers(request.dsi, devices)
+    found = prepare(request, copies=copies, devices=devices, download_progress=download_progress)
+    if request.method == "dsi":
+        distributed = open_dsi(found, request.dsi, request.device, notice)
+        if distributed is not None:
+            return distributed
+    draft = found.open_draft(notice)
+    session = LocalSession(found, LocalTarget(found.open_target(notice, progress)), draft)
+    if request.remember:
+        session.remember(notice)
+    return session
+
+
+class Session:
+    """The Python API's door to sessions: `Session.open(pair="demo")`."""
+
+    @staticmethod
+    def open(
+        *,
+        notice: Notice = lambda text: None,
+        progress: Progress = lambda done, total: None,
+        download_progress: bool = False,
+        **request: Any,
+    ) -> TextSession:
+        """open_session, given the fields of planning.request.Request, as in offload="ssd"."""
+        return open_session(
+            Request(**request), notice=notice, progress=progress,
+            download_progress=download_progress,
+        )  # fmt: skip

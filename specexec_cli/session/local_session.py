@@ -1,0 +1,169 @@
+"""A session whose models are in this process: every method but dsi.
+
+The KV caches live as long as the session: a prompt that begins like the text before it costs only
+its new tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from specexec_cli.config import POLICIES, BenchMethod, Method, TreeConfig
+from specexec_cli.core import DraftTree, PassProgress, StepResult
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.methods import SPECULATIVE
+from specexec_cli.drafting.calibration import Reliability
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.iteration_cost import CostModel
+from specexec_cli.errors import ConfigError
+from specexec_cli.loading import Notice, Prepared
+from specexec_cli.models.pass_rows import PassRows, embeddable
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.sampling import Sampler
+from specexec_cli.session.cost_prior import measured_prior
+from specexec_cli.session.learned_file import LearnedFile
+from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
+from specexec_cli.verify.verifier import LocalTarget
+
+
+class LocalSession(TextSession):
+    """Decodes with a target and, unless there is none, a draft model of its own."""
+
+    def __init__(self, found: Prepared, target: LocalTarget, draft: StreamedModel | None) -> None:
+        super().__init__(found, target.model.context_length, found.settings)
+        self._link_bytes_per_s = found.decision.link_bytes_per_s
+        self._target = target
+        self._draft = draft
+        self._decision = found.decision
+        self._measured_cost: CostModel | None = None
+        self._drafter: ModelDrafter | None = None
+        self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
+        self._learned_file: LearnedFile | None = None
+        self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
+
+    def remember(self, notice: Notice) -> None:
+        """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
+
+        It changes how many passes a text takes, never the text. Without a draft model there is
+        nothing to learn.
+        """
+        if self._draft is not None:
+            self._learned_file = LearnedFile(self.pair_folder, self.settings, notice)
+            self._learned_file.load(self.learned)
+
+    @property
+    def method(self) -> Method:
+        """Best-first trees where there is a draft model."""
+        return "specexec" if self._draft is not None else "autoregressive"
+
+    def cost_prior(self) -> CostModel:
+        """By the probed link and measured arithmetic; measured when first asked for, once."""
+        if self._measured_cost is None:
+            self._measured_cost = measured_prior(self._decision, self._target, self._draft)
+        return self._measured_cost
+
+    @property
+    def reliability(self) -> Reliability:
+        """How right the acceptance probabilities of the last generation were."""
+        return self._drafter.calibration.reliability if self._drafter else Reliability()
+
+    def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
+        """Calls back after each target layer; see TextSession.on_layer."""
+        self._target.model.on_layer = lambda index: callback(self._progress(index))
+
+    def _progress(self, index: int) -> PassProgress:
+        now, streamed = time.perf_counter(), self._target.bytes_streamed
+        if index == 0:
+            self._pass_began = now, streamed
+        began_s, began_bytes = self._pass_began
+        return PassProgress(
+            number=self.stats.target_passes + 1,
+            layer=index + 1,
+            layers=self.layers,
+            bytes_per_s=(streamed - began_bytes) / (now - began_s) if index else 0.0,
+            draft_nodes=self._target.tree_nodes,
+        )
+
+    def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
+        if method == "autoregressive":
+            return
+        if self._draft is None:
+            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        if method not in SPECULATIVE:
+            raise ConfigError(f"this session runs on one device, which --method {method} does not")
+        if tree.policy not in POLICIES[method]:
+            raise ConfigError(
+                f"--policy {tree.policy} cannot size the trees of method {method}: use "
+                f"{' or '.join(POLICIES[method])}"
+            )
+        self.learned.policy(tree)  # a missing classifier is told of before the text begins
+
+    def _steps(self, request: GenerationRequest) -> Steps:
+        self._crop_to_common_prefix(request.prompt)
+        self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        sampler = Sampler(request.sampling)
+        ends = request.prompt, request.max_tokens, self.eos_ids
+        if request.method == "autoregressive":
+            yield from autoregressive(self._target, sampler, *ends)
+        else:
+            drafter = self._drafter_for(request, sampler)
+            decode = SPECULATIVE[request.method].decode
+            yield from decode(self._target, drafter, sampler, *ends)
+
+    def _crop_to_common_prefix(self, prompt: Sequence[int]) -> None:
+        """Keeps what the cache shares with the prompt, whose last token must be run again."""
+        common = 0
+        for cached, wanted in zip(self._target.tokens, prompt[:-1], strict=False):
+            if cached != wanted:
+                break
+            common += 1
+        self._target.crop(common)
+
+    def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> ModelDrafter:
+        """The drafter of the method, set up for a generation."""
+        assert self._draft is not None, "_check_method has seen to it"
+        if self._drafter is None or self._drafter_method != request.method:
+            self._drafter = SPECULATIVE[request.method].new_drafter(
+                self._draft, sampler, request.tree, self.vocab_size, self.learned
+            )
+            self._drafter_method = request.method
+        self._drafter.learned = self.learned
+        self._drafter.configure(sampler, request.tree, request.continuation)
+        return self._drafter
+
+    def _count(self, step: StepResult, elapsed_s: float) -> None:
+        super()._count(step, elapsed_s)
+        if self._target.model.device.type == "cuda":
+            self.stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        """The draft model's half of `score`; its cache is not touched."""
+        if self._draft is None:
+            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+        self._end_generation()
+        rows = PassRows.chain(embeddable(tokens[:-1], self._draft.vocab_size), 0)
+        wanted = range(first - 1, len(tokens) - 1)
+        return self._draft.forward(rows, self._draft.new_cache(), wanted)
+
+    def _target_logits(self, tokens: Sequence[int], first: int) -> Tensor:
+        self.forget()
+        logits = self._target.verify(tokens[:first], DraftTree.chain(tokens[first:-1]))
+        self._target.commit([])
+        return logits
+
+    def forget(self) -> None:
+        """Empties the caches: the next prompt is run from its first token."""
+        self._target.crop(0)
+        if self._drafter is not None:
+            self._drafter.forget()
+
+    def _close(self) -> None:
+        if self._learned_file is not None:
+            self._learned_file.save(self.learned)
+        self._target.close()
+        if self._draft is not None:
+            self._draft.close()

@@ -1,0 +1,157 @@
+"""Faults on demand: an allocation that fails, or an exception before a line of the package.
+
+Each is told by its site and by how many times the site was reached before, so that a run to be
+broken can be recorded first. Threads change nothing: both look at the thread that entered alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ROOT = str(Path(__file__).parents[1])
+_PACKAGE = tuple(f"{_ROOT}/{folder}/" for folder in ("specexec_cli", "kernels"))
+
+Site = tuple[str, int, str]  # file, line, and PyTorch's operation or nothing
+Point = tuple[Site, int]  # a site, and how many times it was reached before
+
+
+class Fault(Protocol):
+    """Breaks what runs inside the `with` once, at a point; None breaks nothing."""
+
+    sites: list[Site]  # reached so far
+    fired: bool
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *args: Any) -> Any: ...
+
+
+F = TypeVar("F", bound="_At")
+
+
+class _At:
+    def __init__(self, point: Point | None) -> None:
+        self.sites: list[Site] = []
+        self.fired = False
+        self._point = point
+        self._seen = 0
+
+    def _reached(self, site: Site) -> bool:
+        """Whether this is the point."""
+        self.sites.append(site)
+        if self._point is None or self.fired or site != self._point[0]:
+            return False
+        self._seen += 1
+        self.fired = self._seen > self._point[1]
+        return self.fired
+
+
+class NoMemory(_At, TorchDispatchMode):
+    """The allocation at the point fails as PyTorch's do: on a GPU, or on the CPU."""
+
+    def __init__(self, point: Point | None = None) -> None:
+        TorchDispatchMode.__init__(self)
+        _At.__init__(self, point)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _allocates(func) and self._reached(_site(sys._getframe(1), str(func))):
+            raise _shortage(args, kwargs)
+        return func(*args, **kwargs)
+
+
+@cache
+def _allocates(func: Any) -> bool:
+    """Whether what comes back is new, and not a view or an argument."""
+    returns = func._schema.returns
+    return any(str(each.type).startswith("Tensor") and each.alias_info is None for each in returns)
+
+
+def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    given = [value.device for value in args if isinstance(value, torch.Tensor)]
+    device = kwargs.get("device") or (given[0] if given else "cpu")
+    if torch.device(device).type == "cuda":
+        return torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ..."
+        )
+    return RuntimeError(
+        "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+        "memory: you tried to allocate 20971520 bytes. Error code 12 (Cannot allocate memory)"
+    )
+
+
+class Interruption(_At):
+    """An exception in the place of the line at the point, as Ctrl-C would raise."""
+
+    def __init__(
+        self, point: Point | None = None, error: type[BaseException] = KeyboardInterrupt
+    ) -> None:
+        super().__init__(point)
+        self._error = error
+
+    def __enter__(self) -> Interruption:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(_PACKAGE) or file == contextlib.__file__ else None
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        begins = event == "line" and frame.f_lasti == _beginnings(frame.f_code)[frame.f_lineno]
+        if begins and self._reached(_site(frame, str(frame.f_lineno))):
+            raise self._error
+        return self._line
+
+
+@cache
+def _beginnings(code: CodeType) -> dict[int, int]:
+    """Where each line begins.
+
+    A `with` reports its line once more before it leaves the context. Nothing but a tracer can raise
+    there: signals wait until the context has been left.
+    """
+    found: dict[int, int] = {}
+    for start, _, line in code.co_lines():
+        if line is not None:
+            found[line] = min(start, found.get(line, start))
+    return found
+
+
+def _site(frame: FrameType | None, operation: str) -> Site:
+    """The line of the package that this comes from."""
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    assert frame is not None
+    return frame.f_code.co_filename.removeprefix(_ROOT), frame.f_lineno, operation
+
+
+def points(sites: Sequence[Site]) -> list[Point]:
+    """Every site where it was reached first and last; where buffers are allocated, every time."""
+    counts = Counter(sites)
+    return [
+        (site, turn)
+        for site, count in counts.items()
+        for turn in (range(count) if "aten.empty" in site[2] else sorted({0, count - 1}))
+    ]

@@ -1,0 +1,224 @@
+"""Whatever fails and wherever Ctrl-C comes: one line, and the next text and the caches are right.
+
+A generation is recorded first, line by line and allocation by allocation. Then it is run again and
+again, each time broken at another of these points, and after each time the conversation goes on:
+its next turn must be that of autoregressive decoding over a session that nothing ever happened to.
+The caches grow all the while, by few slots at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from checkpoints import assert_fresh, byte_llama, save_pair
+from fake_cuda import fake_cuda
+from faults import Fault, Interruption, NoMemory, Point, points
+
+from specexec_cli import loading
+from specexec_cli.config import BenchMethod, GenerationConfig, Method, SamplingConfig, TreeConfig
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.models import graphs, kv_cache
+from specexec_cli.planning import resolve
+from specexec_cli.planning.tiers import Plan, plan_of
+from specexec_cli.session import Session, TextSession
+from specexec_cli.verify.verifier import LocalTarget
+
+TREE = TreeConfig(budget=4, max_depth=2, batch=2)
+TOKENS = GenerationConfig(max_tokens=5)
+PROMPT, TURN = list(range(10, 20)), [5, 6]
+# Where a generation keeps what outlives it: here every point is tried, elsewhere a sample.
+KEEPERS = ["models/kv_cache.py", "verify/verifier.py", "offload/stream.py"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Two layers each; caches that grow by eight slots, steps whose buffers begin at fourteen."""
+    config = byte_llama(
+        num_hidden_layers=2, hidden_size=8, intermediate_size=8, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=128,
+    )  # fmt: skip
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=config, noise=0.03, std=0.2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_cache, "_GROWTH_SLOTS", 8)
+        patch.setattr(kv_cache.SlotCache, "reserve", lambda cache, slots: None)
+        patch.setattr(graphs, "_CAPACITY", 14)
+        patch.setattr(graphs, "_WARM_UPS", 1)
+        yield {"target": str(target), "draft": str(draft)}
+
+
+class Conversation:
+    """A session to break, and what it ought to say."""
+
+    def __init__(
+        self,
+        session: TextSession,
+        unharmed: TextSession,
+        method: Method | BenchMethod,
+        temperature: float,
+    ) -> None:
+        self.session = session
+        self._unharmed = unharmed
+        self._method = method
+        self._sampling = SamplingConfig(temperature=temperature, seed=3)
+        self._expected: dict[tuple[int, ...], list[int]] = {}
+        session.on_layer(lambda progress: None)
+
+    def begin(self) -> None:
+        """As a session that has just been opened."""
+        self.session._target = LocalTarget(self.session._target.model)
+        self.session._drafter = None
+        self.session.learned = Learned()
+        self.session.context = []
+
+    def say(self, prompt: Sequence[int]) -> list[int]:
+        return self._tokens(self.session, prompt, self._method)
+
+    def expected(self, prompt: Sequence[int]) -> list[int]:
+        """By autoregressive decoding."""
+        key = tuple(prompt)
+        if key not in self._expected:
+            self._unharmed.forget()
+            self._expected[key] = self._tokens(self._unharmed, prompt, "autoregressive")
+        return self._expected[key]
+
+    def _tokens(
+        self, session: TextSession, prompt: Sequence[int], method: Method | BenchMethod
+    ) -> list[int]:
+        steps = session.generate(
+            prompt, method=method, tree=TREE, sampling=self._sampling, generation=TOKENS
+        )
+        return [token for step in steps for token in step.tokens]
+
+    def record(self, fault: Fault) -> list[Point]:
+        """Where the fault could break the first turn."""
+        self.begin()
+        with fault:
+            said = self.say(PROMPT)
+        assert said == self.expected(PROMPT)
+        return points(fault.sites)
+
+    def goes_on(self, fault: Fault, error: type[BaseException]) -> None:
+        """The first turn with the fault in it, then the second."""
+        self.begin()
+        message = None
+        try:
+            with fault:
+                said = self.say(PROMPT)
+        except error as failure:
+            message = str(failure)
+        if message is None:  # how far the disk is ahead decides whether some points are reached
+            assert not fault.fired, "the error was swallowed"
+            assert said == self.expected(PROMPT)
+        elif error is OutOfMemoryError:
+            assert "is too small: " in message
+            assert "\n" not in message
+        prompt = [*(self.session.context or PROMPT), *TURN]
+        assert self.say(prompt) == self.expected(prompt)
+        target, drafter = self.session._target, self.session._drafter
+        assert_fresh(target.model, target._cache, target.tokens)
+        if drafter is not None:
+            assert_fresh(drafter.model, drafter._cache, drafter.tokens)
+
+
+def sample(found: Sequence[Point], all_of: Sequence[str], every: int) -> list[Point]:
+    """All points in the files `all_of`, and some of the others."""
+    kept = [point for point in found if point[0][0].endswith(tuple(all_of))]
+    others = [point for point in found if point not in kept]
+    return kept + others[::every]
+
+
+def break_everywhere(
+    conversation: Conversation,
+    kind: type[NoMemory] | type[Interruption],
+    all_of: Sequence[str],
+    every: int,
+    seen: Sequence[str],
+) -> None:
+    """Breaks the first turn at a sample of its points.
+
+    Args:
+        seen: files that must be among those it breaks in.
+    """
+    error = OutOfMemoryError if kind is NoMemory else KeyboardInterrupt
+    chosen = sample(conversation.record(kind()), all_of, every)
+    assert {name for name in seen if any(name in point[0][0] for point in chosen)} == set(seen)
+    faults = [kind(point) for point in chosen]
+    for fault, point in zip(faults, chosen, strict=True):
+        try:
+            conversation.goes_on(fault, error)
+        except BaseException as failure:
+            failure.add_note(f"broken at {point}")
+            raise
+    assert sum(fault.fired for fault in faults) > 0.9 * len(chosen)
+
+
+@pytest.fixture(scope="module")
+def sessions(pair: dict[str, str]) -> Iterator[tuple[TextSession, TextSession]]:
+    with (
+        Session.open(**pair, dtype="float32", offload="ssd", device="cpu") as session,
+        Session.open(**pair, dtype="float32", device="cpu") as unharmed,
+    ):
+        yield session, unharmed
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "seen"),
+    [
+        (NoMemory, 2, ["kv_cache.py", "compact_kv.py", "streamed.py", "scoring.py", "_rows.py"]),
+        (Interruption, 15, ["_session.py", "loop.py", "verifier.py", "drafter.py", "kv_cache.py"]),
+    ],
+)
+def test_a_session_on_the_cpu(
+    sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int, seen: list[str]
+) -> None:
+    break_everywhere(Conversation(*sessions, "specexec", 0.8), kind, KEEPERS, every, seen)
+
+
+@pytest.mark.parametrize("kind", [NoMemory, Interruption])
+@pytest.mark.parametrize(
+    ("method", "temperature"),
+    [("autoregressive", 0.8), ("chain-coupled", 0.8), ("beam-pruned", 0.8), ("chain", 0.0),
+     ("specinfer", 0.0)],
+)  # fmt: skip
+def test_every_method(
+    sessions: tuple[TextSession, TextSession],
+    method: Method | BenchMethod,
+    temperature: float,
+    kind: type[NoMemory],
+) -> None:
+    break_everywhere(Conversation(*sessions, method, temperature), kind, [], 31, [])
+
+
+@pytest.mark.parametrize(
+    ("kind", "all_of", "every", "seen"),
+    [
+        (NoMemory, ["kv_cache.py"], 21, ["kv_cache.py", "graphs.py"]),
+        (Interruption, [], 91, ["graphs.py"]),
+    ],
+)
+def test_a_session_on_a_gpu(
+    pair: dict[str, str],
+    sessions: tuple[TextSession, TextSession],
+    kind: type[NoMemory],
+    all_of: Sequence[str],
+    every: int,
+    seen: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Streamed through a ring on the device, drafted by captured steps whose buffers double."""
+
+    def placed(mode: str, *args: Any) -> Plan:
+        return plan_of(*args, ["ram", "ssd"], 2, 2)
+
+    monkeypatch.setattr(resolve, "place", placed)
+    monkeypatch.setattr(loading, "_measured", lambda *args: {})
+    with fake_cuda(), Session.open(**pair, dtype="float32", device="cuda") as session:
+        conversation = Conversation(session, sessions[1], "specexec", 0.8)
+        conversation.begin()
+        conversation.say(PROMPT)
+        assert session._drafter is not None
+        assert session._drafter._cache.zeroed_capacity == 28, "fourteen slots have been outgrown"
+        break_everywhere(conversation, kind, all_of, every, seen)

@@ -1,0 +1,115 @@
+"""What `specexec plan` promises before a download is what a session does after it.
+
+The run has checkpoints of the true size: a header and holes, since no weight is read before a
+Decision is made. GPU, free memory and probes are stand-ins; everything else is the real way.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import save_byte_tokenizer
+from typer.testing import CliRunner
+
+from specexec_cli import loading
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.cli.main import app
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.planning import resolve, site
+from specexec_cli.planning.probe import SsdProbe
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.sizes import architecture_bytes
+
+RAM_BYTES = 64 * 10**9
+CARDS = (8, 12, 16, 24, 48)  # GB
+PAIRS = [pair.name for pair in load_registry().pairs.values() if "demo" not in pair.name]
+
+
+def write_holes(folder: Path, config: dict[str, object]) -> None:
+    """A checkpoint of the architecture's size whose weights are a hole in the file."""
+    sizes, header, end = architecture_bytes(config), {}, 0
+    tensors = [("model.embed_tokens.weight", sizes.resident)]
+    tensors += [(f"model.layers.{n}.weight", size) for n, size in enumerate(sizes.layers)]
+    for name, size in tensors:
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
+        end += size
+    words = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(words).to_bytes(8, "little") + words)
+        file.truncate(8 + len(words) + end)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def downloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model that a pair names, by repository."""
+    registry, folders = load_registry(), {}
+    byte_tokenizer = tmp_path_factory.mktemp("tokenizer")
+    save_byte_tokenizer(byte_tokenizer)
+    for pair in (registry.pair(name) for name in PAIRS):
+        for entry in (registry.resolve(pair.target), registry.resolve(pair.draft)):
+            if entry.repo in folders:
+                continue
+            folder = folders[entry.repo] = tmp_path_factory.mktemp("model")
+            write_holes(folder, entry.config_json())
+            for path in byte_tokenizer.iterdir():
+                (folder / path.name).write_bytes(path.read_bytes())
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An empty hub cache, nothing measured, a card that torch sees."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    for module in (site, loading):
+        monkeypatch.setattr(module, "rates_file", lambda: tmp_path / "rates.json")
+    # the process of a run is loaded when free memory is read, and a plan leaves room for one
+    free = RAM_BYTES - int(site.PROGRAM_BYTES / 0.96)
+    monkeypatch.setattr(loading, "free_ram_bytes", lambda: free)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
+    monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes: 25e9)
+    monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_rows_context_tiers_and_bytes_are_the_same(
+    pair: str, downloads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resolve, "fetch", lambda entry, **options: downloads[entry.repo])
+    for card in CARDS:
+        vram_bytes = card * 10**9
+        free = vram_bytes, vram_bytes
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: free)
+        planned = CliRunner().invoke(
+            app,
+            ["plan", "--pair", pair, "--vram", f"{card}GB", "--ram", format_bytes(RAM_BYTES),
+             "--ssd", "3GB/s", "--link", "25GB/s", "--json"],
+        )  # fmt: skip
+        try:
+            run: loading.Prepared | None = loading.prepare(Request(pair=pair))
+        except OutOfMemoryError:
+            run = None
+        if run is None:
+            assert isinstance(planned.exception, OutOfMemoryError), card
+            continue
+        assert planned.exception is None, (card, planned.exception)
+        told, plan = json.loads(planned.stdout), run.decision.plan
+        assert told["work"]["budget"] == run.decision.work.budget == run.choice.tree.budget
+        assert told["work"]["context_tokens"] == run.decision.work.context_tokens
+        assert told["work"]["item_bytes"] == run.dtype.itemsize
+        assert told["tiers"] == list(plan.tiers)
+        assert told["vram"] == dict(plan.vram)
+        assert (told["ssd_bytes"], told["link_bytes"]) == (plan.ssd_bytes, plan.link_bytes)
+        assert told["pass_s"] == plan.pass_s
+        ram = {name: size for name, size in told["ram"].items() if name != "program"}
+        assert ram == {name: size for name, size in plan.ram if name != "program"}
