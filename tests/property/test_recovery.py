@@ -124,10 +124,15 @@ class Conversation:
 
 
 def sample(found: Sequence[Point], all_of: Sequence[str], every: int) -> list[Point]:
-    """All points in the files `all_of`, and some of the others."""
-    kept = [point for point in found if point[0][0].endswith(tuple(all_of))]
-    others = [point for point in found if point not in kept]
-    return kept + others[::every]
+    """All points in the files `all_of`, and some of every other file that was reached."""
+    files: dict[str, list[Point]] = {}
+    for point in found:
+        files.setdefault(point[0][0], []).append(point)
+    return [
+        point
+        for file, in_file in files.items()
+        for point in (in_file if file.endswith(tuple(all_of)) else in_file[::every])
+    ]
 
 
 def break_everywhere(
