@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from specexec_cli.config import POLICIES, BenchMethod, Method, TreeConfig
+from specexec_cli.config import BenchMethod, Method, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
+from specexec_cli.drafting.policies import policies_for
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
@@ -95,10 +96,11 @@ class LocalSession(TextSession):
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
         if method not in SPECULATIVE:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
-        if tree.policy not in POLICIES[method]:
+        able = policies_for(method)
+        if tree.policy not in able:
             raise ConfigError(
                 f"--policy {tree.policy} cannot size the trees of method {method}: use "
-                f"{' or '.join(POLICIES[method])}"
+                f"{' or '.join(able)}"
             )
         self.learned.policy(tree)  # a missing classifier is told of before the text begins
 
