@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from specexec_cli.config import BenchMethod, Method, TreeConfig
-from specexec_cli.core import DraftTree, PassProgress, StepResult
+from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.drafting.calibration import Reliability
@@ -105,7 +105,8 @@ class LocalSession(TextSession):
         self.learned.policy(tree)  # a missing classifier is told of before the text begins
 
     def _steps(self, request: GenerationRequest) -> Steps:
-        self._crop_to_common_prefix(request.prompt)
+        # what the cache shares with the prompt, whose last token must be run again, is kept
+        self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling)
         ends = request.prompt, request.max_tokens, self.eos_ids
@@ -115,15 +116,6 @@ class LocalSession(TextSession):
             drafter = self._drafter_for(request, sampler)
             decode = SPECULATIVE[request.method].decode
             yield from decode(self._target, drafter, sampler, *ends)
-
-    def _crop_to_common_prefix(self, prompt: Sequence[int]) -> None:
-        """Keeps what the cache shares with the prompt, whose last token must be run again."""
-        common = 0
-        for cached, wanted in zip(self._target.tokens, prompt[:-1], strict=False):
-            if cached != wanted:
-                break
-            common += 1
-        self._target.crop(common)
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> ModelDrafter:
         """The drafter of the method, set up for a generation."""
