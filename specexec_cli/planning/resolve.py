@@ -113,7 +113,6 @@ def resolve(
     fetch_weights: bool = False,
     check: Callable[[Checkpoint], object] = lambda checkpoint: None,
     count_tokens: Callable[[Path, str], int] | None = None,
-    download_progress: bool = False,
 ) -> Decision:
     """Decides everything that a session needs to know.
 
@@ -136,9 +135,7 @@ def resolve(
     def find(entry: ModelEntry, revision: str | None) -> SizedModel:
         if not fetch_weights:
             return sized(entry, request.offline)
-        folder = fetch(
-            entry, revision=revision, offline=request.offline, progress=download_progress
-        )
+        folder = fetch(entry, revision=revision, offline=request.offline)
         checkpoint = read_checkpoint(folder)
         check(checkpoint)
         return _of_files(entry, checkpoint)
