@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import shutil
-import sys
+from os import terminal_size
+from types import SimpleNamespace
 
 import pyte
 import pytest
@@ -41,10 +41,8 @@ class Screen(io.StringIO):
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     found = Screen()
-    monkeypatch.setattr(sys, "stdout", found)
-    monkeypatch.setattr(sys, "stderr", found)
-    size = lambda *fallback: shutil.os.terminal_size((COLUMNS, LINES))  # noqa: E731
-    monkeypatch.setattr(live.shutil, "get_terminal_size", size)
+    monkeypatch.setattr(live, "sys", SimpleNamespace(stdout=found, stderr=found))
+    monkeypatch.setattr(live.shutil, "get_terminal_size", lambda: terminal_size((COLUMNS, LINES)))
     monkeypatch.setenv("XTERM_VERSION", "1")
     monkeypatch.setattr(LiveStatus, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(LiveStatus, "_REDRAW_S", 0.0)
@@ -62,7 +60,7 @@ def test_the_status_stands_below_the_text_and_leaves_nothing(screen: Screen) -> 
                 status.layer(progress(layer))
                 assert screen.lines()[-1] == f"pass 1 · layer {layer}/4"
             status.step(text)
-            print(text, end="")
+            print(text, end="", file=screen)
             assert "pass" not in "".join(screen.lines())
         status.layer(progress(3))
     assert screen.lines() == ["Once upon a time", "there was"]
@@ -73,7 +71,7 @@ def test_text_goes_on_at_the_bottom_of_the_screen(screen: Screen) -> None:
     with LiveStatus(shown=True) as status:
         for number in range(12):
             status.step(f"\nline {number}")
-            print(f"\nline {number}", end="")
+            print(f"\nline {number}", end="", file=screen)
             status.layer(progress(1))
     assert screen.lines() == ["", *(f"line {number}" for number in range(12))]
 
@@ -81,11 +79,11 @@ def test_text_goes_on_at_the_bottom_of_the_screen(screen: Screen) -> None:
 def test_a_line_that_is_just_full_is_left_alone(screen: Screen) -> None:
     with LiveStatus(shown=True) as status:
         status.step("x" * COLUMNS)
-        print("x" * COLUMNS, end="")
+        print("x" * COLUMNS, end="", file=screen)
         status.layer(progress(1))
         assert screen.lines() == ["x" * COLUMNS]
         status.step("yy")
-        print("yy", end="")
+        print("yy", end="", file=screen)
         status.layer(progress(1))
         assert screen.lines() == ["x" * COLUMNS, "yy", "pass 1 · layer 1/4"]
     assert screen.lines() == ["x" * COLUMNS, "yy"]
