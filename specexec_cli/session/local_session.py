@@ -54,9 +54,9 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            self._learned_file = LearnedFile(
-                self.pair_folder, self._runs_file, self.settings, notice
-            )
+            assert self.choice.draft is not None
+            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
     @property
