@@ -24,7 +24,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.planning.reached import Run
+from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.learned_file import LearnedFile
