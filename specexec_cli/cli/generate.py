@@ -58,7 +58,8 @@ def generate(
         prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
     )  # fmt: skip
 
-    from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
+    from specexec_cli.cli.live import LiveStatus
+    from specexec_cli.cli.render import LoadingBar, notice, stats_line
     from specexec_cli.session import open_session
 
     fetch_first(request, yes=models.yes, quiet=quiet)

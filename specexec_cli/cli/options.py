@@ -21,9 +21,9 @@ from specexec_cli.config import (
     DtypeName,
     Method,
     OffloadMode,
-    Policy,
     SamplingConfig,
 )
+from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 
@@ -121,10 +121,9 @@ PolicyName = Annotated[
     str,
     typer.Option(
         "--policy",
-        help="How much of the budget each tree uses: fixed (all of it), heuristic (deeper after a "
-        "tree accepted whole), disco (as deep as the pair's trained classifier says, see "
-        "train-policy), cost (as much as pays in tokens/s; the budget is then twice the pair's "
-        "unless given). auto is cost, and fixed for other methods than specexec.",
+        help="How much of the budget each tree uses: "
+        + ", ".join(f"{name} ({POLICIES[name].help})" for name in policies_for("specexec"))
+        + ". auto is cost, and fixed for other methods than specexec.",
         rich_help_panel=_TREE,
     ),
 ]
@@ -262,7 +261,7 @@ class TreeOptions:
 
     def request(self) -> TreeRequest:
         """The same, checked."""
-        chosen = one_of(self.policy, "--policy", ("auto", *_GENERATE_POLICIES))
+        chosen = one_of(self.policy, "--policy", ("auto", *policies_for("specexec")))
         return TreeRequest(
             budget=self.budget,
             depth=self.depth,
@@ -270,7 +269,7 @@ class TreeOptions:
             scoring=cast(
                 DraftScoring, one_of(self.draft_scoring, "--draft-scoring", get_args(DraftScoring))
             ),
-            policy=None if chosen == "auto" else cast(Policy, chosen),
+            policy=None if chosen == "auto" else chosen,
             calibrated=self.calibration,
         )
 
@@ -286,9 +285,6 @@ class MachineOptions:
     lookahead: Lookahead = "auto"
     devices: Devices = None
     ray: Ray = None
-
-
-_GENERATE_POLICIES = ("fixed", "heuristic", "disco", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

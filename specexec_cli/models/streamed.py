@@ -28,6 +28,7 @@ from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.offload.stream import LayerStream, read_tensors
+from specexec_cli.planning.placement import converts_tables
 
 
 class StreamedModel:
@@ -98,9 +99,8 @@ class StreamedModel:
         quantization = Quantization.read(checkpoint, notice)
         skeleton = build_skeleton(config, checkpoint, quantization)
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
-            # a GPU would convert the whole head in every pass, and in every captured step anew
-            stays_on_gpu = tiers is None and device.type == "cuda"
-            model = cls(skeleton, device, dtype, dtype if stays_on_gpu else None)
+            converted = converts_tables(stays=tiers is None, on_gpu=device.type == "cuda")
+            model = cls(skeleton, device, dtype, dtype if converted else None)
             if tiers is None:
                 model._load_layers(progress)
         if tiers is not None:

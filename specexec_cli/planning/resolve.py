@@ -19,7 +19,7 @@ from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.choice import ModelChoice, choose_models
 from specexec_cli.planning.memory import DoesNotFitError, Work
-from specexec_cli.planning.placement import place
+from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
@@ -73,6 +73,7 @@ class Decision:
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     machine: Machine
     plan: Plan
+    placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
 
     @property
     def tree(self) -> TreeConfig:
@@ -82,7 +83,11 @@ class Decision:
     @property
     def tiers(self) -> tuple[Tier, ...] | None:
         """Per layer, where it is streamed from; None where the whole target is loaded to stay."""
-        return None if self.plan.stays else self.plan.tiers
+        if self.plan.stays:
+            return None
+        return tuple(
+            row.tier for row in self.placement if (row.model, row.part) == ("target", "layer")
+        )
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -154,10 +159,11 @@ def resolve(
         widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
     )
 
+    draft_sizes = draft.sizes if draft is not None else None
+
     def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
         machine = site.machine(dtype, settings)
-        sizes = draft.sizes if draft is not None else None
-        return place(request.offload, target.sizes, sizes, work, machine)
+        return place(request.offload, target.sizes, draft_sizes, work, machine)
 
     try:
         plan = placed(work, site.settings)
@@ -189,6 +195,7 @@ def resolve(
         settings=settings,
         machine=site.machine(dtype, settings),
         plan=plan,
+        placement=placement_table(target.sizes, draft_sizes, plan),
     )
 
 

@@ -32,6 +32,7 @@ class ModelBytes:
     hidden: int
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
+    head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
 
     @property
     def total(self) -> int:
@@ -101,8 +102,9 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         params += others
         layers.append(weights)
     resident = _resident_params(shape, config)
+    head = 0 if shape.tied else shape.vocab * shape.hidden
     return ModelBytes(
-        layers=tuple(layers), resident=resident * item, layer_params=params,
+        layers=tuple(layers), resident=resident * item, head=head * item, layer_params=params,
         largest_matrix=largest, active_params=active,
         kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
@@ -113,14 +115,15 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
     model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
-    resident = 0
+    resident = head = 0
     for name, tensor in checkpoint.items():
         found = _LAYER.search(name)
         if found and int(found[1]) < len(layers):
             layers[int(found[1])] += tensor.n_bytes
         else:
             resident += tensor.n_bytes
-    return replace(model, layers=tuple(layers), resident=resident)
+            head += tensor.n_bytes if name.startswith("lm_head.") else 0
+    return replace(model, layers=tuple(layers), resident=resident, head=head)
 
 
 def _read_shape(config: Mapping[str, Any]) -> _Shape:

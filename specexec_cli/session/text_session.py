@@ -27,7 +27,7 @@ from specexec_cli.config import (
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.drafting.calibration import Reliability
-from specexec_cli.drafting.disco import Classifier, load_classifier
+from specexec_cli.drafting.classifier import Classifier, load_classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError, clear_shortage
