@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.learned_file import LearnedFile
@@ -53,7 +55,9 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            self._learned_file = LearnedFile(self.pair_folder, self.settings, notice)
+            assert self.choice.draft is not None
+            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
     @property
@@ -155,9 +159,21 @@ class LocalSession(TextSession):
         if self._drafter is not None:
             self._drafter.forget()
 
+    def _run(self) -> Run:
+        """What the session's drafted generations came to, behind their first passes."""
+        drafted = [stats for stats in self.history if stats.draft_s]
+        return Run(
+            date=f"{date.today()}",
+            offload=self.settings["offload"],
+            device=self.settings["device"],
+            tokens=sum(stats.generated_tokens - stats.first_tokens for stats in drafted),
+            passes=sum(stats.target_passes - 1 for stats in drafted),
+            seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
+        )
+
     def _close(self) -> None:
         if self._learned_file is not None:
-            self._learned_file.save(self.learned)
+            self._learned_file.save(self.learned, self._run())
         self._target.close()
         if self._draft is not None:
             self._draft.close()
