@@ -54,6 +54,20 @@ def mixture_plan(
     return _with_experts(plan, target, experts, work, machine, cap)
 
 
+def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
+    """Bytes from the SSD that a pass of so many rows is expected to move."""
+    if target.experts is None or not plan.expert_bytes:
+        return plan.ssd_bytes
+    dense = plan.ssd_bytes - _missing(target.experts, plan.expert_bytes, work.verify_rows)
+    return dense + _missing(target.experts, plan.expert_bytes, rows)
+
+
+def _missing(experts: ExpertBytes, cap_bytes: int, rows: int) -> int:
+    """Bytes of the experts that so many rows ask for and the cache does not hold."""
+    kept = min(1.0, cap_bytes / max(1, sum(experts.layers)))
+    return round((1.0 - kept) * experts.asked_for(rows))
+
+
 def _whole_layers(
     target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
 ) -> Plan | None:
@@ -85,9 +99,8 @@ def _with_experts(
     """The plan of the dense parts with a cache of experts beside them."""
     most = buffer_bytes([experts.in_all * (experts.largest + HUGE_PAGE_BYTES // 8)])
     cap = max(_least(experts), min(cap_bytes, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    kept = min(1.0, cap / max(1, sum(experts.layers)))
     asked_for = experts.asked_for(work.verify_rows)
-    ssd_bytes = plan.ssd_bytes + round((1.0 - kept) * asked_for)
+    ssd_bytes = plan.ssd_bytes + _missing(experts, cap, work.verify_rows)
     outputs = _outputs(target, experts, work)
     return replace(
         plan,
