@@ -95,6 +95,7 @@ class Prepared:
             tiers=self.decision.tiers,
             buffers=buffers,
             device_buffers=device_buffers,
+            expert_bytes=self.decision.plan.expert_bytes,
             notice=notice,
             progress=progress,
         )

@@ -180,6 +180,6 @@ def stats_json(stats: GenerationStats) -> dict[str, float]:
     names = (
         "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
         "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
-        "peak_ram_bytes", "peak_vram_bytes",
+        "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
     )  # fmt: skip
     return {name: getattr(stats, name) for name in names}

@@ -47,6 +47,7 @@ class LocalSession(TextSession):
         self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._learned_file: LearnedFile | None = None
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
+        self._experts_before = (0, 0)  # asked for and held, when the generation began
 
     def remember(self, notice: Notice) -> None:
         """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
@@ -111,6 +112,7 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # what the cache shares with the prompt, whose last token must be run again, is kept
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
+        self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling)
         ends = request.prompt, request.max_tokens, self.eos_ids
@@ -135,8 +137,15 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
+        asked, held = self._experts_counted()
+        self.stats.experts_asked = asked - self._experts_before[0]
+        self.stats.experts_held = held - self._experts_before[1]
         if self._target.model.device.type == "cuda":
             self.stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def _experts_counted(self) -> tuple[int, int]:
+        experts = self._target.model.experts
+        return (experts.touched, experts.hits) if experts is not None else (0, 0)
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""
