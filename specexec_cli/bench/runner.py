@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.bench.cases import BASELINE, CHAINS, Case
+from specexec_cli.bench.cases import BASELINE, Case, is_chain
 from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.environment import reset_peak_memory
 from specexec_cli.bench.metrics import TIMING, run_metrics
@@ -192,7 +192,7 @@ class Bench:
             steps,
             self._session.stats,
             link_bytes_per_s=self._link["link_bytes_per_s"],
-            is_chain=run.case.method in CHAINS,
+            is_chain=is_chain(run.case.method),
         )
         prompt = run.prompt
         return {

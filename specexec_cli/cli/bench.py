@@ -13,6 +13,7 @@ import typer
 from specexec_cli.cli import options
 from specexec_cli.config import DraftScoring, SamplingConfig, TreeConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def bench(
     method: Annotated[
         str,
         typer.Option(
-            help="autoregressive (always), specexec, chain, chain-coupled, specinfer, beam, "
-            "beam-pruned.",
+            help=f"autoregressive (always), {', '.join(SOURCES)}.",
             rich_help_panel=_GRID,
         ),
     ] = "specexec",
