@@ -41,7 +41,7 @@ _SMALL_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Files and decisions, no weights yet."""
+    """All that is decided and read before weights are loaded."""
 
     decision: Decision
     target: Checkpoint
@@ -57,12 +57,12 @@ class Prepared:
 
     @property
     def device(self) -> torch.device:
-        """What computes; the first of several."""
+        """The device that computes; the first where there are several."""
         return torch.device(self.decision.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What to compute in."""
+        """The dtype to compute in."""
         dtype = getattr(torch, self.decision.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype

@@ -40,7 +40,7 @@ class Case:
 
     @property
     def label(self) -> str:
-        """'specexec 64/16', 'chain 8', 'specexec cost 128/32'."""
+        """A name for tables, such as 'specexec 64/16', 'chain 8' or 'specexec cost 128/32'."""
         if self.tree is None:
             return self.method
         size = "" if is_chain(self.method) else f"/{self.tree.max_depth}"
@@ -55,7 +55,7 @@ class Case:
 
 
 def variant(settings: Mapping[str, Any]) -> str:
-    """The method, and in what its trees are not the usual ones.
+    """The method's name, and every setting of its trees that is not the default.
 
     Args:
         settings: Case.settings.
@@ -72,7 +72,7 @@ def variant(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Comma lists of the command line, taken apart."""
+    """What a bench measures: every combination of these values, one list per option."""
 
     methods: Sequence[str]
     budgets: Sequence[int]  # empty: the recommended tree's

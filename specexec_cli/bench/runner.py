@@ -36,7 +36,7 @@ class BenchPrompt:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens."""
+        """The digest by which the results file knows the prompt again."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
 
 

@@ -115,7 +115,7 @@ class ModelDrafter:
 
     @property
     def calibration(self) -> Calibration:
-        """Of the scores that this generation's trees are searched by."""
+        """What corrects the scores that this generation's trees are searched by."""
         return self._scorer.trust.calibration
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
@@ -155,7 +155,7 @@ class ModelDrafter:
         self._reset_tree()
 
     def observe(self, step: StepResult) -> None:
-        """What the policy of the budget learns from."""
+        """Lets the policy learn from what the iteration brought and cost."""
         self._policy.observe(step)
 
     def _reset_tree(self) -> None:

@@ -34,7 +34,7 @@ class Quantization:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, notice: Notice) -> Quantization | None:
-        """None for a plain checkpoint.
+        """The quantization of a checkpoint, checked; None for a plain one.
 
         Raises:
             CheckpointError: a kind that cannot be read, or tensors that contradict the config.

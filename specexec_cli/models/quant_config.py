@@ -36,7 +36,7 @@ class QuantSpec:
 
     @property
     def kind(self) -> PackedKind:
-        """What is known of its format."""
+        """The entry of its format."""
         return PACKED_KINDS[self.method]
 
 

@@ -61,11 +61,11 @@ class LocalSession(TextSession):
 
     @property
     def method(self) -> Method:
-        """Best-first trees where there is a draft model."""
+        """specexec where there is a draft model, autoregressive where there is none."""
         return "specexec" if self._draft is not None else "autoregressive"
 
     def cost_prior(self) -> CostModel:
-        """By the probed link and measured arithmetic; measured when first asked for, once."""
+        """What the cost policy begins with; measured once, when it is first asked for."""
         if self._measured_cost is None:
             self._measured_cost = measured_prior(self._decision, self._target, self._draft)
         return self._measured_cost

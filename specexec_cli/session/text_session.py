@@ -92,7 +92,7 @@ class TextSession(PromptEncoder, ABC):
     @property
     @abstractmethod
     def method(self) -> Method:
-        """How it decodes unless told otherwise."""
+        """The method that is used unless a generation names another."""
 
     @abstractmethod
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
@@ -143,7 +143,7 @@ class TextSession(PromptEncoder, ABC):
         return pair_folder(self.choice.target.repo, self.choice.draft.repo)
 
     def classifier(self) -> Classifier:
-        """The pair's, of --policy disco.
+        """The classifier of --policy disco that was trained for this pair.
 
         Raises:
             CheckpointError: there is none, or none that can be used; says how to train one.
