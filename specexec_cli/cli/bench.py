@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import DraftScoring, SamplingConfig, TreeConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sources import SOURCES
@@ -311,11 +312,11 @@ def open_models(
     from specexec_cli.cli.render import LoadingBar, notice
     from specexec_cli.session import open_session
 
+    fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
         return open_session(
             request, notice=(lambda line: None) if quiet else notice, progress=bar,
-            download_progress=not quiet and sys.stderr.isatty(),
         )  # fmt: skip
     finally:
         bar.close()

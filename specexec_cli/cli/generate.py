@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
@@ -61,10 +62,10 @@ def generate(
     from specexec_cli.cli.render import LoadingBar, notice, stats_line
     from specexec_cli.session import open_session
 
+    fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)
     with open_session(
         request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
         tokens = (
@@ -179,6 +180,6 @@ def stats_json(stats: GenerationStats) -> dict[str, float]:
     names = (
         "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
         "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
-        "peak_ram_bytes", "peak_vram_bytes",
+        "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
     )  # fmt: skip
     return {name: getattr(stats, name) for name in names}

@@ -77,6 +77,13 @@ Tokenizer = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_MODELS)
 ]
+Yes = Annotated[
+    bool,
+    typer.Option(
+        "--yes", "-y", help="Fetch models that are not here without asking.",
+        rich_help_panel=_MODELS,
+    ),
+]  # fmt: skip
 # What a chat template adds to a turn, at most, when memory is planned.
 TEMPLATE_TOKENS = 128
 
@@ -222,6 +229,7 @@ class ModelOptions:
     revision: Revision = None
     tokenizer: Tokenizer = None
     offline: Offline = False
+    yes: Yes = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,6 +297,7 @@ class MeasuredModels:
     models_file: ModelsFile = None
     tokenizer: Tokenizer = None
     offline: Offline = False
+    yes: Yes = False
     offload: Offload = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"

@@ -16,10 +16,9 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.choice import ModelChoice, choose_models
-from specexec_cli.planning.memory import Work
+from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
@@ -65,6 +64,7 @@ class Decision:
     """Everything that is settled before weights are loaded."""
 
     choice: ModelChoice  # its tree is the one that memory is planned for
+    recommended: TreeConfig  # the pair's, as far as nothing else was asked for
     target: SizedModel
     draft: SizedModel | None
     device: str
@@ -106,6 +106,15 @@ class Decision:
         return self.plan.ssd_bytes / self.plan.link_bytes if self.plan.link_bytes else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What did not fit: whoever tells of it can look for what would."""
+
+    request: Request
+    site: Site
+    context_tokens: int  # that the request came to
+
+
 def resolve(
     request: Request,
     site: Site,
@@ -113,7 +122,6 @@ def resolve(
     fetch_weights: bool = False,
     check: Callable[[Checkpoint], object] = lambda checkpoint: None,
     count_tokens: Callable[[Path, str], int] | None = None,
-    download_progress: bool = False,
 ) -> Decision:
     """Decides everything that a session needs to know.
 
@@ -136,9 +144,7 @@ def resolve(
     def find(entry: ModelEntry, revision: str | None) -> SizedModel:
         if not fetch_weights:
             return sized(entry, request.offline)
-        folder = fetch(
-            entry, revision=revision, offline=request.offline, progress=download_progress
-        )
+        folder = fetch(entry, revision=revision, offline=request.offline)
         checkpoint = read_checkpoint(folder)
         check(checkpoint)
         return _of_files(entry, checkpoint)
@@ -161,20 +167,26 @@ def resolve(
 
     try:
         plan = placed(work, site.settings)
-    except OutOfMemoryError:
+    except DoesNotFitError as error:
         # nodes beyond the recommended ones are welcome, not needed
         fewer = replace(request.tree, budget=choice.tree.budget)
+        error.asked = Asked(request, site, work.context_tokens)
         if draft is None or request.tree.budget is not None or fewer.budget == tree.budget:
             raise
         tree = fewer.resolve(choice.tree, request.method)
         work = replace(work, budget=tree.budget)
-        plan = placed(work, site.settings)
+        try:
+            plan = placed(work, site.settings)
+        except DoesNotFitError as again:
+            again.asked = error.asked
+            raise
     settings = dict(site.settings)
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
         plan = placed(work, settings)
     return Decision(
         choice=replace(choice, tree=tree),
+        recommended=replace(request.tree, policy="fixed").resolve(choice.tree, request.method),
         target=target,
         draft=draft,
         device=site.device,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.learned_file import LearnedFile
@@ -48,6 +50,7 @@ class LocalSession(TextSession):
         self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._learned_file: LearnedFile | None = None
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
+        self._experts_before = (0, 0)  # asked for and held, when the generation began
 
     def remember(self, notice: Notice) -> None:
         """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
@@ -56,7 +59,9 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            self._learned_file = LearnedFile(self.pair_folder, self.settings, notice)
+            assert self.choice.draft is not None
+            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
     @property
@@ -112,6 +117,7 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # what the cache shares with the prompt, whose last token must be run again, is kept
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
+        self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling)
         ends = request.prompt, request.max_tokens, self.eos_ids
@@ -141,8 +147,15 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
+        asked, held = self._experts_counted()
+        self.stats.experts_asked = asked - self._experts_before[0]
+        self.stats.experts_held = held - self._experts_before[1]
         if self._target.model.device.type == "cuda":
             self.stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def _experts_counted(self) -> tuple[int, int]:
+        experts = self._target.model.experts
+        return (experts.touched, experts.hits) if experts is not None else (0, 0)
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""
@@ -165,9 +178,21 @@ class LocalSession(TextSession):
         if self._drafter is not None:
             self._drafter.forget()
 
+    def _run(self) -> Run:
+        """What the session's drafted generations came to, behind their first passes."""
+        drafted = [stats for stats in self.history if stats.draft_s]
+        return Run(
+            date=f"{date.today()}",
+            offload=self.settings["offload"],
+            device=self.settings["device"],
+            tokens=sum(stats.generated_tokens - stats.first_tokens for stats in drafted),
+            passes=sum(stats.target_passes - 1 for stats in drafted),
+            seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
+        )
+
     def _close(self) -> None:
         if self._learned_file is not None:
-            self._learned_file.save(self.learned)
+            self._learned_file.save(self.learned, self._run())
         self._target.close()
         if self._draft is not None:
             self._draft.close()

@@ -82,6 +82,7 @@ class TextSession(PromptEncoder, ABC):
         self.context_limit: int | None = None  # the user's own, below the target's window
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self.stats = GenerationStats()  # of the last generation
+        self.history: list[GenerationStats] = []  # of all that have ended
         # about the pair, by all generations so far
         self.learned = Learned(self.classifier, self.cost_prior)
         self._window = window
@@ -250,6 +251,7 @@ class TextSession(PromptEncoder, ABC):
                     if self._running is not steps:
                         raise ConfigError(_CLOSED if self._closed else _ENDED)
         finally:
+            self.history.append(self.stats)
             if self._running is steps:
                 self._end_generation()
 
