@@ -22,7 +22,7 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.choice import ModelChoice
+from specexec_cli.planning.pair import ChosenPair
 from specexec_cli.planning.probe import probe_link, probe_ssd
 from specexec_cli.planning.rates import load_rates, rates_file
 from specexec_cli.planning.request import Request
@@ -51,9 +51,9 @@ class Prepared:
     eos_ids: frozenset[int]
 
     @property
-    def choice(self) -> ModelChoice:
+    def pair(self) -> ChosenPair:
         """The models, and the tree that memory is planned for."""
-        return self.decision.choice
+        return self.decision.pair
 
     @property
     def device(self) -> torch.device:

@@ -144,11 +144,11 @@ class Bench:
         return rows
 
     def _config(self, run: Run) -> dict[str, Any]:
-        choice = self._session.choice
+        pair = self._session.pair
         return {
-            "pair": choice.name,
-            "target": choice.target.repo,
-            "draft": choice.draft.repo if choice.draft else None,
+            "pair": pair.name,
+            "target": pair.target.repo,
+            "draft": pair.draft.repo if pair.draft else None,
             **self._session.settings,
             "dataset": run.dataset.name,
             "prompts_sha256": run.dataset.sha256,

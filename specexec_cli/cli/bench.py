@@ -158,7 +158,7 @@ def bench(
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
     with open_models(models, sets, max_tokens, quiet) as session:
-        recommended = session.choice.tree
+        recommended = session.pair.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
             batch=recommended.batch if batch is None else batch,

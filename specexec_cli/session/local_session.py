@@ -59,8 +59,8 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            assert self.choice.draft is not None
-            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            assert self.pair.draft is not None
+            runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 

@@ -164,7 +164,7 @@ def test_facts_about_the_target(session) -> None:
     session.context_limit = None
     assert session.settings["device"].startswith("cpu")
     assert session.ssd_share == 1.0
-    assert session.choice.tree.budget >= 1
+    assert session.pair.tree.budget >= 1
 
 
 def test_prompts_that_cannot_be_are_refused_at_the_call(session) -> None:
