@@ -164,12 +164,12 @@ def _result(
         "finish_reason": "interrupted" if interrupted else steps[-1].finish_reason,
         "seed": sampling.seed,
         "method": session.method,
-        "pair": session.choice.name,
+        "pair": session.pair.name,
         "config": {
-            **asdict(sampling), **asdict(session.choice.tree), **asdict(generation),
+            **asdict(sampling), **asdict(session.pair.tree), **asdict(generation),
             **session.settings,
-            "target": session.choice.target.repo,
-            "draft": session.choice.draft.repo if session.choice.draft else None,
+            "target": session.pair.target.repo,
+            "draft": session.pair.draft.repo if session.pair.draft else None,
         },
         "stats": stats_json(session.stats),
     }  # fmt: skip

@@ -46,7 +46,7 @@ class StreamedModel:
         dtype: torch.dtype,
         resident_dtype: torch.dtype | None = None,
     ) -> None:
-        """With what stays for any model.
+        """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
         Args:
             dtype: to compute in.

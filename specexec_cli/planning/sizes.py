@@ -14,6 +14,7 @@ from typing import Any
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture
+from specexec_cli.planning.packed_formats import PACKED_KINDS
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
@@ -274,7 +275,7 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
 
 
 def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
-    """Bytes of one stored weight matrix; GPTQ: codes, scales, zeros and group index."""
+    """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
     quantization = config.get("quantization_config") or {}
     bits = int(quantization.get("bits") or 0)
     if not bits or not linear.quantized:
@@ -283,7 +284,8 @@ def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
     groups = 1 if group == -1 else -(-linear.inputs // group)
     codes = linear.inputs * linear.outputs * bits // 8
     scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
-    group_index = 4 * linear.inputs if quantization.get("quant_method") == "gptq" else 0
+    kind = PACKED_KINDS.get(str(quantization.get("quant_method")))
+    group_index = 4 * linear.inputs if kind is not None and "g_idx" in kind.tensors else 0
     return codes + scales_and_zeros + group_index
 
 

@@ -140,7 +140,7 @@ def _products_s(
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Until the result is known to the host."""
+    """Seconds of one run, until its result is known to the host."""
     started = time.perf_counter()
     run().flatten()[0].item()
     return time.perf_counter() - started

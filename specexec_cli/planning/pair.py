@@ -10,8 +10,8 @@ from specexec_cli.errors import ConfigError, UnknownModelError
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """Which models a session runs, resolved from --pair, --target and --draft."""
+class ChosenPair:
+    """The models that a session runs and the tree for them, from --pair, --target and --draft."""
 
     name: str  # the pair's, or the target's reference
     target: ModelEntry
@@ -19,9 +19,9 @@ class ModelChoice:
     tree: TreeConfig  # recommended
 
 
-def choose_models(
+def choose_pair(
     registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
-) -> ModelChoice:
+) -> ChosenPair:
     """Resolves references to a target and, where the method needs one, a draft model.
 
     Raises:
@@ -40,7 +40,7 @@ def choose_models(
     target_entry = registry.resolve(target)
     tree = known.tree if known is not None else TreeConfig()
     if method == "autoregressive":
-        return ModelChoice(name, target_entry, None, tree)
+        return ChosenPair(name, target_entry, None, tree)
     if draft is None:
         if known is None:
             drafts = registry.drafts_for(target)
@@ -50,4 +50,4 @@ def choose_models(
                 f"give {hint}, or run without one: --method autoregressive"
             )
         draft = known.draft
-    return ModelChoice(name, target_entry, registry.resolve(draft), tree)
+    return ChosenPair(name, target_entry, registry.resolve(draft), tree)
