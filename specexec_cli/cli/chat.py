@@ -62,6 +62,10 @@ def chat(
     """
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     drawn = sampling.config()
+    if models == options.ModelOptions() and resume is None and not quiet:
+        from specexec_cli.cli.first_chat import offered_pair
+
+        models = replace(models, pair=offered_pair())
     request = options.request(models, tree, machine, context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings
