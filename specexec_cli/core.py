@@ -99,6 +99,12 @@ class GenerationStats:
     total_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    # Behind the first pass, of a method that grows trees: tokens and seconds of passes with a tree,
+    # and passes and seconds of those without.
+    tree_tokens: int = 0
+    tree_s: float = 0.0
+    plain_passes: int = 0
+    plain_s: float = 0.0
     bytes_streamed: int = 0
     peak_ram_bytes: int = 0
     peak_vram_bytes: int = 0
@@ -115,6 +121,22 @@ class GenerationStats:
         self.draft_s += step.draft_s
         self.verify_s += step.verify_s
         self.bytes_streamed += step.bytes_streamed
+        if step.pending_rows > 1:
+            return
+        if step.tree_nodes:
+            self.tree_tokens += len(step.tokens)
+            self.tree_s += step.draft_s + step.verify_s
+        else:
+            self.plain_passes += 1
+            self.plain_s += step.draft_s + step.verify_s
+
+    @property
+    def drafting_loss(self) -> tuple[float, float] | None:
+        """Seconds of a token with trees and without, where trees made tokens slower."""
+        if not self.tree_tokens or not self.plain_passes:
+            return None
+        drafted_s, plain_s = self.tree_s / self.tree_tokens, self.plain_s / self.plain_passes
+        return (drafted_s, plain_s) if drafted_s > plain_s else None
 
     @property
     def generation_rate(self) -> float:

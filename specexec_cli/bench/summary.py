@@ -65,6 +65,7 @@ def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
         "environment": first["environment"],
         "runs": len(rows),
         "metrics": metrics,
+        "tokens_per_s": _rate(rows),
         "speedup": _speedup(pairs),
         "predicted_speedup": _predicted(rows, pairs),
         "same_text": _same_text(pairs),

@@ -33,8 +33,8 @@ def _percent(name: str) -> Callable[[Summary], str]:
 
 
 def _tokens_per_s(summary: Summary) -> str:
-    found = summary["metrics"]["tokens_per_s"]
-    return f"{found['mean']:.2f} ±{found['sd']:.2f}"
+    """Of all runs together, as the speedup is; the deviation is between runs."""
+    return f"{summary['tokens_per_s']:.2f} ±{summary['metrics']['tokens_per_s']['sd']:.2f}"
 
 
 def _quantiles(summary: Summary) -> str:
@@ -121,8 +121,9 @@ def _legend() -> list[str]:
     return [
         f"tok/s: {TIMING['tokens_per_s']}. TTFT: {TIMING['ttft_s']}. TPOT: {TIMING['tpot_s']}.",
         f"Not in any time: {TIMING['excluded']}.",
-        "speedup: tokens/s of all runs over those of the baseline at the same prompts, temperature "
-        "and seeds; in brackets what Leviathan et al. predict from the acceptance rate.",
+        "tok/s: all tokens over all seconds; the deviation and quantiles are of single runs. "
+        "speedup: that over the baseline's at the same prompts, temperature and seeds; in brackets "
+        "what Leviathan et al. predict from the acceptance rate.",
         "same text: runs whose tokens equal the baseline's; a method that keeps the distribution "
         "only has no such number. RAM: peak of the process.",
         f"ECE: {TIMING['ece']}.",

@@ -20,11 +20,12 @@ PACKAGE_PREFIX = "package:"
 _TREE = TreeConfig()
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TASKS = ("chat", "code")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(_DTYPE_BYTES),
     "quantization": ("none", "gptq", "awq"),
     "bits": (2, 3, 4, 8),
-    "task": ("chat", "code"),
+    "task": TASKS,
 }
 _SHAPE_KEYS = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",

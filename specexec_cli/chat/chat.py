@@ -291,7 +291,8 @@ def _turns(dropped: int, conversation: Conversation) -> str:
 def add_stats(total: GenerationStats, one: GenerationStats) -> None:
     """Adds the statistics of one generation to a running total, in place."""
     for name in ("prompt_tokens", "prompt_rows", "generated_tokens", "target_passes", "ttft_s",
-                 "first_tokens", "total_s", "draft_s", "verify_s", "bytes_streamed"):  # fmt: skip
+                 "first_tokens", "total_s", "draft_s", "verify_s", "tree_tokens", "tree_s",
+                 "plain_passes", "plain_s", "bytes_streamed"):  # fmt: skip
         setattr(total, name, getattr(total, name) + getattr(one, name))
     for name in ("peak_ram_bytes", "peak_vram_bytes"):
         setattr(total, name, max(getattr(total, name), getattr(one, name)))

@@ -87,9 +87,14 @@ def run(chat: Chat, source: Source) -> int:
     return 0 if source.interactive else first_error
 
 
+def is_command(line: str) -> bool:
+    """Whether a line is a command: one that begins with a path, as in /etc/hosts, is a message."""
+    return line.startswith("/") and "/" not in line[1:].partition(" ")[0]
+
+
 def handle(chat: Chat, line: str) -> None:
     """Does what one message or command asks for."""
-    if line.startswith("/"):
+    if is_command(line):
         run_command(chat, line)
     elif (text := unquoted(line)) or chat.attached:
         chat.send(text)

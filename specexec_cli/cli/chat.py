@@ -12,6 +12,7 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
 from specexec_cli.config import GenerationConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
@@ -33,6 +34,12 @@ def chat(
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a transcript, and write on in it.")
     ] = None,
+    continue_last: Annotated[
+        bool, typer.Option("--continue", "-c", help="Go on with the last chat, and show its end.")
+    ] = False,
+    list_chats: Annotated[
+        bool, typer.Option("--list", help="List the chats that can be resumed, and leave.")
+    ] = False,
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Write neither transcript nor input history.")
     ] = False,
@@ -60,8 +67,20 @@ def chat(
     script: one message or command a line, or blocks between \"\"\"; the exit code is then that of
     the first error.
     """
+    if list_chats:
+        for line in listed_chats():
+            print(line)
+        return
+    if continue_last:
+        if resume is not None:
+            raise ConfigError("give either --continue or --resume, not both")
+        resume = last_chat()
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     drawn = sampling.config()
+    if models == options.ModelOptions() and resume is None and not quiet:
+        from specexec_cli.cli.first_chat import offered_pair
+
+        models = replace(models, pair=offered_pair())
     request = options.request(models, tree, machine, context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings
@@ -73,6 +92,9 @@ def chat(
     from specexec_cli.cli.render import LoadingBar, notice
     from specexec_cli.session import open_session
 
+    if not quiet:
+        for line in options.without_effect(models, tree, machine):
+            notice(line)
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
@@ -138,7 +160,7 @@ def converse(
         if interactive and not quiet:
             _introduce(running)
         if loaded is not None:
-            _recall(running, loaded)
+            _recall(running, loaded, shown=interactive and not quiet)
         return run(running, source)
     finally:
         if running.transcript is not None:
@@ -154,9 +176,11 @@ def _introduce(chat: Chat) -> None:
     )
 
 
-def _recall(chat: Chat, loaded: Loaded) -> None:
+def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:
     if loaded.notice:
         chat.screen.notice(loaded.notice)
+    for line in end_of(chat.conversation.messages) if shown else []:
+        print(line, file=sys.stderr)
     count = len(chat.conversation.turn_starts)
     chat.screen.notice(f"going on after {count} turn{'' if count == 1 else 's'}")
     if chat.conversation.unanswered is not None:
@@ -171,7 +195,7 @@ def _source(interactive: bool, history: bool, screen: Screen) -> Source:
         return Script()
     from specexec_cli.cli.chat_prompt import Prompt
 
-    path = _state_folder() / "chat_history" if history else None
+    path = state_folder() / "chat_history" if history else None
     try:
         return Prompt(path)
     except OSError as error:
@@ -187,13 +211,7 @@ def _transcript(session: TextSession, resume: Path | None, loaded: Loaded | None
         return Transcript(resume, name, loaded.good_bytes)
     now = datetime.now()
     # two chats may begin within one second
-    return Transcript(_state_folder() / "chats" / f"{now:%Y%m%d-%H%M%S-%f}.jsonl", name)
-
-
-def _state_folder() -> Path:
-    from platformdirs import user_state_path
-
-    return user_state_path("specexec", appauthor=False)
+    return Transcript(state_folder() / "chats" / f"{now:%Y%m%d-%H%M%S-%f}.jsonl", name)
 
 
 def _system_prompt(text: str | None, file: Path | None) -> str | None:

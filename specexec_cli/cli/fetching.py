@@ -84,7 +84,7 @@ def agree(downloads: Sequence[Download], fits: str, *, yes: bool, quiet: bool) -
             raise UnknownModelError(download.obstacle)
     free = check_room(downloads)
     amount = format_bytes(sum(download.fetch_bytes for download in downloads))
-    if not yes and (quiet or not _someone_is_there()):
+    if not yes and (quiet or not someone_is_there()):
         names = " and ".join(download.entry.name for download in downloads)
         raise NotFetchedError(
             f"{names} {'is' if len(downloads) == 1 else 'are'} not on this machine, and {amount} "
@@ -112,7 +112,8 @@ def said_yes(question: str) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-def _someone_is_there() -> bool:
+def someone_is_there() -> bool:
+    """Whether there is a terminal to ask at."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 

@@ -62,6 +62,9 @@ def generate(
     from specexec_cli.cli.render import LoadingBar, notice, stats_line
     from specexec_cli.session import open_session
 
+    if not quiet:
+        for line in options.without_effect(models, tree, machine):
+            notice(line)
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)
     with open_session(

@@ -1,10 +1,11 @@
-"""`specexec models`: what models.toml knows, how big it is, and what is already on this machine."""
+"""`specexec models`: what models.toml knows, and how it would run on this machine."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,39 +14,137 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli.catalog.hub import cached_snapshot
-from specexec_cli.catalog.models_file import ModelEntry, PairEntry
+from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.registry import load_registry, user_models_file
+from specexec_cli.cli import machine, options
+from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
+from specexec_cli.planning.fits import Fit, fits, recommended
+from specexec_cli.planning.speed import figure
 
-app = typer.Typer(help="List the models and pairs that have a name.", no_args_is_help=True)
+app = typer.Typer(
+    help="Models and pairs that have a name: where they would run here, and how fast.",
+    no_args_is_help=True,
+)
 
 ModelsFile = Annotated[
     Path | None,
     typer.Option("--models-file", metavar="FILE", help="TOML file whose entries override others."),
 ]
-_WIDE = 150  # columns that hold a pair on one line
+_WIDE = 190  # columns that hold all that is known of a pair on one line
+_MODEL_COLUMNS = 80  # that hold all that is known of a model
+_LEGEND = (
+    "from: where the target's layers are when a pass needs them, at the slowest; no: it does not "
+    "fit this machine.",
+    "tok/s: predicted, with drafting; `specexec plan --pair NAME` says how. *: gated, a licence is "
+    "to be accepted.",
+)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("list")
-def list_command(models_file: ModelsFile = None, as_json: AsJson = False) -> None:
-    """List all pairs and models: their size before any download, and what is already here."""
+def list_command(
+    models_file: ModelsFile = None,
+    ram: machine.Ram = None,
+    vram: machine.Vram = None,
+    ssd: machine.Ssd = None,
+    link: machine.Link = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all pairs and models: where they would run on this machine, how fast, what to fetch."""
     registry = load_registry(models_file)
+    found = fits(machine.site(ram, vram, ssd, link), models_file)
     if as_json:
         content = {
             "schema": 1,
-            "pairs": [asdict(pair) for pair in registry.pairs.values()],
+            "pairs": [{**asdict(fit.pair), **_fit_json(fit)} for fit in found],
             "models": [_model_json(model) for model in registry.models.values()],
             "user_models_file": str(user_models_file()),
         }
         typer.echo(json.dumps(content, indent=2))
         return
-    narrow = sys.stdout.isatty() and shutil.get_terminal_size().columns < _WIDE
-    _print_table([_pair_row(pair, narrow) for pair in registry.pairs.values()])
-    _print_table([_model_row(model) for model in registry.models.values()])
+    terminal = sys.stdout.isatty()
+    narrow = terminal and shutil.get_terminal_size().columns < _WIDE
+    _print_table([_pair_row(fit, narrow) for fit in found])
+    for line in _LEGEND:
+        typer.echo("\n".join(textwrap.wrap(line, _columns()) if terminal else [line]))
+    typer.echo()
+    _print_table([_model_row(model, narrow) for model in registry.models.values()])
     state = "" if user_models_file().is_file() else " (not there yet)"
     typer.echo(f"Your own entries: {user_models_file()}{state}")
+
+
+@app.command("recommend")
+def recommend_command(
+    task: Annotated[str, typer.Option(help="chat or code.")] = "chat",
+    ram: machine.Ram = None,
+    vram: machine.Vram = None,
+    ssd: machine.Ssd = None,
+    link: machine.Link = None,
+    models_file: ModelsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the best pair for a machine, and the command that runs it.
+
+    The best is the largest target that is expected to write about as fast as one reads (4 tokens
+    per second); where none does, the fastest.
+    """
+    options.one_of(task, "--task", TASKS)
+    site = machine.site(ram, vram, ssd, link)
+    found = recommended(fits(site, models_file), task)
+    if as_json:
+        pairs = [{"name": fit.pair.name, **_fit_json(fit)} for fit in found]
+        typer.echo(json.dumps({"schema": 1, "task": task, "pairs": pairs}, indent=2))
+        return
+    settings = site.settings
+    memory = f"{format_bytes(settings['vram'].value)} of GPU memory and " * (
+        settings["vram"].value > 0
+    )
+    memory += f"{format_bytes(settings['ram'].value)} of RAM"
+    if not found:
+        raise UnknownModelError(
+            f"no pair for {task} fits {memory}. `specexec models list` shows all of them"
+        )
+    lines = [f"For {task} with {memory}:", "", described(found[0]), ""]
+    lines += [f"    specexec chat --pair {found[0].pair.name}", ""]
+    lines += [f"{_compared(fit, found[0])}: {described(fit)}" for fit in found[1:]]
+    lines.append(f"tok/s are predictions: `specexec plan --pair {found[0].pair.name}`.")
+    for line in lines:
+        wrapped = textwrap.wrap(line, _columns(), subsequent_indent="  ") or [""]
+        typer.echo("\n".join([line] if line.startswith("    ") else wrapped))
+
+
+def described(fit: Fit) -> str:
+    """A pair in a sentence's part: name, speed, place, and what is to be fetched."""
+    assert fit.speed is not None, "it fits"
+    speed = fit.speed
+    place = {"VRAM": "all in GPU memory", "RAM": "from RAM", "SSD": "from SSD"}[fit.place]
+    to_fetch = "not known how much to fetch"
+    if fit.fetch_bytes is not None:
+        to_fetch = f"{format_bytes(fit.fetch_bytes)} to fetch" if fit.fetch_bytes else "is here"
+    gated = ", gated: a licence is to be accepted" if fit.gated else ""
+    return (
+        f"{fit.pair.name}, about {figure(speed.typical)} tok/s ({figure(speed.low)} to "
+        f"{figure(speed.high)}), {place}, {to_fetch}{gated}"
+    )
+
+
+def _compared(fit: Fit, best: Fit) -> str:
+    return "Larger" if (fit.target.params or 0) > (best.target.params or 0) else "Faster"
+
+
+def _columns() -> int:
+    return min(shutil.get_terminal_size().columns, 100)
+
+
+def _fit_json(fit: Fit) -> dict[str, Any]:
+    return {
+        "place": fit.place,
+        "prediction": asdict(fit.speed) if fit.speed is not None else None,
+        "fetch_bytes": fit.fetch_bytes,
+        "gated": fit.gated,
+    }
 
 
 @app.command("show")
@@ -101,11 +200,13 @@ def _gigabytes(size: int | None) -> str:
     """Size in GB, three digits at most."""
     if size is None:
         return "-"
+    if not size:
+        return "0"
     return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:.0f}"
 
 
-def _model_row(model: ModelEntry) -> dict[str, str]:
-    return {
+def _model_row(model: ModelEntry, narrow: bool) -> dict[str, str]:
+    row = {
         "model": model.name,
         "params": _billions(model.params),
         "weights": _weights(model),
@@ -113,22 +214,30 @@ def _model_row(model: ModelEntry) -> dict[str, str]:
         "context": str(model.context or "-"),
         "here": _presence(model),
     }
+    if narrow and shutil.get_terminal_size().columns < _MODEL_COLUMNS:
+        del row["params"], row["weights"], row["context"]
+    return row
 
 
-def _pair_row(pair: PairEntry, narrow: bool) -> dict[str, str]:
-    tree = {"draft": pair.draft, "budget": str(pair.budget), "depth": str(pair.depth)}
-    if not narrow:
-        return {"pair": pair.name, "target": pair.target, **tree, "source": pair.source}
-    # most pairs bear their target's name; of the source, say only whose it is
-    name = pair.name if pair.name == pair.target else f"{pair.name}\n target {pair.target}"
-    source = "estimate" if "estimate" in pair.source else pair.source.split(",")[0]
-    return {"pair": name, **tree, "source": source}
+def _pair_row(fit: Fit, narrow: bool) -> dict[str, str]:
+    pair = fit.pair
+    here = {
+        "from": fit.place,
+        "tok/s": figure(fit.speed.typical) if fit.speed is not None else "-",
+        "fetch GB": _gigabytes(fit.fetch_bytes) + "*" * fit.gated,
+    }
+    if narrow:
+        return {"pair": pair.name, **here}
+    return {
+        "pair": pair.name, "target": pair.target, "draft": pair.draft, **here,
+        "budget": str(pair.budget), "depth": str(pair.depth), "source": pair.source,
+    }  # fmt: skip
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
     """A rich table on a terminal; aligned plain lines, never wrapped, in a pipe."""
     headers = list(rows[0])
-    right = {"budget", "depth", "params", "GB", "context"}
+    right = {"budget", "depth", "params", "GB", "context", "tok/s", "fetch GB"}
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -287,6 +287,23 @@ class MachineOptions:
     ray: Ray = None
 
 
+def without_effect(models: ModelOptions, tree: TreeOptions, machine: MachineOptions) -> list[str]:
+    """What was asked for and changes nothing here, one sentence each."""
+    told = []
+    if models.method != "dsi":
+        for name in ("sp", "lookahead", "devices", "ray"):
+            if getattr(machine, name) != getattr(MachineOptions(), name):
+                told.append(f"--{name} has no effect without --method dsi")
+    if models.method == "autoregressive":
+        for field in fields(TreeOptions):
+            if getattr(tree, field.name) != field.default:
+                flag = "no-calibration" if field.name == "calibration" else field.name
+                told.append(f"--{flag.replace('_', '-')} has no effect without draft trees")
+        if models.draft is not None:
+            told.append("--draft has no effect with --method autoregressive")
+    return told
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModels:
     """Models and machine of the commands that measure: their methods and trees are a grid."""

@@ -13,7 +13,7 @@ from specexec_cli.planning.memory import Parts
 from specexec_cli.planning.reached import Run
 from specexec_cli.planning.resolve import Decision, SizedModel
 from specexec_cli.planning.site import Setting
-from specexec_cli.planning.speed import Speed
+from specexec_cli.planning.speed import Speed, figure
 from specexec_cli.planning.tiers import Plan
 
 _SHOWN_RUNS = 3
@@ -132,11 +132,6 @@ def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
         how = f"{run.date}, offload {run.offload}, {run.device}"
         table.add_row("reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), how)
     return table
-
-
-def figure(value: float) -> str:
-    """A speed or a rate with as many digits as a prediction deserves."""
-    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _seconds(seconds: float) -> str:

@@ -51,6 +51,13 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
             f"{stats.experts_asked / stats.generated_tokens:.0f} experts/tok, "
             f"{stats.experts_held / stats.experts_asked:.0%} in memory"
         )
+    loss = stats.drafting_loss
+    if loss is not None:
+        drafted_s, plain_s = loss
+        parts.append(
+            f"drafting does not pay here: a token took {drafted_s * 1e3:.0f} ms with trees and "
+            f"{plain_s * 1e3:.0f} ms without, so {stats.plain_passes} passes went without"
+        )
     parts.append(f"peak RAM {stats.peak_ram_bytes / 1e9:.2f} GB")
     if stats.peak_vram_bytes:
         parts.append(f"VRAM {stats.peak_vram_bytes / 1e9:.2f} GB")

@@ -95,11 +95,12 @@ def predict(
     )
     draft_s = step_s * _steps(tree, rate.typical)
     verify_s = pass_s(tree.budget + 1)
+    # the next pass's first layers may come while the tree grows; weights that stay save nothing
+    hidden_s = min(draft_s, max(plan.ssd_s, plan.link_s))
     return Speed(
-        # nothing of the drafting hides behind the stream, or as much of it as can
         low=rate.low / (verify_s / _STREAM_SHARE + draft_s),
         typical=rate.typical / (verify_s + draft_s),
-        high=rate.high / max(verify_s, draft_s),
+        high=rate.high / (verify_s + draft_s - hidden_s),
         plain=plain,
         pass_s=verify_s,
         draft_s=draft_s,
@@ -110,3 +111,8 @@ def predict(
 def _steps(tree: TreeConfig, tokens_per_pass: float) -> float:
     """Draft steps of a tree: enough for its nodes and for paths longer than what is accepted."""
     return min(tree.max_depth, max(tree.budget / tree.batch, 1.5 * tokens_per_pass))
+
+
+def figure(value: float) -> str:
+    """A speed or a rate with as many digits as a prediction deserves."""
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"

@@ -11,8 +11,9 @@ import typer
 from typer.testing import CliRunner
 
 from specexec_cli.cli import plan as plan_module
+from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.cli.mends import with_mend
-from specexec_cli.cli.plan import parse_bytes, plan
+from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import site as site_module

@@ -333,3 +333,64 @@ def test_the_oracle_keeps_to_depth_and_text() -> None:
         lengths.append(len(grown))
         policy.observe(outcome(grown, 1, 0.0, 1.0))
     assert lengths == [4, 2, 3], "the third ends at its first wrong token"
+
+
+def clock_of(config: TreeConfig, seconds: Seconds, chances: list[float], count: int):
+    """Tokens and seconds of so many iterations, and which of them had a tree."""
+    policy, text = Learned().policy(config), Text(chances, seed=1)
+    tokens, clock, drafted = 0, 0.0, []
+    for _ in range(count):
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+        accepted = text.accepted(tree)
+        draft_s = seconds(len(tree) + 1, text.steps) - seconds(len(tree) + 1, 0)
+        spent = seconds(len(tree) + 1, text.steps)
+        policy.observe(outcome(tree, accepted, draft_s, spent))
+        tokens, clock = tokens + accepted + 1, clock + spent
+        drafted.append(len(tree) > 0)
+    return tokens, clock, drafted
+
+
+COST = TreeConfig(budget=64, max_depth=16, batch=8, policy="cost")
+
+
+def test_drafting_stops_where_plain_decoding_is_faster_and_is_tried_again() -> None:
+    """A draft step as slow as two passes: no tree can pay."""
+    tokens, clock, drafted = clock_of(COST, lambda rows, steps: 1.0 + 2.0 * steps, [0.5, 0.2], 400)
+    assert clock / tokens < 1.25, "a plain pass takes one second and brings one token"
+    assert any(drafted[:8])
+    assert sum(drafted[8:]) < 60
+    assert any(drafted[200:]), "it is tried again"
+
+
+def test_drafting_goes_on_again_where_the_machine_has_changed() -> None:
+    steps_s = 2.0
+
+    def seconds(rows: int, steps: int) -> float:
+        return 1.0 + steps_s * steps
+
+    policy, text = Learned().policy(COST), Text([0.8, 0.1], seed=1)
+    drafted = []
+    for iteration in range(500):
+        steps_s = 2.0 if iteration < 100 else 0.01
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, COST.max_depth, no_signals).tree
+        spent = seconds(len(tree) + 1, text.steps)
+        policy.observe(outcome(tree, text.accepted(tree), steps_s * text.steps, spent))
+        drafted.append(len(tree) > 0)
+    assert sum(drafted[20:100]) < 30
+    assert sum(drafted[300:]) > 150
+
+
+@pytest.mark.parametrize("seconds", [STREAMED, HIDDEN, RESIDENT])
+def test_drafting_never_stops_where_it_pays(seconds: Seconds) -> None:
+    _, _, drafted = clock_of(COST, seconds, [0.8, 0.1, 0.05], 200)
+    assert all(drafted)
+
+
+def test_a_wrong_guess_of_the_plain_pass_costs_a_few_passes_at_most() -> None:
+    """Passes below 64 rows take the same; a fit that extrapolates to one row may say otherwise."""
+    _, _, drafted = clock_of(
+        COST, lambda rows, steps: 1.0 + 0.05 * max(0, rows - 64) + 0.05 * steps, [0.6, 0.2], 300
+    )
+    assert sum(drafted) > 270

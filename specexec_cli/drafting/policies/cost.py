@@ -1,4 +1,4 @@
-"""--policy cost: as large as pays.
+"""--policy cost: as large as pays, and no tree at all where plain decoding is faster.
 
 With E the number of drafted tokens that a tree is expected to commit and T the seconds of its
 iteration, it maximises (1 + E) / T. E is the sum of the nodes' probabilities, T a function fitted
@@ -13,7 +13,9 @@ import math
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
 from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.rests import Rests
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
@@ -58,6 +60,7 @@ class Cost:
         self._drawn: Floats | None = None  # probabilities of the nodes under way
         self._known = 0  # nodes before their children
         self._tree_expects = 0.0
+        self._rests = Rests()
 
     @property
     def _trust(self) -> float:
@@ -69,6 +72,10 @@ class Cost:
         """See BudgetPolicy; the search is the best-first one."""
         import numpy as np
 
+        from specexec_cli.drafting.search import SearchResult
+
+        if self._rests.rests(float(self._cost.seconds(np.array([float(pending)]), 0)[0])):
+            return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._pending = pending
         self._steps, self._drawn = 1, None
         self._iteration += 1
@@ -130,7 +137,10 @@ class Cost:
 
     def observe(self, step: StepResult) -> None:
         """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
-        if step.pending_rows > 1 or step.tree_nodes == 0:
+        if step.pending_rows > 1:
+            return
+        self._rests.observe(step, 1.0 + self._trust * self._tree_expects)
+        if step.tree_nodes == 0:
             return
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)
         self._expected = self._DECAY * self._expected + self._tree_expects

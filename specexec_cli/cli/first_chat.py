@@ -1,0 +1,47 @@
+"""A bare `specexec chat` where nothing but the demo pair is here: one offer of a larger model."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from platformdirs import user_state_path
+
+from specexec_cli.catalog.downloads import missing
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.cli.fetching import said_yes, someone_is_there
+from specexec_cli.cli.models import described
+from specexec_cli.planning.fits import fits, recommended
+from specexec_cli.planning.site import described_site
+
+
+def offered_pair() -> str | None:
+    """The pair to chat with in place of the demo, if one was offered and wanted.
+
+    It is offered once: a file in the state folder remembers.
+    """
+    asked = user_state_path("specexec", appauthor=False) / "offered"
+    if not someone_is_there() or asked.exists():
+        return None
+    registry = load_registry()
+    others = [model for model in registry.models.values() if model.folder is None]
+    if len(missing(others)) < len(others):
+        return None  # whoever has fetched one knows how
+    found = recommended(fits(described_site(), None), "chat")
+    if not found:
+        return None
+    _remember(asked)
+    print(
+        "Only the demo pair is on this machine: it is small, and answers about Python's standard\n"
+        f"library. Best for this machine: {described(found[0])}.",
+        file=sys.stderr,
+    )
+    return found[0].pair.name if said_yes("Use that one?") else None
+
+
+def _remember(asked: Path) -> None:
+    try:
+        asked.parent.mkdir(parents=True, exist_ok=True)
+        asked.touch()
+    except OSError:  # then it is offered again
+        return

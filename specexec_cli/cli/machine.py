@@ -1,0 +1,76 @@
+"""Options that describe a machine to plan for: plan, models list and models recommend."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+import typer
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.site import Site, described_site
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_PANEL = "Machine to plan for"
+
+Ram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="Memory, such as 64GB. Default: free here.", rich_help_panel=_PANEL
+    ),
+]
+Vram = Annotated[
+    str | None,
+    typer.Option(
+        metavar="SIZE", help="GPU memory, such as 24GB; 0 is none. Default: the first GPU here.",
+        rich_help_panel=_PANEL,
+    ),
+]  # fmt: skip
+Ssd = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="SSD read rate, such as 3GB/s.", rich_help_panel=_PANEL),
+]
+Link = Annotated[
+    str | None,
+    typer.Option(metavar="RATE", help="RAM to GPU rate, such as 25GB/s.", rich_help_panel=_PANEL),
+]
+
+
+def site(ram: str | None, vram: str | None, ssd: str | None, link: str | None) -> Site:
+    """The machine of these options; what is left out is this one's.
+
+    Raises:
+        ConfigError: a size or a rate that is none.
+    """
+    return described_site(
+        ram_bytes=None if ram is None else parse_bytes(ram, "--ram"),
+        vram_bytes=None if vram is None else parse_bytes(vram, "--vram"),
+        ssd_bytes_per_s=_rate(ssd, "--ssd"),
+        link_bytes_per_s=_rate(link, "--link"),
+    )
+
+
+def parse_bytes(text: str, flag: str) -> int:
+    """'24GB', '1.5GiB', '300MB' or '0' as bytes; a number alone is gigabytes.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
+    if not found:
+        raise ConfigError(f"{flag} '{text}' is not a size: write it as 24GB or 512MiB")
+    unit = found[2] or ("" if "b" in text.lower() else "g")
+    return int(float(found[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
+
+
+def _rate(text: str | None, flag: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        value = parse_bytes(re.sub(r"/s(ec)?$|ps$", "", text.strip().lower()), flag)
+    except ConfigError:
+        value = 0
+    if value <= 0:
+        raise ConfigError(f"{flag} '{text}' is not a rate above 0: write it as 3GB/s")
+    return float(value)
