@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from specexec_cli.errors import ConfigError
 
@@ -13,22 +12,15 @@ Method = Literal["specexec", "autoregressive", "dsi"]
 BenchMethod = Literal[
     "autoregressive", "specexec", "chain", "chain-coupled", "specinfer", "beam", "beam-pruned"
 ]
+# Those that draft, and so have trees that a policy can size.
+DRAFTING_METHODS: tuple[BenchMethod, ...] = tuple(
+    method for method in get_args(BenchMethod) if method != "autoregressive"
+)
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 # Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
 # (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.
 Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
-Policy = Literal["fixed", "heuristic", "disco", "cost", "oracle"]  # the last in `bench` alone
-# What can size each method's trees: cost needs a search by falling probability, disco and the
-# oracle drafts that are the target's own choices if anything is, the oracle a single path.
-POLICIES: Mapping[str, tuple[Policy, ...]] = {
-    "specexec": ("fixed", "heuristic", "disco", "cost"),
-    "chain": ("fixed", "heuristic"),
-    "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
-    "specinfer": ("fixed", "heuristic"),
-    "beam": ("fixed", "heuristic", "disco"),
-    "beam-pruned": ("fixed", "heuristic", "disco"),
-}
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -71,7 +63,7 @@ class TreeConfig:
     max_depth: int = 32  # longest root-to-leaf path, tokens
     batch: int = 16  # nodes expanded per draft step
     scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
-    policy: Policy = "fixed"  # how much of the budget a tree uses, see drafting/policies.py
+    policy: str = "fixed"  # how much of the budget a tree uses: a name in drafting.policies
     calibrated: bool = True  # scores corrected by what was accepted, see drafting/calibration.py
 
     def __post_init__(self) -> None:

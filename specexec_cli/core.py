@@ -1,15 +1,28 @@
-"""The words every other room uses: the draft tree and the result of one iteration."""
+"""The words every other room uses: the draft tree and the result of one iteration.
+
+numpy is imported where arrays are made: the simulator runs without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["length", "eos", "stop"]
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many tokens two texts begin with in common: the rows of a cache that can be kept."""
+    shared = min(len(left), len(right))
+    ours, theirs = list(left[:shared]), list(right[:shared])
+    if ours == theirs:  # the usual case, in one comparison
+        return shared
+    return next(at for at in range(shared) if ours[at] != theirs[at])
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +44,16 @@ class DraftTree:
     @classmethod
     def empty(cls) -> DraftTree:
         """The tree of plain autoregressive decoding: no node at all."""
+        import numpy as np
+
         ints = np.zeros(0, dtype=np.int64)
         return cls(ints, ints, ints, np.zeros(0, dtype=np.float64))
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> DraftTree:
         """One path of these tokens, probabilities not known."""
+        import numpy as np
+
         ids = np.arange(len(tokens), dtype=np.int64)
         return cls(np.array(tokens, dtype=np.int64), ids - 1, ids + 1, np.zeros(len(tokens)))
 

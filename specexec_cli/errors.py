@@ -78,6 +78,12 @@ class WorkerError(SpecexecError):
     exit_code = 9
 
 
+class NotFetchedError(SpecexecError):
+    """A model is not here, and was not fetched: nobody agreed to it, or the disk is too small."""
+
+    exit_code = 10
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean ...?' for the known name closest to `name`, or an empty string."""
     matches = get_close_matches(name, known, n=1, cutoff=0.5)

@@ -136,7 +136,6 @@ def prepare(
     *,
     copies: int = 1,
     devices: Sequence[str] = (),
-    download_progress: bool = False,
 ) -> Prepared:
     """Resolves names, fetches files, and decides where and how to compute.
 
@@ -160,7 +159,6 @@ def prepare(
         fetch_weights=True,
         check=load_config,
         count_tokens=lambda folder, text: len(words_of(folder).encode(text)),
-        download_progress=download_progress,
     )
     target = decision.target.checkpoint
     assert target is not None, "its weights have been fetched"

@@ -15,11 +15,14 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol, TypeVar
 
+import specexec_kernels
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROOT = str(Path(__file__).parents[1])
-_PACKAGE = tuple(f"{_ROOT}/{folder}/" for folder in ("specexec_cli", "kernels"))
+import specexec_cli
+
+# The kernels are those that are installed, which need not lie beside the tests.
+_PACKAGE = tuple(f"{Path(*package.__path__)}/" for package in (specexec_cli, specexec_kernels))
 
 Site = tuple[str, int, str]  # file, line, and PyTorch's operation or nothing
 Point = tuple[Site, int]  # a site, and how many times it was reached before
@@ -144,7 +147,7 @@ def _site(frame: FrameType | None, operation: str) -> Site:
     while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     assert frame is not None
-    return frame.f_code.co_filename.removeprefix(_ROOT), frame.f_lineno, operation
+    return frame.f_code.co_filename, frame.f_lineno, operation
 
 
 def points(sites: Sequence[Site]) -> list[Point]:

@@ -101,8 +101,12 @@ class Terminal:
         return self.prompt()
 
     def resize(self, lines: int, columns: int) -> None:
+        # Nothing that was drawn for the old width may still be under way, or it would be wrapped.
+        self.process.kill(signal.SIGSTOP)
+        self.pump()
         self.screen.resize(lines, columns)
         self.process.setwinsize(lines, columns)
+        self.process.kill(signal.SIGCONT)
 
     def end(self) -> int:
         """Waits for the end; the exit code."""

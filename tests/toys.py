@@ -10,7 +10,7 @@ import torch
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree

@@ -6,14 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
-from specexec_cli.config import (
-    POLICIES,
-    BenchMethod,
-    DraftScoring,
-    Policy,
-    SamplingConfig,
-    TreeConfig,
-)
+from specexec_cli.config import BenchMethod, DraftScoring, SamplingConfig, TreeConfig
+from specexec_cli.drafting.policies import policies_for
 from specexec_cli.errors import ConfigError, nearest
 
 METHODS: tuple[BenchMethod, ...] = get_args(BenchMethod)
@@ -73,7 +67,7 @@ class Grid:
     depths: Sequence[int]  # likewise
     lengths: Sequence[int]  # of chains: draft tokens per iteration
     scorings: Sequence[DraftScoring] = ("noise",)
-    policies: Sequence[Policy] = ("fixed",)  # a method passes over those that cannot size its trees
+    policies: Sequence[str] = ("fixed",)  # a method passes over those that cannot size its trees
     calibrated: Sequence[bool] = (True,)
     sampling: Sequence[SamplingConfig]
     max_tokens: int
@@ -88,7 +82,7 @@ class Grid:
                 )
         drafting = set(self.methods) - {BASELINE}
         for policy in self.policies if drafting else ():
-            able = [method for method, policies in POLICIES.items() if policy in policies]
+            able = [method for method in METHODS if policy in policies_for(method)]
             if not set(able) & drafting:
                 raise ConfigError(f"--policy {policy} needs --method {' or '.join(able)}")
         if any(length < 1 for length in self.lengths):
@@ -117,7 +111,7 @@ class Grid:
         return [
             replace(tree, scoring=scoring, policy=policy, calibrated=calibrated)
             for policy in self.policies
-            if policy in POLICIES[method]
+            if policy in policies_for(method)
             for scoring in self.scorings
             for calibrated in self.calibrated
         ]

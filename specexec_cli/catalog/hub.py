@@ -13,7 +13,7 @@ from typing import Any
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, UnknownModelError
 
-_ALLOW = [
+WANTED_FILES = [
     "config.json",
     "generation_config.json",
     "quantize_config.json",
@@ -31,11 +31,15 @@ _ALLOW = [
     "*.safetensors.index.json",
 ]
 # '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
-_IGNORE = ["*/*", "consolidated*", "adapter_*"]
+UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 
 
 def fetch(
-    entry: ModelEntry, *, revision: str | None = None, offline: bool = False, progress: bool = True
+    entry: ModelEntry,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    bar: type[Any] | None = None,
 ) -> Path:
     """The folder that holds the entry's checkpoint, downloaded into the hub's cache if need be.
 
@@ -43,7 +47,7 @@ def fetch(
         entry: a local folder is returned as it is.
         revision: branch, tag or commit; the entry's own if None.
         offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
-        progress: show huggingface_hub's progress bars on stderr.
+        bar: tqdm class of the progress bars; None shows nothing.
     Raises:
         ConfigError: a revision of a folder.
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
@@ -57,7 +61,7 @@ def fetch(
             raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
         return folder
     revision = revision or entry.revision
-    folder = _download(entry, revision, offline, progress)
+    folder = _download(entry, revision, offline, bar)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{entry.repo} holds no safetensors weights at revision '{revision or 'main'}', and "
@@ -87,11 +91,11 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
                     "config.json",
                     revision=entry.revision,
                     local_files_only=offline,
-                    tqdm_class=_silent_bar(),
+                    tqdm_class=silent_bar(),
                 )
             )
         except Exception as error:  # whatever the hub, the network or the disk did: one line
-            raise _explain(error, entry, entry.revision, offline) from error
+            raise explain(error, entry, entry.revision, offline) from error
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -125,7 +129,9 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     return snapshot if complete else None
 
 
-def _download(entry: ModelEntry, revision: str | None, offline: bool, progress: bool) -> Path:
+def _download(
+    entry: ModelEntry, revision: str | None, offline: bool, bar: type[Any] | None
+) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     offline = offline or constants.is_offline_mode()
@@ -134,17 +140,17 @@ def _download(entry: ModelEntry, revision: str | None, offline: bool, progress: 
             snapshot_download(
                 entry.repo,
                 revision=revision,
-                allow_patterns=_ALLOW,
-                ignore_patterns=_IGNORE,
+                allow_patterns=WANTED_FILES,
+                ignore_patterns=UNWANTED_FILES,
                 local_files_only=offline,
-                tqdm_class=None if progress else _silent_bar(),
+                tqdm_class=bar or silent_bar(),
             )
         )
     except Exception as error:  # whatever the hub, the network or the disk did: one line
-        raise _explain(error, entry, revision, offline) from error
+        raise explain(error, entry, revision, offline) from error
 
 
-def _silent_bar() -> type[Any]:
+def silent_bar() -> type[Any]:
     """A progress bar class that never shows."""
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -156,7 +162,17 @@ def _silent_bar() -> type[Any]:
     return Silent
 
 
-def _explain(
+def gate(repo: str) -> str:
+    """What to do about a repository whose licence has not been accepted."""
+    from huggingface_hub import constants
+
+    return (
+        f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
+        "then log in with `hf auth login`"
+    )
+
+
+def explain(
     error: Exception, entry: ModelEntry, revision: str | None, offline: bool
 ) -> SpecexecError:
     """One line for what huggingface_hub raised: what happened, and the mend."""
@@ -167,10 +183,7 @@ def _explain(
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
     status = getattr(getattr(cause or error, "response", None), "status_code", None)
     if isinstance(error, errors.GatedRepoError) or status == 403:
-        return UnknownModelError(
-            f"{repo} is gated: accept its licence at {constants.ENDPOINT}/{repo}, "
-            "then log in with `hf auth login`"
-        )
+        return UnknownModelError(gate(repo))
     if isinstance(error, errors.RevisionNotFoundError):
         return UnknownModelError(f"{repo} has no revision '{revision or 'main'}': check --revision")
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -24,6 +24,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(_DTYPE_BYTES),
     "quantization": ("none", "gptq", "awq"),
     "bits": (2, 3, 4, 8),
+    "task": ("chat", "code"),
 }
 _SHAPE_KEYS = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
@@ -108,6 +109,8 @@ class PairEntry:
     depth: int = _TREE.max_depth
     batch: int = _TREE.batch
     source: str = "not stated"  # where the recommendation comes from
+    tokens_per_pass: float | None = None  # committed, with this tree; None is not known
+    task: str | None = None  # chat or code: what `models recommend` recommends it for
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -232,6 +235,9 @@ def _complaint(key: str, value: object, hint: Any) -> str:
         if isinstance(value, int) and not isinstance(value, bool) and value >= least and value != 0:
             return ""
         return f"a whole number from {least} up" + (", not 0" if least < 0 else "")
+    if wanted is float:
+        right = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+        return "" if right else "a number from 1 up"
     if not isinstance(value, str):
         return "text in quotes"
     return "" if value or key == "note" else "text that is not empty"

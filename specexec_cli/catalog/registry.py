@@ -101,6 +101,15 @@ class Registry:
         pairs = self.pairs.values()
         return next((pair for pair in pairs if self._identity(pair.target) == wanted), None)
 
+    def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
+        """The first pair of these two models."""
+        wanted = (target.repo, target.revision), (draft.repo, draft.revision)
+        pairs = self.pairs.values()
+        return next(
+            (p for p in pairs if (self._identity(p.target), self._identity(p.draft)) == wanted),
+            None,
+        )
+
     def drafts_for(self, target: str) -> list[str]:
         """Draft models known to share the target's tokenizer, the smallest first.
 

@@ -11,12 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from specexec_cli.cli import options
-from specexec_cli.config import (
-    DraftScoring,
-    Policy,
-    SamplingConfig,
-    TreeConfig,
-)
+from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.config import DraftScoring, SamplingConfig, TreeConfig
+from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -29,6 +26,7 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 
+_USUAL_POLICIES = policies_for("specexec")
 _GRID, _DATA = "Cross-product (comma lists)", "Prompts"
 
 DatasetNames = Annotated[
@@ -83,8 +81,17 @@ def bench(
     policy: Annotated[
         str,
         typer.Option(
-            help="fixed, heuristic, disco, cost: how much of the budget a tree uses; oracle: "
-            "chain-coupled drafts exactly as long as will be accepted, the bound.",
+            help="; ".join(
+                [
+                    f"{', '.join(_USUAL_POLICIES)}: how much of the budget a tree uses",
+                    *(
+                        f"{name}: {entry.help}"
+                        for name, entry in POLICIES.items()
+                        if name not in _USUAL_POLICIES
+                    ),
+                ]
+            )
+            + ".",
             rich_help_panel=_GRID,
         ),
     ] = "fixed",
@@ -138,7 +145,7 @@ def bench(
             list[DraftScoring],
             _chosen(draft_scoring, "--draft-scoring", get_args(DraftScoring)),
         ),
-        policies=cast(list[Policy], _chosen(policy, "--policy", get_args(Policy))),
+        policies=_chosen(policy, "--policy", tuple(POLICIES)),
         calibrated=[word == "on" for word in _chosen(calibration, "--calibration", ("on", "off"))],
         sampling=[
             SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
@@ -305,11 +312,11 @@ def open_models(
     from specexec_cli.cli.render import LoadingBar, notice
     from specexec_cli.session import open_session
 
+    fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
         return open_session(
             request, notice=(lambda line: None) if quiet else notice, progress=bar,
-            download_progress=not quiet and sys.stderr.isatty(),
         )  # fmt: skip
     finally:
         bar.close()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import GenerationConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
@@ -72,11 +73,11 @@ def chat(
     from specexec_cli.cli.render import LoadingBar, notice
     from specexec_cli.session import open_session
 
+    fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
         with open_session(
             request, notice=(lambda line: None) if quiet else notice, progress=bar,
-            download_progress=not quiet and sys.stderr.isatty(),
         ) as session:  # fmt: skip
             bar.close()
             session.context_limit = context

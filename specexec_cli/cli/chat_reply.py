@@ -6,13 +6,11 @@ flickers; what is settled scrolls up like any other output.
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TextIO
 
 from rich.cells import set_cell_size
 from rich.console import Console
@@ -21,7 +19,8 @@ from rich.text import Text
 from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.chat.thinking import Part, ThinkSplitter
 from specexec_cli.cli.chat_text import GrowingText, MarkdownText, PlainText
-from specexec_cli.cli.render import LiveStatus, pass_line
+from specexec_cli.cli.live import LiveStatus, Region
+from specexec_cli.cli.render import pass_line
 from specexec_cli.core import PassProgress, StepResult
 
 # a model's control characters are shown, not obeyed: U+241B for an escape, and so on
@@ -30,41 +29,6 @@ _PICTURES: dict[int, int | None] = {
 }
 _PICTURES |= {0x0D: None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 _LEAST_INTERVAL_S = 0.05  # between two drawings of the status alone
-
-
-class Region:
-    """The last lines on the terminal, redrawn in place."""
-
-    def __init__(self, out: TextIO) -> None:
-        self._out = out
-        self._widths: list[int] = []  # of the lines that stand there, in cells
-
-    def draw(self, settled: Sequence[str], live: Sequence[str]) -> None:
-        """Prints `settled` for good and `live` below it, in the place of what stood there."""
-        lines = [*settled, *live]
-        # \x1b[?2026h..l: terminals that know it show the whole update at once
-        parts = ["\x1b[?2026h", self._to_top()]
-        parts += [f"\x1b[2K{line}\n" for line in lines]
-        parts.append("\x1b[J\x1b[?2026l")
-        self._out.write("".join(parts))
-        self._out.flush()
-        self._widths = [Text.from_ansi(line).cell_len for line in live]
-
-    def _to_top(self) -> str:
-        """Moves to the first live line, also when the window has become narrower since."""
-        rows = len(self._widths)
-        if _reflows():
-            columns = shutil.get_terminal_size().columns
-            rows = sum(max(1, -(-width // columns)) for width in self._widths)
-        return f"\r\x1b[{rows}A" if rows else ""
-
-
-def _reflows() -> bool:
-    """Whether the terminal wraps lines anew when its width changes; most do."""
-    if "TMUX" in os.environ:
-        return True
-    term = os.environ.get("TERM", "")
-    return "XTERM_VERSION" not in os.environ and not term.startswith(("linux", "rxvt", "screen"))
 
 
 class TerminalReply:

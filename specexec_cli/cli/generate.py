@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
@@ -57,13 +58,14 @@ def generate(
         prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
     )  # fmt: skip
 
-    from specexec_cli.cli.render import LiveStatus, LoadingBar, notice, stats_line
+    from specexec_cli.cli.live import LiveStatus
+    from specexec_cli.cli.render import LoadingBar, notice, stats_line
     from specexec_cli.session import open_session
 
+    fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)
     with open_session(
         request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        download_progress=not quiet and sys.stderr.isatty(),
     ) as session:  # fmt: skip
         bar.close()
         tokens = (

@@ -15,6 +15,7 @@ from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.plan import plan
+from specexec_cli.cli.pull import pull, rm
 from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
 
@@ -33,6 +34,8 @@ app.command()(chat)
 app.add_typer(bench.app, name="bench")
 app.command()(train_policy)
 app.command()(plan)
+app.command()(pull)
+app.command()(rm)
 app.command()(doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")
@@ -58,8 +61,9 @@ def main() -> None:
 
     Where whoever reads the output leaves early, as `| head` does, the program ends quietly.
     """
-    # its warnings are for programmers; whoever wants them sets the variable
+    # their warnings are for programmers; whoever wants them sets the variable
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     try:
         code = _run()
         _flush()  # not left to the end of Python, which would tell of a closed pipe in its own way

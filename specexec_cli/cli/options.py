@@ -21,9 +21,9 @@ from specexec_cli.config import (
     DtypeName,
     Method,
     OffloadMode,
-    Policy,
     SamplingConfig,
 )
+from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 
@@ -77,6 +77,13 @@ Tokenizer = Annotated[
 Offline = Annotated[
     bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_MODELS)
 ]
+Yes = Annotated[
+    bool,
+    typer.Option(
+        "--yes", "-y", help="Fetch models that are not here without asking.",
+        rich_help_panel=_MODELS,
+    ),
+]  # fmt: skip
 # What a chat template adds to a turn, at most, when memory is planned.
 TEMPLATE_TOKENS = 128
 
@@ -114,10 +121,9 @@ PolicyName = Annotated[
     str,
     typer.Option(
         "--policy",
-        help="How much of the budget each tree uses: fixed (all of it), heuristic (deeper after a "
-        "tree accepted whole), disco (as deep as the pair's trained classifier says, see "
-        "train-policy), cost (as much as pays in tokens/s; the budget is then twice the pair's "
-        "unless given). auto is cost, and fixed for other methods than specexec.",
+        help="How much of the budget each tree uses: "
+        + ", ".join(f"{name} ({POLICIES[name].help})" for name in policies_for("specexec"))
+        + ". auto is cost, and fixed for other methods than specexec.",
         rich_help_panel=_TREE,
     ),
 ]
@@ -223,6 +229,7 @@ class ModelOptions:
     revision: Revision = None
     tokenizer: Tokenizer = None
     offline: Offline = False
+    yes: Yes = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +261,7 @@ class TreeOptions:
 
     def request(self) -> TreeRequest:
         """The same, checked."""
-        chosen = one_of(self.policy, "--policy", ("auto", *_GENERATE_POLICIES))
+        chosen = one_of(self.policy, "--policy", ("auto", *policies_for("specexec")))
         return TreeRequest(
             budget=self.budget,
             depth=self.depth,
@@ -262,7 +269,7 @@ class TreeOptions:
             scoring=cast(
                 DraftScoring, one_of(self.draft_scoring, "--draft-scoring", get_args(DraftScoring))
             ),
-            policy=None if chosen == "auto" else cast(Policy, chosen),
+            policy=None if chosen == "auto" else chosen,
             calibrated=self.calibration,
         )
 
@@ -280,9 +287,6 @@ class MachineOptions:
     ray: Ray = None
 
 
-_GENERATE_POLICIES = ("fixed", "heuristic", "disco", "cost")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredModels:
     """Models and machine of the commands that measure: their methods and trees are a grid."""
@@ -293,6 +297,7 @@ class MeasuredModels:
     models_file: ModelsFile = None
     tokenizer: Tokenizer = None
     offline: Offline = False
+    yes: Yes = False
     offload: Offload = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"

@@ -15,9 +15,11 @@ from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.placement import without_ssd
+from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, SizedModel, resolve
 from specexec_cli.planning.site import ASSUMED, described_site
+from specexec_cli.planning.tokens import predicted
 
 SCHEMA = 1
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -75,9 +77,11 @@ def plan(
         link_bytes_per_s=_rate(link, "--link"),
     )
     decision = resolve(request, site)
-    dsi = dsi_advice(decision)
+    dsi = dsi_advice(decision) if len(gpus()) > 1 else None
+    speed, runs = predicted(decision, models_file), _runs(decision)
     if as_json:
-        typer.echo(json.dumps({**_as_json(decision), "dsi": dsi}))
+        told = {"prediction": asdict(speed), "reached": [asdict(run) for run in runs], "dsi": dsi}
+        typer.echo(json.dumps({**_as_json(decision), **told}))
         return
     from specexec_cli.cli.plan_view import show_plan
 
@@ -85,7 +89,13 @@ def plan(
     more = without_ssd(
         decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan
     )
-    show_plan(decision, more, dsi)
+    show_plan(decision, more, dsi, speed, runs)
+
+
+def _runs(decision: Decision) -> list[Run]:
+    """What earlier sessions of these models reached on this machine."""
+    draft = decision.draft.entry.repo if decision.draft else None
+    return list(load_runs(runs_file(decision.target.entry.repo, draft)))
 
 
 def dsi_advice(decision: Decision) -> str | None:
@@ -99,7 +109,7 @@ def dsi_advice(decision: Decision) -> str | None:
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """'24GB', '1.5GiB', '300MB' or '0' as bytes.
+    """'24GB', '1.5GiB', '300MB' or '0' as bytes; a number alone is gigabytes.
 
     Raises:
         ConfigError: it is none of these.
@@ -107,7 +117,7 @@ def parse_bytes(text: str, flag: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not found:
         raise ConfigError(f"{flag} '{text}' is not a size: write it as 24GB or 512MiB")
-    unit = found[2] or ""
+    unit = found[2] or ("" if "b" in text.lower() else "g")
     return int(float(found[1]) * {**_UNITS, **_BINARY_UNITS}[unit])
 
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
 from specexec_cli.device import format_bytes
 from specexec_cli.planning.memory import Parts
+from specexec_cli.planning.reached import Run
 from specexec_cli.planning.resolve import Decision, SizedModel
 from specexec_cli.planning.site import Setting
+from specexec_cli.planning.speed import Speed
 from specexec_cli.planning.tiers import Plan
 
-GENERATION_RATES = (1, 4, 8, 16)
+_SHOWN_RUNS = 3
 _PLACES = (("resident", "on the GPU"), ("ram", "in RAM"), ("ssd", "on SSD"))
+_CPU_PLACES = (("resident", "loaded to stay"), *_PLACES[1:])
 
 
-def show_plan(decision: Decision, without_ssd: Plan | None, dsi: str | None) -> None:
+def show_plan(
+    decision: Decision,
+    without_ssd: Plan | None,
+    dsi: str | None,
+    speed: Speed,
+    runs: Sequence[Run],
+) -> None:
     """Print the plan to stdout.
 
     Args:
         without_ssd: with enough RAM that no layer is on the SSD.
         dsi: whether several GPUs would pay, in a sentence.
+        speed: what is expected.
+        runs: what earlier sessions reached here.
     """
     target, draft, work = decision.target, decision.draft, decision.work
     settings, plan = decision.settings, decision.plan
@@ -32,11 +43,11 @@ def show_plan(decision: Decision, without_ssd: Plan | None, dsi: str | None) -> 
     rows = f"{work.verify_rows} rows a pass" if draft else "one row a pass"
     console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
     for table in (
-        _models(target, draft), _memory(settings, plan), _pass(settings, plan), _roofline(plan),
+        _models(target, draft), _memory(settings, plan), _pass(settings, plan), _speed(speed, runs),
     ):  # fmt: skip
         console.print(table)
         console.print()
-    lines = [*_findings(settings, plan, without_ssd), *([dsi] if dsi else [])]
+    lines = [*_findings(settings, plan, without_ssd), *_drafting(speed), *([dsi] if dsi else [])]
     for line in lines:
         for part in textwrap.wrap(line, min(console.width, 100)):
             console.print(part)
@@ -105,13 +116,27 @@ def _pass(settings: Mapping[str, Setting], plan: Plan) -> Table:
     return table
 
 
-def _roofline(plan: Plan) -> Table:
-    """Most tokens per second by the generation rate that the draft trees reach."""
-    table = _table("tokens per pass", *(str(rate) for rate in GENERATION_RATES))
-    speeds = [plan.tokens_per_s(rate) for rate in GENERATION_RATES]
-    cells = [f"{speed:.2f}" if speed < 10 else f"{speed:,.0f}" for speed in speeds]
-    table.add_row("at most, tok/s", *cells)
+def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
+    """Tokens per second: predicted, and reached where there were runs."""
+    table = _table("speed", "tok/s", "tok/pass", "from")
+    rate = speed.tokens_per_pass
+    if rate is not None:
+        table.add_row(
+            "with drafting", f"[bold]{figure(speed.typical)}[/bold]", figure(rate.typical),
+            rate.source,
+        )  # fmt: skip
+        table.add_row("  from", figure(speed.low), figure(rate.low), "text that is hard to guess")
+        table.add_row("  to", figure(speed.high), figure(rate.high), "easy text")
+    table.add_row("without", figure(speed.plain), "1", "" if rate else "no draft model")
+    for run in runs[-_SHOWN_RUNS:]:
+        how = f"{run.date}, offload {run.offload}, {run.device}"
+        table.add_row("reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), how)
     return table
+
+
+def figure(value: float) -> str:
+    """A speed or a rate with as many digits as a prediction deserves."""
+    return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -119,15 +144,16 @@ def _seconds(seconds: float) -> str:
 
 
 def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None) -> list[str]:
+    named = _PLACES if settings["vram"].value else _CPU_PLACES
     places = ", ".join(
-        f"{plan.tiers.count(tier)} {where}" for tier, where in _PLACES if tier in plan.tiers
+        f"{plan.tiers.count(tier)} {where}" for tier, where in named if tier in plan.tiers
     )
     lines = [
         f"Layers: {places}.",
         f"A pass takes at least {_seconds(plan.pass_s)}, bound by {_words(plan.bottleneck)}.",
     ]
     if plan.knee_rows is not None:
-        lines.append(f"Up to {plan.knee_rows} rows a pass hide behind the stream (the knee).")
+        lines.append(f"A pass of up to {plan.knee_rows} rows takes no longer than one of 1 row.")
     if without_ssd is not None:
         lines.append(
             f"With {format_bytes(without_ssd.peak_ram_bytes)} of RAM nothing would be on the SSD, "
@@ -136,6 +162,15 @@ def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | N
     unsure = _unsure(settings, plan)
     if unsure:
         lines.append(f"Not measured yet: {', '.join(unsure)}. `specexec doctor` does.")
+    return lines
+
+
+def _drafting(speed: Speed) -> list[str]:
+    if speed.tokens_per_pass is None:
+        return []
+    lines = [f"Growing a tree takes about {_seconds(speed.draft_s)}, and overlaps in part."]
+    if not speed.drafting_pays:
+        lines.append("Drafting would not pay here: --method autoregressive is faster.")
     return lines
 
 

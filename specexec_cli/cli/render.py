@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-import time
 from types import TracebackType
 
-from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -97,67 +94,6 @@ class LoadingBar:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-
-class LiveStatus:
-    """A line below the text while a pass runs: pass, layer, bandwidth, draft nodes.
-
-    The text may end in the middle of a line of the same terminal. The status then takes the next
-    line, and hiding it brings the cursor back to where the text ended. Passes shorter than
-    `_PATIENCE_S` show nothing.
-    """
-
-    _PATIENCE_S = 0.5
-    _REDRAW_S = 0.1
-
-    def __init__(self, *, shown: bool) -> None:
-        self._shown = shown and sys.stderr.isatty()
-        self._shares_terminal = sys.stdout.isatty()
-        self._column = 0  # where the text ends, in terminal cells
-        self._drawn = False
-        self._next_s = time.perf_counter() + self._PATIENCE_S
-
-    def layer(self, progress: PassProgress) -> None:
-        """A layer of the target is done."""
-        width = shutil.get_terminal_size().columns
-        # a terminal that has just filled its line has not moved on yet: nothing to come back to
-        full = self._column > 0 and self._column % width == 0
-        if not self._shown or full or time.perf_counter() < self._next_s:
-            return
-        self._next_s = time.perf_counter() + self._REDRAW_S
-        below = "\n" if self._column and not self._drawn else ""
-        line = pass_line(progress)[: width - 1]
-        print(f"{below}\r\x1b[2K{line}", end="", file=sys.stderr, flush=True)
-        self._drawn = True
-
-    def step(self, text: str) -> None:
-        """A pass is done and `text` is about to be printed."""
-        self.hide()
-        self._next_s = time.perf_counter() + self._PATIENCE_S
-        if self._shares_terminal:
-            last_line = text.rpartition("\n")
-            kept = 0 if last_line[1] else self._column
-            self._column = kept + cell_len(last_line[2])
-
-    def hide(self) -> None:
-        """Clears the line and goes back to the end of the text; idempotent."""
-        if not self._drawn:
-            return
-        self._drawn = False
-        column = self._column % shutil.get_terminal_size().columns
-        back = f"\x1b[1A\x1b[{column}C" if column else ""
-        print(f"\r\x1b[2K{back}", end="", file=sys.stderr, flush=True)
-
-    def __enter__(self) -> LiveStatus:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.hide()
 
 
 class CountBar:

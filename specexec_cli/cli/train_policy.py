@@ -16,7 +16,7 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 if TYPE_CHECKING:
     from specexec_cli.bench.runner import BenchPrompt
     from specexec_cli.config import SamplingConfig
-    from specexec_cli.drafting.disco import Classifier
+    from specexec_cli.drafting.classifier import Classifier
     from specexec_cli.drafting.training import Costs, Evaluation, Text
     from specexec_cli.session import TextSession
 

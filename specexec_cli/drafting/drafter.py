@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.drafting.calibration import Calibration, Reliability
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import DraftScorer, signals
@@ -146,11 +146,7 @@ class ModelDrafter:
     def _crop_to_common_prefix(self, context: Sequence[int]) -> None:
         """Forgets what the context does not begin with; its last token must be run again."""
         del self.tokens[self._cache.length :]  # growth that ran out of memory has emptied it
-        common = 0
-        for ours, theirs in zip(self.tokens, context[:-1], strict=False):
-            if ours != theirs:
-                break
-            common += 1
+        common = common_prefix(self.tokens, context[:-1])
         del self.tokens[common:]
         self._cache.crop(common)
 

@@ -15,17 +15,11 @@ from typing import Any
 
 from platformdirs import user_cache_path
 
-from specexec_cli.config import Policy, TreeConfig
-from specexec_cli.drafting.disco import Classifier, Disco
+from specexec_cli.config import TreeConfig
+from specexec_cli.drafting.classifier import Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.kept import numbers, read_json
-from specexec_cli.drafting.policies import (
-    BudgetPolicy,
-    Cost,
-    Fixed,
-    Heuristic,
-    Oracle,
-)
+from specexec_cli.drafting.policies import POLICIES, BudgetPolicy
 from specexec_cli.drafting.scoring import Trust
 
 SCHEMA = 2
@@ -75,21 +69,19 @@ class Learned:
         Raises:
             CheckpointError: disco, and its classifier cannot be used.
         """
-        if tree.policy == "oracle":
-            return Oracle(tree, continuation)
+        entry = POLICIES[tree.policy]
+        if entry.needs == "continuation":  # made for one text
+            return entry.make(tree, continuation)
         if tree not in self._policies:
-            new: dict[Policy, Callable[[], BudgetPolicy]] = {
-                "fixed": lambda: Fixed(tree),
-                "heuristic": lambda: Heuristic(tree),
-                "disco": lambda: self._disco(tree),
-                "cost": lambda: Cost(tree, self.cost),
-            }
-            self._policies[tree] = new[tree.policy]()
+            if entry.needs == "classifier":
+                assert self._classifier is not None, "a session knows its pair's"
+                made = entry.make(tree, self._classifier())
+            elif entry.needs == "cost":
+                made = entry.make(tree, self.cost)
+            else:
+                made = entry.make(tree)
+            self._policies[tree] = made
         return self._policies[tree]
-
-    def _disco(self, tree: TreeConfig) -> Disco:
-        assert self._classifier is not None, "a session knows its pair's"
-        return Disco(tree, self._classifier())
 
     @property
     def cost(self) -> IterationCost:

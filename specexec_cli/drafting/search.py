@@ -50,7 +50,7 @@ class SearchResult:
 
 
 class Worth(Protocol):
-    """Says when a tree is large enough; see policies.py."""
+    """Says when a tree is large enough; see drafting/policies/."""
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
         """Whether to run the frontier through the draft model too.

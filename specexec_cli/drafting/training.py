@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.search import Floats, Ints
 
 LONGEST = 32  # drafts that are looked at

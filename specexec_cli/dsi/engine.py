@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import SamplingConfig, Tier
+from specexec_cli.core import common_prefix
 from specexec_cli.dsi.messages import Ready
-from specexec_cli.dsi.workers import Stale, common_prefix
+from specexec_cli.dsi.workers import Stale
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
@@ -65,7 +66,7 @@ class CachedModel:
             (len(tokens) + 1 - first, vocab); None if the pass became stale, and then the cache
             holds the common prefix.
         """
-        keep = min(common_prefix(self.tokens, list(tokens)), first - 1)
+        keep = min(common_prefix(self.tokens, tokens), first - 1)
         del self.tokens[keep:]
         self.cache.crop(keep)
         self.cache.reserve(len(tokens) + 256)
@@ -90,7 +91,7 @@ class CachedModel:
 
     def fill(self, tokens: Sequence[int], stale: Stale) -> bool:
         """Bring the cache up to `tokens`; False if that became stale."""
-        if common_prefix(self.tokens, list(tokens)) == len(tokens):
+        if common_prefix(self.tokens, tokens) == len(tokens):
             return True
         return self.logits(tokens, len(tokens), stale) is not None
 

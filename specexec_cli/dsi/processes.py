@@ -12,25 +12,21 @@ import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
     DRAFTER,
-    Configure,
-    Draft,
     Event,
-    Forget,
     Ready,
     Score,
     Scored,
-    Verify,
     WorkerLost,
     worker_name,
 )
+from specexec_cli.dsi.pool import WorkerPool, lost_without_answer
 from specexec_cli.dsi.workers import (
     DraftServer,
     Order,
@@ -47,16 +43,8 @@ if TYPE_CHECKING:
 _CLOSED = -2  # no order has this epoch: everything is stale
 
 
-class ProcessWorkers:
-    """Target servers and a drafter, each in a process of its own.
-
-    Args:
-        servers: one picklable function per target server, called in its process to load it.
-        drafter: likewise; None to run without drafts.
-        load_timeout_s: how long loading may take.
-    Raises:
-        WorkerError: a worker did not come up; all are stopped.
-    """
+class ProcessWorkers(WorkerPool):
+    """Target servers and a drafter, each in a process of its own; see WorkerPool."""
 
     def __init__(
         self,
@@ -64,85 +52,12 @@ class ProcessWorkers:
         drafter: Callable[[], DraftServer] | None,
         load_timeout_s: float = 600.0,
     ) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._epoch = context.RawValue("q", 0)
+        self._context = multiprocessing.get_context("spawn")
+        self._epoch = self._context.RawValue("q", 0)
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
-        self.ready: dict[int, Ready] = {}
-        builders: dict[int, Callable[[], Any]] = dict(enumerate(servers))
-        if drafter is not None:
-            builders[DRAFTER] = drafter
-        try:
-            for number, build in builders.items():
-                ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_worker_main,
-                    args=(number, build, theirs, self._epoch),
-                    name=f"specexec-dsi-{'drafter' if number == DRAFTER else number}",
-                    daemon=True,
-                )
-                process.start()
-                theirs.close()
-                self._pipes[number], self._processes[number] = ours, process
-            self._await_ready(load_timeout_s)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
-        return tuple(number for number in self._pipes if number != DRAFTER)
-
-    def now(self) -> float:
-        """Seconds of the monotonic clock."""
-        return time.perf_counter()
-
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Tell every worker how the next generation draws its tokens."""
-        for number in list(self._pipes):
-            self._send(number, Configure(sampling))
-
-    def verify(self, server: int, message: Verify) -> None:
-        """Hand a task to an idle server."""
-        self._send(server, message)
-
-    def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix."""
-        self._send(DRAFTER, message)
-
-    def forget(self) -> None:
-        """Let every worker empty its cache."""
-        for number in list(self._pipes):
-            self._send(number, Forget())
-
-    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
-        """Ask one worker for logits and wait for them; what else comes waits for receive().
-
-        Raises:
-            WorkerError: it is lost, or gives no answer in time, and is killed.
-            SpecexecError: its pass failed.
-        """
-        self._send(worker, order)
-        deadline, answer = self.now() + timeout_s, None
-        while answer is None:
-            if worker not in self._pipes:
-                raise WorkerError(f"DSI: {worker_name(worker)} is lost: no logits come from it")
-            numbers = self._readable(deadline - self.now())
-            if not numbers:
-                reason = f"no answer for {timeout_s:g} s"
-                self._events.append(WorkerLost(worker, reason))
-                self.drop(worker)
-            for number in numbers:
-                message = self._read(number)
-                if isinstance(message, Scored):
-                    answer = message.logits
-                else:
-                    self._events.append(message)
-        if isinstance(answer, SpecexecError):
-            raise answer
-        return answer
+        super().__init__(servers, drafter, load_timeout_s)
 
     def advance_epoch(self, epoch: int) -> None:
         """Make work of every earlier epoch stale."""
@@ -177,12 +92,51 @@ class ProcessWorkers:
             process.join(max(0.0, deadline - time.monotonic()))
             self.drop(number)
 
+    @property
+    def _alive(self) -> Collection[int]:
+        return self._pipes
+
+    def _start(self, number: int, build: Callable[[], Any]) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_worker_main,
+            args=(number, build, theirs, self._epoch),
+            name=f"specexec-dsi-{'drafter' if number == DRAFTER else number}",
+            daemon=True,
+        )
+        process.start()
+        theirs.close()
+        self._pipes[number], self._processes[number] = ours, process
+
     def _send(self, number: int, order: Order | None) -> None:
         pipe = self._pipes.get(number)
         if pipe is not None:
             # a broken pipe means a dead worker: receive() reports it
             with contextlib.suppress(OSError):
                 pipe.send(order)
+
+    def _ask(
+        self, worker: int, order: Score, timeout_s: float
+    ) -> NDArray[np.float32] | SpecexecError:
+        """See WorkerPool; a worker that gives no answer in time is killed."""
+        self._send(worker, order)
+        deadline = self.now() + timeout_s
+        while worker in self._pipes:
+            answer = None
+            numbers = self._readable(deadline - self.now())
+            if not numbers:
+                reason = f"no answer for {timeout_s:g} s"
+                self._events.append(WorkerLost(worker, reason))
+                self.drop(worker)
+            for number in numbers:
+                message = self._read(number)
+                if isinstance(message, Scored):
+                    answer = message.logits
+                else:
+                    self._events.append(message)
+            if answer is not None:
+                return answer
+        raise lost_without_answer(worker)
 
     def _readable(self, timeout_s: float) -> list[int]:
         pipes = {id(pipe): number for number, pipe in self._pipes.items()}

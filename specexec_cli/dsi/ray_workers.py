@@ -7,7 +7,7 @@ and is imported when a pool is made. Every machine of the cluster needs specexec
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +15,12 @@ from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
     DRAFTER,
     Aborted,
+    Configure,
     Draft,
     Drafted,
     Event,
     Failed,
+    Forget,
     Ready,
     Score,
     Scored,
@@ -27,6 +29,7 @@ from specexec_cli.dsi.messages import (
     WorkerLost,
     worker_name,
 )
+from specexec_cli.dsi.pool import WorkerPool, lost_without_answer
 from specexec_cli.dsi.workers import DraftServer, TargetServer, run_draft, run_score, run_task
 from specexec_cli.errors import ConfigError, SpecexecError, WorkerError
 
@@ -124,16 +127,12 @@ class RayCluster:
             self.ray.shutdown()
 
 
-class RayWorkers:
-    """Target servers and a drafter as Ray actors.
+class RayWorkers(WorkerPool):
+    """Target servers and a drafter as Ray actors; see WorkerPool.
 
     Args:
         cluster: closed with the pool.
-        servers: one picklable function per target server, called in its actor to load it.
-        drafter: likewise.
         gpus: GPUs for each actor, 0 for the CPU.
-    Raises:
-        WorkerError: a worker did not come up; all are stopped.
     """
 
     def __init__(
@@ -147,72 +146,13 @@ class RayWorkers:
     ) -> None:
         self._cluster, self._ray = cluster, cluster.ray
         # besides the thread that works, one that hears of new epochs meanwhile
-        actor = self._ray.remote(concurrency_groups={"control": 1}, num_cpus=0, num_gpus=gpus)(
-            Worker
-        )
+        self._actor = self._ray.remote(
+            concurrency_groups={"control": 1}, num_cpus=0, num_gpus=gpus
+        )(Worker)
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, int] = {}  # what is awaited -> worker
         self._drafts: Any = None  # the stream of the current draft order
-        self.ready: dict[int, Ready] = {}
-        try:
-            for number, build in {**dict(enumerate(servers)), DRAFTER: drafter}.items():
-                self._actors[number] = actor.remote(number, build)
-            self._await_ready(load_timeout_s)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
-        return tuple(number for number in self._actors if number != DRAFTER)
-
-    def now(self) -> float:
-        """Seconds of this machine's monotonic clock."""
-        return time.perf_counter()
-
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Tell every worker how the next generation draws its tokens."""
-        for actor in self._actors.values():
-            actor.configure.remote(sampling)
-
-    def forget(self) -> None:
-        """Let every worker empty its cache."""
-        for actor in self._actors.values():
-            actor.forget.remote()
-
-    def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
-        """Ask one worker for logits and wait for them.
-
-        Raises:
-            WorkerError: it is lost, or gives no answer in time.
-            SpecexecError: its pass failed.
-        """
-        name = worker_name(worker)
-        if worker not in self._actors:
-            raise WorkerError(f"DSI: {name} is lost: no logits come from it")
-        try:
-            # a lost worker stays in the pool: its next task tells the orchestrator
-            asked = self._actors[worker].score.remote(order)
-            answer: Scored = self._ray.get(asked, timeout=timeout_s)
-        except self._ray.exceptions.GetTimeoutError as error:
-            raise WorkerError(f"DSI: {name} gave no logits for {timeout_s:g} s") from error
-        except self._ray.exceptions.RayError as error:
-            raise WorkerError(f"DSI: {name} is lost: {_reason(error)}") from error
-        if isinstance(answer.logits, SpecexecError):
-            raise answer.logits
-        return answer.logits
-
-    def verify(self, server: int, message: Verify) -> None:
-        """Hand a task to an idle server."""
-        if server in self._actors:
-            self._pending[self._actors[server].verify.remote(message)] = server
-
-    def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix; what it still says of the old is not read."""
-        if DRAFTER in self._actors:
-            drafter = self._actors[DRAFTER]
-            self._drafts = drafter.draft.options(num_returns="streaming").remote(message)
+        super().__init__(servers, drafter, load_timeout_s)
 
     def advance_epoch(self, epoch: int) -> None:
         """Make work of every earlier epoch stale."""
@@ -249,6 +189,42 @@ class RayWorkers:
         for number in list(self._actors):
             self.drop(number)
         self._cluster.close()
+
+    @property
+    def _alive(self) -> Collection[int]:
+        return self._actors
+
+    def _start(self, number: int, build: Callable[[], Any]) -> None:
+        self._actors[number] = self._actor.remote(number, build)
+
+    def _send(self, number: int, order: Configure | Forget | Verify | Draft) -> None:
+        actor = self._actors.get(number)
+        if actor is None:
+            return
+        if isinstance(order, Configure):
+            actor.configure.remote(order.sampling)
+        elif isinstance(order, Forget):
+            actor.forget.remote()
+        elif isinstance(order, Verify):
+            self._pending[actor.verify.remote(order)] = number
+        else:  # what the drafter still says of an older prefix is not read
+            self._drafts = actor.draft.options(num_returns="streaming").remote(order)
+
+    def _ask(
+        self, worker: int, order: Score, timeout_s: float
+    ) -> NDArray[np.float32] | SpecexecError:
+        """See WorkerPool; a lost worker stays in the pool: its next task tells the orchestrator."""
+        if worker not in self._actors:
+            raise lost_without_answer(worker)
+        name = worker_name(worker)
+        try:
+            asked = self._actors[worker].score.remote(order)
+            answer: Scored = self._ray.get(asked, timeout=timeout_s)
+        except self._ray.exceptions.GetTimeoutError as error:
+            raise WorkerError(f"DSI: {name} gave no logits for {timeout_s:g} s") from error
+        except self._ray.exceptions.RayError as error:
+            raise WorkerError(f"DSI: {name} is lost: {_reason(error)}") from error
+        return answer.logits
 
     def _next_draft(self) -> Drafted | WorkerLost | None:
         try:

@@ -114,14 +114,6 @@ class Inbox(Protocol[Message]):
         ...
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
-    shared = min(len(left), len(right))
-    if left[:shared] == right[:shared]:
-        return shared
-    return next(i for i in range(shared) if left[i] != right[i])
-
-
 def run_task(
     server: TargetServer, number: int, task: Verify, epoch: Callable[[], int]
 ) -> Verified | Aborted | Failed:

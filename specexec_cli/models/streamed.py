@@ -33,6 +33,7 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
+from specexec_cli.planning.placement import converts_tables
 
 
 class StreamedModel:
@@ -110,9 +111,8 @@ class StreamedModel:
         if split:
             skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
-            # a GPU would convert the whole head in every pass, and in every captured step anew
-            stays_on_gpu = tiers is None and device.type == "cuda"
-            model = cls(skeleton, device, dtype, dtype if stays_on_gpu else None)
+            converted = converts_tables(stays=tiers is None, on_gpu=device.type == "cuda")
+            model = cls(skeleton, device, dtype, dtype if converted else None)
             if tiers is None:
                 model._load_layers(progress)
         if tiers is not None:

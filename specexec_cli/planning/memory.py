@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError
@@ -109,7 +110,10 @@ class DoesNotFitError(OutOfMemoryError):
         self.needed_bytes = needed_bytes
         self.usable_bytes = usable_bytes
         self.parts = parts
-        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts[:4])
+        self.asked: Any = None  # resolve.Asked, where it was found out for a request
+        small = sum(size for _, size in parts[4:])
+        shown = [*parts[:4], *([("other", small)] if small else [])]
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)
         sentence = what.format(
             needed=format_bytes(needed_bytes), usable=format_bytes(usable_bytes), parts=listed
         )

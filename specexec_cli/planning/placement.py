@@ -1,8 +1,13 @@
-"""Where a target's layers go under each --offload mode; tiers.py fills the memories."""
+"""Where a target's layers go under each --offload mode, and the table of what goes where.
+
+tiers.py fills the memories.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from specexec_cli.config import OffloadMode, Tier
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
@@ -11,6 +16,62 @@ from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Machine, Plan, make_plan, plan_of, ring_buffers
 
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """One row of the placement table: a part of a model, and where its weights wait."""
+
+    model: Literal["target", "draft"]
+    part: Literal["embeddings", "layer", "head"]  # the final norm goes with the embeddings
+    index: int | None = None  # of a decoder layer, from 0
+    tier: Tier
+    converted: bool  # its matrices, to the compute dtype, when loaded; otherwise as in the file
+    stored_bytes: int  # in the files; a head that shares the embeddings' table has none
+
+
+def placement_table(target: ModelBytes, draft: ModelBytes | None, plan: Plan) -> tuple[Placed, ...]:
+    """Every part of both models, the target's first, each from the embeddings to the head."""
+    rows = _rows("target", target, plan.tiers, plan.stays, plan.on_gpu)
+    if draft is not None:
+        rows += _rows("draft", draft, ["resident"] * len(draft.layers), True, plan.on_gpu)
+    return tuple(rows)
+
+
+def _rows(
+    model: Literal["target", "draft"],
+    sizes: ModelBytes,
+    tiers: Sequence[Tier],
+    stays: bool,
+    on_gpu: bool,
+) -> list[Placed]:
+    converted = converts_tables(stays, on_gpu)
+    return [
+        Placed(
+            model=model, part="embeddings", tier="resident", converted=converted,
+            stored_bytes=sizes.resident - sizes.head,
+        ),
+        *(
+            Placed(
+                model=model, part="layer", index=index, tier=tier,
+                converted=stays and not sizes.packed, stored_bytes=sizes.layers[index],
+            )
+            for index, tier in enumerate(tiers)
+        ),
+        Placed(
+            model=model, part="head", tier="resident", converted=converted,
+            stored_bytes=sizes.head,
+        ),
+    ]  # fmt: skip
+
+
+def converts_tables(stays: bool, on_gpu: bool) -> bool:
+    """Whether embeddings and head are converted to the compute dtype when they are loaded.
+
+    A GPU would otherwise convert the whole head in every pass, and in every captured draft step
+    anew. Beside layers that are streamed there is no memory to spare for it.
+    """
+    return stays and on_gpu
 
 
 def place(

@@ -15,7 +15,6 @@ from specexec_cli.config import (
     DtypeName,
     Method,
     OffloadMode,
-    Policy,
     TreeConfig,
 )
 
@@ -30,7 +29,7 @@ class TreeRequest:
     depth: int | None = None
     batch: int | None = None
     scoring: DraftScoring = "noise"
-    policy: Policy | None = None  # None is cost, and fixed for methods whose trees cost cannot size
+    policy: str | None = None  # None is cost, and fixed for other methods than specexec
     calibrated: bool = True
 
     def resolve(self, recommended: TreeConfig, method: Method) -> TreeConfig:

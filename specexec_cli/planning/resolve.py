@@ -16,11 +16,10 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.choice import ModelChoice, choose_models
-from specexec_cli.planning.memory import Work
-from specexec_cli.planning.placement import place
+from specexec_cli.planning.memory import DoesNotFitError, Work
+from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
@@ -65,6 +64,7 @@ class Decision:
     """Everything that is settled before weights are loaded."""
 
     choice: ModelChoice  # its tree is the one that memory is planned for
+    recommended: TreeConfig  # the pair's, as far as nothing else was asked for
     target: SizedModel
     draft: SizedModel | None
     device: str
@@ -73,6 +73,7 @@ class Decision:
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
     machine: Machine
     plan: Plan
+    placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
 
     @property
     def tree(self) -> TreeConfig:
@@ -82,7 +83,11 @@ class Decision:
     @property
     def tiers(self) -> tuple[Tier, ...] | None:
         """Per layer, where it is streamed from; None where the whole target is loaded to stay."""
-        return None if self.plan.stays else self.plan.tiers
+        if self.plan.stays:
+            return None
+        return tuple(
+            row.tier for row in self.placement if (row.model, row.part) == ("target", "layer")
+        )
 
     @property
     def link_bytes_per_s(self) -> float | None:
@@ -101,6 +106,15 @@ class Decision:
         return self.plan.ssd_bytes / self.plan.link_bytes if self.plan.link_bytes else 1.0
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What did not fit: whoever tells of it can look for what would."""
+
+    request: Request
+    site: Site
+    context_tokens: int  # that the request came to
+
+
 def resolve(
     request: Request,
     site: Site,
@@ -108,7 +122,6 @@ def resolve(
     fetch_weights: bool = False,
     check: Callable[[Checkpoint], object] = lambda checkpoint: None,
     count_tokens: Callable[[Path, str], int] | None = None,
-    download_progress: bool = False,
 ) -> Decision:
     """Decides everything that a session needs to know.
 
@@ -131,9 +144,7 @@ def resolve(
     def find(entry: ModelEntry, revision: str | None) -> SizedModel:
         if not fetch_weights:
             return sized(entry, request.offline)
-        folder = fetch(
-            entry, revision=revision, offline=request.offline, progress=download_progress
-        )
+        folder = fetch(entry, revision=revision, offline=request.offline)
         checkpoint = read_checkpoint(folder)
         check(checkpoint)
         return _of_files(entry, checkpoint)
@@ -148,27 +159,34 @@ def resolve(
         widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
     )
 
+    draft_sizes = draft.sizes if draft is not None else None
+
     def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
         machine = site.machine(dtype, settings)
-        sizes = draft.sizes if draft is not None else None
-        return place(request.offload, target.sizes, sizes, work, machine)
+        return place(request.offload, target.sizes, draft_sizes, work, machine)
 
     try:
         plan = placed(work, site.settings)
-    except OutOfMemoryError:
+    except DoesNotFitError as error:
         # nodes beyond the recommended ones are welcome, not needed
         fewer = replace(request.tree, budget=choice.tree.budget)
+        error.asked = Asked(request, site, work.context_tokens)
         if draft is None or request.tree.budget is not None or fewer.budget == tree.budget:
             raise
         tree = fewer.resolve(choice.tree, request.method)
         work = replace(work, budget=tree.budget)
-        plan = placed(work, site.settings)
+        try:
+            plan = placed(work, site.settings)
+        except DoesNotFitError as again:
+            again.asked = error.asked
+            raise
     settings = dict(site.settings)
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
         plan = placed(work, settings)
     return Decision(
         choice=replace(choice, tree=tree),
+        recommended=replace(request.tree, policy="fixed").resolve(choice.tree, request.method),
         target=target,
         draft=draft,
         device=site.device,
@@ -177,6 +195,7 @@ def resolve(
         settings=settings,
         machine=site.machine(dtype, settings),
         plan=plan,
+        placement=placement_table(target.sizes, draft_sizes, plan),
     )
 
 

@@ -53,6 +53,7 @@ class ModelBytes:
     hidden: int
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
+    head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
     experts: ExpertBytes | None = None  # None: not a mixture
 
     @property
@@ -135,8 +136,9 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         params += others
         layers.append(weights)
     resident = _resident_params(shape, config)
+    head = 0 if shape.tied else shape.vocab * shape.hidden
     return ModelBytes(
-        layers=tuple(layers), resident=resident * item, layer_params=params,
+        layers=tuple(layers), resident=resident * item, head=head * item, layer_params=params,
         largest_matrix=largest, active_params=active,
         kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
@@ -148,7 +150,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
     model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
-    resident = 0
+    resident = head = 0
     each: dict[tuple[int, int], int] = {}  # bytes by layer and expert
     for name, tensor in checkpoint.items():
         found = _LAYER.search(name)
@@ -159,7 +161,8 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
                 each[place] = each.get(place, 0) + tensor.n_bytes
         else:
             resident += tensor.n_bytes
-    model = replace(model, layers=tuple(layers), resident=resident)
+            head += tensor.n_bytes if name.startswith("lm_head.") else 0
+    model = replace(model, layers=tuple(layers), resident=resident, head=head)
     if model.experts is None or not each:
         return model
     by_layer = [0] * len(layers)

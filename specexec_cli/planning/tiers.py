@@ -61,6 +61,7 @@ class Plan:
     compute_s: float  # arithmetic of a verification pass; 0 when the rate is not known
     knee_rows: int | None  # most rows whose arithmetic hides behind the stream
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
+    on_gpu: bool = False  # whether a GPU computes
     # What slots for experts take; `tiers` are then about the rest of each layer, and the bytes
     # moved are those of a verification pass whose rows choose all experts equally often.
     expert_bytes: int = 0
@@ -176,6 +177,7 @@ def plan_of(
         compute_s=compute_seconds(target.active_params, work.verify_rows, machine.flops),
         knee_rows=knee_rows(target.active_params, machine.flops, max(ssd_s, link_s, memory_s)),
         stays=stays,
+        on_gpu=machine.vram_bytes > 0,
     )
 
 

@@ -20,6 +20,7 @@ from specexec_cli.dsi.engine import ModelSpec, load_drafter, load_target
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
+from specexec_cli.dsi.pool import WorkerPool
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
 from specexec_cli.errors import ConfigError, WorkerError
@@ -35,7 +36,7 @@ class DsiSession(TextSession):
     def __init__(
         self,
         found: Prepared,
-        workers: ProcessWorkers | RayWorkers,
+        workers: WorkerPool,
         plan: DsiPlan,
         settings: Mapping[str, str],
         notice: Notice,
@@ -164,7 +165,7 @@ def open_dsi(
     drafter_to_load = partial(
         load_drafter, spec(folder=found.draft.folder, device=devices[-1], tiers=None)
     )
-    workers = (
+    workers: WorkerPool = (
         ProcessWorkers(servers_to_load, drafter_to_load)
         if cluster is None
         else RayWorkers(
@@ -200,7 +201,7 @@ def _share(gpus: int, workers: int) -> float:
     return 1.0 if gpus >= workers else math.floor(1e4 * gpus / workers) / 1e4
 
 
-def _plan(workers: ProcessWorkers | RayWorkers, lookahead: int | None) -> DsiPlan:
+def _plan(workers: WorkerPool, lookahead: int | None) -> DsiPlan:
     """From the slowest server's passes and the drafter's single rows, as measured at the start."""
     slowest: dict[int, float] = {}
     for server in workers.servers:

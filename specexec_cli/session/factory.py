@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from specexec_cli.loading import Notice, Progress, prepare
+from specexec_cli.planning.fetching import fetch_line, to_fetch
 from specexec_cli.planning.request import Request
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession
@@ -16,17 +18,18 @@ def open_session(
     *,
     notice: Notice = lambda text: None,
     progress: Progress = lambda done, total: None,
-    download_progress: bool = False,
 ) -> TextSession:
     """Decides what the request comes to, and opens the models.
 
     Args:
-        notice: told in one line what is slower than it could be.
+        notice: told in one line what is slower than it could be, and what is to be fetched.
         progress: told (done, total) bytes of weights that are loaded to stay.
-        download_progress: show the hub's own bars on stderr.
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
+    downloads = to_fetch(request)
+    if downloads:
+        notice(fetch_line(downloads))
     copies, devices = 1, [request.device]
     if request.method == "dsi":
         from specexec_cli.session.dsi_session import choose_devices, open_dsi, target_servers
@@ -34,7 +37,7 @@ def open_session(
         if request.dsi.ray is None:  # in a cluster every machine has memory of its own
             devices = choose_devices(request.dsi, request.device)
             copies = target_servers(request.dsi, devices)
-    found = prepare(request, copies=copies, devices=devices, download_progress=download_progress)
+    found = prepare(request, copies=copies, devices=devices)
     if request.method == "dsi":
         distributed = open_dsi(found, request.dsi, request.device, notice)
         if distributed is not None:
@@ -46,19 +49,22 @@ def open_session(
     return session
 
 
+def _on_stderr(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 class Session:
     """The Python API's door to sessions: `Session.open(pair="demo")`."""
 
     @staticmethod
     def open(
         *,
-        notice: Notice = lambda text: None,
+        notice: Notice = _on_stderr,
         progress: Progress = lambda done, total: None,
-        download_progress: bool = False,
         **request: Any,
     ) -> TextSession:
-        """open_session, given the fields of planning.request.Request, as in offload="ssd"."""
-        return open_session(
-            Request(**request), notice=notice, progress=progress,
-            download_progress=download_progress,
-        )  # fmt: skip
+        """open_session, given the fields of planning.request.Request, as in offload="ssd".
+
+        Models that are not here are fetched; `notice` is told how much that is before it begins.
+        """
+        return open_session(Request(**request), notice=notice, progress=progress)

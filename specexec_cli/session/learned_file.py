@@ -7,21 +7,26 @@ from pathlib import Path
 
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.loading import Notice
+from specexec_cli.planning.reached import Run, keep_run
 
 _NAME = "learned.json"
 
 
 class LearnedFile:
-    """The file of one pair, and the part of it that holds on this machine.
+    """What is kept of one pair, as far as it holds on this machine, and its runs.
 
     Args:
         folder: the pair's.
+        runs: see planning/reached.py.
         settings: of the session; what an iteration costs depends on its offload tier, device and
             dtype.
         notice: told, in one line, if the file cannot be written.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, str], notice: Notice) -> None:
+    def __init__(
+        self, folder: Path, runs: Path, settings: Mapping[str, str], notice: Notice
+    ) -> None:
+        self._runs = runs
         self._path = folder / _NAME
         self._machine = " ".join(settings[name] for name in ("offload", "device", "dtype"))
         self._notice = notice
@@ -30,10 +35,11 @@ class LearnedFile:
         """Adds what earlier sessions kept; nothing where that is missing or cannot be used."""
         learned.load(self._path, self._machine)
 
-    def save(self, learned: Learned) -> None:
-        """Keeps it for later sessions."""
+    def save(self, learned: Learned, run: Run) -> None:
+        """Keeps it for later sessions, and what this one reached."""
         try:
             learned.save(self._path, self._machine)
+            keep_run(self._runs, run)
         except OSError as error:
             self._notice(
                 f"what was learned about the pair cannot be kept in {self._path}: {error.strerror}"

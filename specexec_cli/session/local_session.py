@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import date
 
 import torch
 from torch import Tensor
 
-from specexec_cli.config import POLICIES, BenchMethod, Method, TreeConfig
-from specexec_cli.core import DraftTree, PassProgress, StepResult
+from specexec_cli.config import BenchMethod, Method, TreeConfig
+from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
+from specexec_cli.drafting.policies import policies_for
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.learned_file import LearnedFile
@@ -53,7 +56,9 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            self._learned_file = LearnedFile(self.pair_folder, self.settings, notice)
+            assert self.choice.draft is not None
+            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
     @property
@@ -96,15 +101,17 @@ class LocalSession(TextSession):
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
         if method not in SPECULATIVE:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
-        if tree.policy not in POLICIES[method]:
+        able = policies_for(method)
+        if tree.policy not in able:
             raise ConfigError(
                 f"--policy {tree.policy} cannot size the trees of method {method}: use "
-                f"{' or '.join(POLICIES[method])}"
+                f"{' or '.join(able)}"
             )
         self.learned.policy(tree)  # a missing classifier is told of before the text begins
 
     def _steps(self, request: GenerationRequest) -> Steps:
-        self._crop_to_common_prefix(request.prompt)
+        # what the cache shares with the prompt, whose last token must be run again, is kept
+        self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling)
@@ -115,15 +122,6 @@ class LocalSession(TextSession):
             drafter = self._drafter_for(request, sampler)
             decode = SPECULATIVE[request.method].decode
             yield from decode(self._target, drafter, sampler, *ends)
-
-    def _crop_to_common_prefix(self, prompt: Sequence[int]) -> None:
-        """Keeps what the cache shares with the prompt, whose last token must be run again."""
-        common = 0
-        for cached, wanted in zip(self._target.tokens, prompt[:-1], strict=False):
-            if cached != wanted:
-                break
-            common += 1
-        self._target.crop(common)
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> ModelDrafter:
         """The drafter of the method, set up for a generation."""
@@ -170,9 +168,21 @@ class LocalSession(TextSession):
         if self._drafter is not None:
             self._drafter.forget()
 
+    def _run(self) -> Run:
+        """What the session's drafted generations came to, behind their first passes."""
+        drafted = [stats for stats in self.history if stats.draft_s]
+        return Run(
+            date=f"{date.today()}",
+            offload=self.settings["offload"],
+            device=self.settings["device"],
+            tokens=sum(stats.generated_tokens - stats.first_tokens for stats in drafted),
+            passes=sum(stats.target_passes - 1 for stats in drafted),
+            seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
+        )
+
     def _close(self) -> None:
         if self._learned_file is not None:
-            self._learned_file.save(self.learned)
+            self._learned_file.save(self.learned, self._run())
         self._target.close()
         if self._draft is not None:
             self._draft.close()

@@ -27,7 +27,7 @@ from specexec_cli.config import (
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.drafting.calibration import Reliability
-from specexec_cli.drafting.disco import Classifier, load_classifier
+from specexec_cli.drafting.classifier import Classifier, load_classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError, clear_shortage
@@ -82,6 +82,7 @@ class TextSession(PromptEncoder, ABC):
         self.context_limit: int | None = None  # the user's own, below the target's window
         self.context: list[int] = []  # prompt and committed tokens of the last generation
         self.stats = GenerationStats()  # of the last generation
+        self.history: list[GenerationStats] = []  # of all that have ended
         # about the pair, by all generations so far
         self.learned = Learned(self.classifier, self.cost_prior)
         self._window = window
@@ -250,6 +251,7 @@ class TextSession(PromptEncoder, ABC):
                     if self._running is not steps:
                         raise ConfigError(_CLOSED if self._closed else _ENDED)
         finally:
+            self.history.append(self.stats)
             if self._running is steps:
                 self._end_generation()
 

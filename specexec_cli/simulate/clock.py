@@ -10,6 +10,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specexec_cli.core import common_prefix
 from specexec_cli.dsi.messages import (
     DRAFTER,
     NEVER_STALE,
@@ -22,7 +23,6 @@ from specexec_cli.dsi.messages import (
     Verify,
     WorkerLost,
 )
-from specexec_cli.dsi.workers import common_prefix
 
 TokenAt = Callable[[Sequence[int], int], int]  # (sequence, position) -> token
 

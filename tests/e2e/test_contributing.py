@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from checkpoints import chain_logits, open_float32, random_tokens, save_checkpoint
 
+from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.core import StepResult
+from specexec_cli.drafting.policies import POLICIES, policies_for, registry
+from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import architectures
-from specexec_cli.planning.architectures import Architecture
 from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.session import Session, TextSession
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,20 +34,28 @@ def example(name: str) -> str:
     return found[1]
 
 
-@pytest.fixture
-def own_table() -> Iterator[dict[str, Architecture]]:
-    """The table of architectures, as it was again after the test."""
-    before = dict(architectures._table)
-    yield architectures._table
-    architectures._table.clear()
-    architectures._table.update(before)
+@pytest.fixture(autouse=True)
+def own_tables() -> Iterator[None]:
+    """Every registry is after a test as it was before."""
+    tables: list[dict[str, Any]] = [architectures._table, registry._table]
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def added_by(name: str, table: Mapping[str, Any]) -> str:
+    """Carries out an example; the name of the one entry that the table has more."""
+    before = set(table)
+    exec(compile(example(name), "CONTRIBUTING.md", "exec"), {})
+    (added,) = set(table) - before
+    return added
 
 
 @torch.no_grad()
-def test_the_example_of_an_architecture(tmp_path: Path, own_table: dict[str, Architecture]) -> None:
-    before = set(own_table)
-    exec(compile(example("architecture"), "CONTRIBUTING.md", "exec"), {})
-    (added,) = set(own_table) - before
+def test_the_example_of_an_architecture(tmp_path: Path) -> None:
+    added = added_by("architecture", architectures.ARCHITECTURES)
     config = transformers.AutoConfig.for_model(
         added, vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2,
@@ -52,6 +67,48 @@ def test_the_example_of_an_architecture(tmp_path: Path, own_table: dict[str, Arc
     model.close()
     sizes = checkpoint_bytes(read_checkpoint(tmp_path))
     assert sum(sizes.layers) == 4 * sizes.layer_params
+
+
+def test_the_example_of_a_policy() -> None:
+    name = added_by("policy", POLICIES)
+    assert policies_for("specexec")[-1] == policies_for("beam")[-1] == name
+    assert name not in policies_for("chain")
+    with Session.open(pair="demo", device="cpu") as session:
+        plain = tokens_of(session, method="autoregressive")
+        tree = TreeConfig(budget=12, max_depth=4, batch=4, policy=name)
+        found: list[StepResult] = []
+        assert tokens_of(session, steps=found, tree=tree) == plain
+        assert max(step.tree_nodes for step in found) == 6
+        with pytest.raises(ConfigError, match="cannot size the trees of method chain: use fixed"):
+            session.generate("x", tree=tree, method="chain")
+
+
+def test_help_shows_the_example_of_a_policy() -> None:
+    """In a process of its own: help texts are made when the command line is imported."""
+    code = (
+        f"exec({example('policy')!r})\n"
+        "from typer.testing import CliRunner\n"
+        "from specexec_cli.cli.main import app\n"
+        "for command in ('generate', 'bench'):\n"
+        "    print(CliRunner().invoke(app, [command, '--help'], env={'COLUMNS': '900'}).output)\n"
+        "print(CliRunner().invoke(app, ['generate', 'x', '--policy', 'hal']).exception)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "cost (as much as pays in tokens/s; the budget is then twice" in done.stdout
+    assert "unless given), half (half of it). auto is" in done.stdout
+    assert "fixed, heuristic, disco, cost, half: how much of the budget a tree uses" in done.stdout
+    assert "not one of auto, fixed, heuristic, disco, cost, half. Did you mean" in done.stdout
+
+
+def tokens_of(session: TextSession, steps: list[StepResult] | None = None, **how: Any) -> list[int]:
+    found = [] if steps is None else steps
+    found += session.generate(
+        "def f(x):",
+        sampling=SamplingConfig(temperature=0.7, seed=3),
+        generation=GenerationConfig(max_tokens=24),
+        **how,
+    )
+    return [token for step in found for token in step.tokens]
 
 
 def test_readme_lists_every_architecture() -> None:

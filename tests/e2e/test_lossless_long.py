@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from checkpoints import architecture, open_float32, random_tokens, save_checkpoint
 
-from specexec_cli.config import BenchMethod, Policy, SamplingConfig, TreeConfig
+from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.methods import SPECULATIVE
@@ -48,7 +48,7 @@ def models(
 def test_methods_write_the_plain_text(
     models: tuple[StreamedModel, StreamedModel],
     sampling: SamplingConfig,
-    runs: list[tuple[BenchMethod, Policy]],
+    runs: list[tuple[BenchMethod, str]],
 ) -> None:
     """Both caches outgrow their first buffers; a text that an EOS ended is gone on with."""
     target, draft = models

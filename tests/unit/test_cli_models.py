@@ -92,7 +92,8 @@ def test_json_holds_everything_with_sizes_in_bytes() -> None:
     assert (gptq["bits"], gptq["group_size"], gptq["here"]) == (4, -1, "no")
     pair = next(pair for pair in content["pairs"] if pair["name"] == "demo")
     assert set(pair) == {
-        "name", "target", "draft", "budget", "depth", "batch", "source", "note",
+        "name", "target", "draft", "budget", "depth", "batch", "source", "note", "task",
+        "tokens_per_pass",
     }  # fmt: skip
 
 

@@ -10,9 +10,9 @@ import pytest
 from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
 
 from specexec_cli.config import SamplingConfig
+from specexec_cli.core import common_prefix
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.threads import ThreadWorkers
-from specexec_cli.dsi.workers import common_prefix
 from specexec_cli.errors import WorkerError
 from specexec_cli.simulate.clock import Latencies
 from specexec_cli.simulate.methods import run_dsi
@@ -132,7 +132,14 @@ def test_passes_really_overlap():
 
 @pytest.mark.parametrize(
     ("left", "right", "length"),
-    [([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 9, 3], 1), ((1, 2), (1, 2), 2)],
+    [
+        ([], [1], 0),
+        ([1, 2], [1, 2, 3], 2),
+        ([1, 2, 3], [1, 9, 3], 1),
+        ((1, 2), (1, 2), 2),
+        ([4, 5, 6], (4, 5, 7), 2),
+        ([4, 5], (4, 5), 2),
+    ],
 )
 def test_common_prefix(left, right, length):
     assert common_prefix(left, right) == length

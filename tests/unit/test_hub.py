@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
+from fake_hub import FakeHub, running
 from huggingface_hub import constants, errors
 
 from specexec_cli.catalog.hub import cached_snapshot, fetch
@@ -76,15 +74,15 @@ def test_revision_and_offline_are_passed_on(
     ]
 
 
-def test_progress_bars_can_be_silent(
+def test_progress_bars_are_silent_or_the_callers_own(
     calls: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fetch(ENTRY, progress=True)
-    fetch(ENTRY, progress=False)
-    assert calls[0]["tqdm_class"] is None
-    with calls[1]["tqdm_class"](total=10, desc="loud") as bar:
+    fetch(ENTRY)
+    with calls[0]["tqdm_class"](total=10, desc="loud") as bar:
         bar.update(5)
     assert capfd.readouterr().err == ""
+    fetch(ENTRY, bar=int)
+    assert calls[1]["tqdm_class"] is int
 
 
 # --- Every failure is one line that says what to do ---
@@ -204,65 +202,20 @@ FILES = {
     "onnx/model.safetensors": b"other",
 }
 WANTED = set(list(FILES)[:8])
-REPOS = {"org/name": FILES, "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"}}
-
-
-class _Hub(BaseHTTPRequestHandler):
-    """The three answers that snapshot_download needs: revision, tree, file."""
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-    def _answer(self, body: bool) -> None:
-        path = self.path.partition("?")[0]
-        repo = next((name for name in REPOS if f"/{name}/" in path), None)
-        if "/org/gated/" in path:
-            return self._send(403, b"{}", body, {"X-Error-Code": "GatedRepo"})
-        if repo is None:
-            return self._send(404, b"{}", body, {"X-Error-Code": "RepoNotFound"})
-        rest = path.partition(f"/{repo}/")[2]
-        if rest == "revision/main":
-            found: Any = {"id": repo, "sha": SHA, "siblings": []}
-        elif rest.startswith("revision/"):
-            return self._send(404, b"{}", body, {"X-Error-Code": "RevisionNotFound"})
-        elif rest.startswith("tree/"):
-            found = [
-                {"type": "file", "path": name, "size": len(data), "oid": _oid(data)}
-                for name, data in REPOS[repo].items()
-            ]
-        else:
-            data = REPOS[repo][rest.removeprefix(f"resolve/{SHA}/")]
-            return self._send(200, data, body, {"ETag": f'"{_oid(data)}"', "X-Repo-Commit": SHA})
-        self._send(200, json.dumps(found).encode(), body, {"Content-Type": "application/json"})
-
-    def _send(self, status: int, data: bytes, body: bool, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in {**headers, "Content-Length": str(len(data))}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
-
-
-def _oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+HUB = FakeHub(
+    repos={
+        "org/name": FILES,
+        "org/pickled": {"config.json": b"{}", "pytorch_model.bin": b"pickle"},
+        "org/gated": FILES,
+    },
+    gated=frozenset({"org/gated"}),
+)
 
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with running(HUB) as hub:
+        yield hub.url
 
 
 def _fetch_elsewhere(endpoint: str, cache: Path, repo: str, **kwargs: object) -> Path | str:
@@ -274,7 +227,7 @@ def _fetch_elsewhere(endpoint: str, cache: Path, repo: str, **kwargs: object) ->
         "from specexec_cli.catalog.models_file import ModelEntry\n"
         "repo, kwargs = json.loads(sys.argv[1])\n"
         "try:\n"
-        "    print(fetch(ModelEntry(name=repo, repo=repo), progress=False, **kwargs))\n"
+        "    print(fetch(ModelEntry(name=repo, repo=repo), **kwargs))\n"
         "except SpecexecError as error:\n"
         "    print(type(error).__name__ + ': ' + str(error))\n"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from toys import classifier
 
 from specexec_cli.config import SamplingConfig, TreeConfig
-from specexec_cli.drafting.disco import FEATURES, Classifier, load_classifier
+from specexec_cli.drafting.classifier import FEATURES, Classifier, load_classifier
 from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.errors import CheckpointError
@@ -150,6 +150,13 @@ def _without(name: str) -> Classifier:
     return Classifier(tensors, 0.5, 8)
 
 
+def _retold(folder: Path, key: str, value: str) -> None:
+    """Writes another value, as JSON, into what is said about the classifier."""
+    path = folder / "disco.json"
+    kept = json.loads(path.read_text())
+    path.write_text(json.dumps({**kept, key: "HERE"}).replace('"HERE"', value))
+
+
 DAMAGES = {
     "missing": (lambda folder: (folder / "disco.json").unlink(), "no classifier"),
     "no weights": (lambda folder: (folder / "disco.safetensors").unlink(), "No such file"),
@@ -172,6 +179,12 @@ DAMAGES = {
     "schema": (
         lambda folder: classifier().save(folder, {**PAIR, "schema": 9}), "schema 9",
     ),
+    "nested": (
+        lambda folder: (folder / "disco.json").write_text("[" * 100_000), "cannot be read",
+    ),
+    "a length without end": (lambda folder: _retold(folder, "max_length", "Infinity"), "infinity"),
+    "a threshold too long": (lambda folder: _retold(folder, "threshold", "1" * 400), "too large"),
+    "no object": (lambda folder: (folder / "disco.json").write_text("null"), "cannot be used"),
 }  # fmt: skip
 PAIR = {"target": "t", "draft": "d"}
 

@@ -93,13 +93,14 @@ def test_a_cpu_loads_small_targets_and_streams_others(
 
 def test_no_room_for_a_whole_target(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, byte_llama())
-    for where, words, mode in (
-        (site(10_000, 0), "of RAM", "ssd"),
-        (site(10**9, 1_000_000), "of GPU memory", "auto"),
+    for where, words in (
+        (site(10_000, 0), "of RAM"),
+        (site(10**9, 1_000_000), "of GPU memory"),
     ):
         with pytest.raises(OutOfMemoryError, match=f"{words} but .* are free") as error:
             decided(tmp_path, where, "none")
-        assert with_mend(error.value).endswith(f": --offload {mode}")
+        # streamed, it does not fit either
+        assert with_mend(error.value).endswith(". Use a smaller or quantized target: --target")
 
 
 def test_a_tree_larger_than_recommended_is_welcome_not_needed() -> None:
@@ -116,3 +117,48 @@ def test_a_tree_larger_than_recommended_is_welcome_not_needed() -> None:
                 resolve(asked, where)
     assert budgets == sorted(budgets)
     assert set(budgets) == {recommended, 2 * recommended}
+
+
+@pytest.mark.parametrize(
+    ("vram_bytes", "offload", "tiers", "converted"),
+    [
+        (0, "ssd", ["ssd"] * 4, {"draft layers"}),
+        (0, "none", ["resident"] * 4, {"draft layers", "target layers"}),
+        (8 * 10**9, "ram", ["resident"] * 4, {"draft layers", "draft tables"}),
+        (8 * 10**9, "none", ["resident"] * 4,
+         {"draft layers", "draft tables", "target layers", "target tables"}),
+    ],
+)  # fmt: skip
+def test_one_table_says_where_every_part_of_both_models_is(
+    tmp_path: Path, vram_bytes: int, offload: OffloadMode, tiers: list[str], converted: set[str]
+) -> None:
+    save_checkpoint(tmp_path / "target", byte_llama(num_hidden_layers=4))
+    save_checkpoint(tmp_path / "draft", byte_llama(num_hidden_layers=2, tie_word_embeddings=True))
+    request = Request(
+        target=str(tmp_path / "target"), draft=str(tmp_path / "draft"), offload=offload,
+        context_tokens=100,
+    )  # fmt: skip
+    found = resolve(request, site(10**9, vram_bytes))
+    rows = found.placement
+    assert [(row.model, row.part, row.index) for row in rows] == [
+        (model, part, index)
+        for model, layers in (("target", 4), ("draft", 2))
+        for part, index in [
+            ("embeddings", None), *(("layer", layer) for layer in range(layers)), ("head", None)
+        ]
+    ]  # fmt: skip
+    assert [row.tier for row in rows[1:5]] == tiers
+    assert {row.tier for row in (rows[0], *rows[5:])} == {"resident"}
+    assert found.tiers == (None if found.plan.stays else tuple(tiers))
+    kinds = {
+        f"{row.model} {'layers' if row.part == 'layer' else 'tables'}"
+        for row in rows
+        if row.converted
+    }
+    assert kinds == converted
+    assert found.draft is not None
+    stored = [sum(row.stored_bytes for row in rows if row.model == model)
+              for model in ("target", "draft")]  # fmt: skip
+    assert stored == [found.target.sizes.total, found.draft.sizes.total]
+    assert rows[5].stored_bytes > 0, "a head of its own"
+    assert rows[-1].stored_bytes == 0, "the head is the table of embeddings"

@@ -7,13 +7,15 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from specexec_cli.config import Policy, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.baselines import grow_chain
-from specexec_cli.drafting.disco import FEATURES, Classifier
+from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.policies import Cost, Heuristic, Oracle
+from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.policies.heuristic import Heuristic
+from specexec_cli.drafting.policies.oracle import Oracle
 from specexec_cli.drafting.search import Frontier, Search, grow_tree
 
 Seconds = Callable[[int, int], float]  # (rows, draft steps) of an iteration
@@ -177,7 +179,7 @@ def test_with_a_measured_prior_the_first_text_is_near_the_best_fixed_budget(
 
     def clock(policy: str, budget: int) -> float:
         rng = np.random.default_rng(7)
-        config = TreeConfig(budget=budget, max_depth=min(24, budget), batch=8, policy=policy)  # type: ignore[arg-type]
+        config = TreeConfig(budget=budget, max_depth=min(24, budget), batch=8, policy=policy)
         one, text = Learned(cost_prior=lambda: prior).policy(config), Text(chances, seed=5)
         tokens, total_s = 0.0, 0.0
         while tokens < 64:
@@ -235,7 +237,7 @@ def test_a_prompt_teaches_the_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", ["fixed", "heuristic", "cost"])
-def test_trees_stay_within_budget_and_depth(name: Policy) -> None:
+def test_trees_stay_within_budget_and_depth(name: str) -> None:
     policy = Learned().policy(TreeConfig(budget=20, max_depth=6, policy=name))
     text = Text([0.6, 0.3], seed=3)
     for limit in (9, 3, 1):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from specexec_cli.drafting.disco import Classifier
+from specexec_cli.drafting.classifier import Classifier
 from specexec_cli.drafting.training import (
     Costs,
     Text,

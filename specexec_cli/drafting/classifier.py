@@ -1,11 +1,9 @@
-"""DISCO: a small classifier decides after each draft step whether another one will pay.
+"""The classifier of --policy disco: how likely it is that a drafted token will be accepted.
 
 A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy
 and the position within the draft, and gives the probability that the token just drafted will be
 accepted; drafting ends below a threshold, or at a length, that were tuned for latency (Mamou et
-al., arXiv:2405.04304, section 3). It decides per token of a chain. For a tree it decides per level,
-by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is a
-level of one node. drafting/training.py makes the classifier.
+al., arXiv:2405.04304, section 3). drafting/training.py makes it, policies/disco.py asks it.
 """
 
 from __future__ import annotations
@@ -21,10 +19,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from specexec_cli.config import TreeConfig
-from specexec_cli.core import StepResult
-from specexec_cli.drafting.policies import Signals
-from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+from specexec_cli.drafting.kept import read_json
+from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.errors import CheckpointError
 
 FEATURES = 12  # the signals, and the position
@@ -48,6 +44,18 @@ class Classifier:
         hidden = np.maximum(scaled @ t["hidden.weight"].T + t["hidden.bias"], 0.0)
         logits = hidden @ t["out.weight"][0] + t["out.bias"]
         return np.exp(-np.logaddexp(0.0, -logits))  # type: ignore[no-any-return]
+
+    def chance(self, signals: Floats, depths: Ints, log_probs: Floats) -> float:
+        """The probability that a token of one level is accepted, the likelier tokens counting more.
+
+        Args:
+            signals: (n, 11) of the nodes that the tokens were drafted from; see policies.Signals.
+            depths: (n,) of the tokens.
+            log_probs: (n,) cumulative ones of the tokens.
+        """
+        features = np.column_stack([signals, depths])
+        weights = np.exp(log_probs)
+        return float(weights @ self.probabilities(features) / weights.sum())
 
     def save(self, folder: Path, about: dict[str, Any]) -> None:
         """Writes disco.safetensors and disco.json.
@@ -80,7 +88,7 @@ def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
     if not about_path.exists():
         raise CheckpointError(f"--policy disco has no classifier for this pair: {mend}")
     try:
-        about = json.loads(about_path.read_text("utf-8"))
+        about = read_json(about_path)
         if about["schema"] != SCHEMA:
             raise ValueError(f"schema {about['schema']}, not {SCHEMA}")
         if (about["target"], about["draft"]) != (target, draft):
@@ -94,7 +102,9 @@ def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
         threshold, length = float(about["threshold"]), int(about["max_length"])
         if not (math.isfinite(threshold) and 0.0 <= threshold <= 1.0 and 1 <= length <= 65536):
             raise ValueError(f"threshold {threshold} or length {length} out of range")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, OverflowError, SafetensorError
+    ) as error:  # fmt: skip
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise CheckpointError(
             f"the classifier in {about_path} cannot be used ({what}): {mend}"
@@ -110,35 +120,3 @@ def _check_shapes(tensors: dict[str, Floats]) -> None:
         wanted = tuple(width if size < 0 else size for size in shape)
         if tensors[name].shape != wanted or not np.isfinite(tensors[name]).all():
             raise ValueError(f"{name} must be {wanted} finite numbers")
-
-
-class Disco:
-    """Grows trees while the classifier finds the last level promising."""
-
-    def __init__(self, tree: TreeConfig, classifier: Classifier) -> None:
-        self._tree = tree
-        self._classifier = classifier
-
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
-    ) -> SearchResult:
-        """See BudgetPolicy."""
-        self._signals = signals
-        depth = min(max_depth, self._tree.max_depth, self._classifier.max_length)
-        return search(expand, self._tree, depth, self)
-
-    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
-        """Whether the nodes about to be expanded are likely enough to be accepted."""
-        # a token's chance is read from the distribution it was drafted from: its parent's
-        signals = self._signals(frontier.parents)
-        features = np.column_stack([signals, frontier.depths])
-        weights = np.exp(log_probs[frontier.ids])
-        chance = weights @ self._classifier.probabilities(features) / weights.sum()
-        return bool(chance >= self._classifier.threshold)
-
-    def size(self, log_probs: Floats) -> int:
-        """All of them, within the budget."""
-        return len(log_probs)
-
-    def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy; a trained classifier learns no more."""

@@ -1,0 +1,180 @@
+"""What a download would take before it begins, the download itself, and how to be rid of it.
+
+All of it is huggingface_hub's own cache: what is fetched here, other programs find there, and the
+other way round. Files that are complete are never fetched twice; of a file that was broken off,
+huggingface_hub goes on within a run and begins anew in the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.catalog.hub import (
+    UNWANTED_FILES,
+    WANTED_FILES,
+    cached_snapshot,
+    explain,
+    fetch,
+    gate,
+    silent_bar,
+)
+from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.errors import NotFetchedError
+
+# what huggingface_hub calls the bar of the bytes that reach the disk
+_DISK_BAR = "huggingface_hub.snapshot_download"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Download:
+    """A model that is not on this machine, or not all of it."""
+
+    entry: ModelEntry  # its revision is the one to fetch
+    total_bytes: int  # of the files that are wanted
+    fetch_bytes: int  # of those that are not here
+    gated: bool  # the hub wants an accepted licence
+    allowed: bool  # and whoever is logged in here has accepted it
+
+    @property
+    def obstacle(self) -> str:
+        """Why the hub would not hand it out, in a sentence; empty where it would."""
+        return "" if self.allowed else gate(self.entry.repo)
+
+
+def missing(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
+    """Those of the entries whose weights are not on this machine; opens no connection."""
+    return [
+        entry
+        for index, entry in enumerate(entries)
+        if entry.folder is None and entry not in entries[:index] and cached_snapshot(entry) is None
+    ]
+
+
+def survey(entry: ModelEntry) -> Download:
+    """Asks the hub how much there is to fetch, and whether it would hand it out.
+
+    Raises:
+        UnknownModelError: no such repository or revision, or the hub cannot be reached.
+    """
+    from huggingface_hub import HfApi, errors
+
+    api, revision = HfApi(), entry.revision
+    try:
+        info = api.model_info(entry.repo, revision=revision, files_metadata=True)
+        allowed = True
+        if info.gated:
+            try:
+                api.auth_check(entry.repo)
+            except errors.GatedRepoError:
+                allowed = False
+    except Exception as error:  # whatever the hub or the network did: one line
+        raise explain(error, entry, revision, offline=False) from error
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    wanted = [name for name in sizes if _is_wanted(name)]
+    snapshot = _repo_folder(entry) / "snapshots" / str(info.sha)
+    return Download(
+        entry=entry,
+        total_bytes=sum(sizes[name] for name in wanted),
+        fetch_bytes=sum(sizes[name] for name in wanted if not (snapshot / name).is_file()),
+        gated=bool(info.gated),
+        allowed=allowed,
+    )
+
+
+def _is_wanted(name: str) -> bool:
+    """Whether hub.fetch brings this file."""
+    return any(fnmatch(name, pattern) for pattern in WANTED_FILES) and not any(
+        fnmatch(name, pattern) for pattern in UNWANTED_FILES
+    )
+
+
+def free_disk_bytes() -> int:
+    """Free on the disk that the hub's cache is on, or will be."""
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE).absolute()
+    there = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    return shutil.disk_usage(there).free
+
+
+def pull(download: Download, progress: Callable[[int], None]) -> Path:
+    """Fetches what is missing of a model, and tells how many bytes have come.
+
+    Args:
+        progress: told bytes since it was last told, by several threads.
+    Returns:
+        The folder of its files.
+    Raises:
+        UnknownModelError, CheckpointError: see hub.fetch.
+    """
+    return fetch(download.entry, bar=_counting_bar(progress))
+
+
+def _counting_bar(progress: Callable[[int], None]) -> type[Any]:
+    """A bar that shows nothing and passes on the bytes that reach the disk."""
+
+    class Counting(silent_bar()):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = kwargs.get("name") == _DISK_BAR
+            super().__init__(*args, **kwargs)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts and n:
+                progress(int(n))
+            return None
+
+    return Counting
+
+
+@dataclass(frozen=True, slots=True)
+class Cached:
+    """What the hub's cache holds of a repository, whole or in part."""
+
+    repo: str
+    folder: Path
+    size_bytes: int
+
+
+def cached(entry: ModelEntry) -> Cached | None:
+    """What is on this disk of a model of the hub; None where there is nothing."""
+    folder = _repo_folder(entry)
+    if entry.folder is not None or not folder.is_dir():
+        return None
+    blobs = [path.stat().st_size for path in (folder / "blobs").glob("*") if path.is_file()]
+    return Cached(entry.repo, folder, sum(blobs))
+
+
+def remove(found: Cached) -> None:
+    """Deletes all revisions of a repository, and what broken downloads left of it.
+
+    Raises:
+        NotFetchedError: a file cannot be deleted.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    try:
+        revisions = [
+            revision.commit_hash
+            for repo in scan_cache_dir(found.folder.parent).repos
+            if repo.repo_path.resolve() == found.folder.resolve()
+            for revision in repo.revisions
+        ]
+        if revisions:
+            scan_cache_dir(found.folder.parent).delete_revisions(*revisions).execute()
+        if found.folder.is_dir():  # of a download that never came to an end there is no revision
+            shutil.rmtree(found.folder)
+    except OSError as error:
+        raise NotFetchedError(
+            f"cannot delete {error.filename or found.folder}: {error.strerror}"
+        ) from error
+
+
+def _repo_folder(entry: ModelEntry) -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))

@@ -1,0 +1,220 @@
+"""Before a download: whether it fits, how much it is, and one question. Then the download."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import typer
+
+from specexec_cli.catalog.downloads import Download, pull
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, NotFetchedError, UnknownModelError
+from specexec_cli.planning.fetching import check_room, to_fetch
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.site import described_site
+
+_CHUNK_BYTES = 1 << 20
+_CHARACTERS_PER_TOKEN = 4  # of a prompt whose tokenizer is not here yet
+
+
+def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
+    """Fetches what the request needs and this machine lacks, if it fits and is agreed to.
+
+    Args:
+        yes: agreed to beforehand.
+        quiet: show nothing but errors and the question.
+    Raises:
+        OutOfMemoryError: the models would not fit this machine; nothing has been fetched.
+        UnknownModelError: a model is not known, not reachable, or its licence not accepted.
+        NotFetchedError: nobody agreed, or the disk is too small.
+    """
+    downloads = to_fetch(request)
+    if not downloads:
+        return
+    decision = planned(request)
+    agree(downloads, fit_line(decision), yes=yes, quiet=quiet)
+    fetch_all(downloads, quiet=quiet)
+
+
+def planned(request: Request) -> Decision | None:
+    """What the request would come to here; None where other machines have a say (--method dsi).
+
+    Raises:
+        OutOfMemoryError: it does not fit.
+    """
+    if request.method == "dsi":
+        return None
+    if request.prompt is not None:
+        length = len(request.prompt) // _CHARACTERS_PER_TOKEN
+        request = replace(
+            request, prompt=None, context_tokens=(request.context_tokens or 0) + length
+        )
+    return resolve(request, described_site(vram_bytes=0 if request.device == "cpu" else None))
+
+
+def fit_line(decision: Decision | None) -> str:
+    """Where the target would live, in a sentence; empty where that is not known."""
+    if decision is None:
+        return ""
+    places = {"resident": "on the GPU", "ram": "in RAM", "ssd": "on SSD"}
+    if decision.plan.stays:
+        return "It fits this machine: the whole target is loaded to stay."
+    tiers = decision.plan.tiers
+    counts = [f"{tiers.count(tier)} {where}" for tier, where in places.items() if tier in tiers]
+    return f"It fits this machine, with {' and '.join(counts)} of {len(tiers)} layers."
+
+
+def agree(downloads: Sequence[Download], fits: str, *, yes: bool, quiet: bool) -> None:
+    """Says how much is to be fetched, and asks once.
+
+    Args:
+        fits: whether the models fit this machine, in a sentence; may be empty.
+    Raises:
+        UnknownModelError: the hub would not hand it out.
+        NotFetchedError: the answer is not yes, nobody can be asked, or the disk is too small.
+    """
+    for download in downloads:
+        if download.obstacle:
+            raise UnknownModelError(download.obstacle)
+    free = check_room(downloads)
+    amount = format_bytes(sum(download.fetch_bytes for download in downloads))
+    if not yes and (quiet or not _someone_is_there()):
+        names = " and ".join(download.entry.name for download in downloads)
+        raise NotFetchedError(
+            f"{names} {'is' if len(downloads) == 1 else 'are'} not on this machine, and {amount} "
+            "would have to be fetched: agree with --yes, or fetch it with `specexec pull`"
+        )
+    if not quiet:
+        print(_described(downloads), file=sys.stderr)
+        if fits:
+            print(fits, file=sys.stderr)
+        print(f"To fetch: {amount}; {format_bytes(free)} are free on the disk.", file=sys.stderr)
+    if not yes and not said_yes(f"Fetch {amount}?"):
+        raise NotFetchedError("nothing was fetched")
+
+
+def said_yes(question: str) -> bool:
+    """Asks on stderr; anything but y or yes is no."""
+    print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
+    try:
+        answer = sys.stdin.readline()
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    if not answer.endswith("\n"):
+        print(file=sys.stderr)
+    return answer.strip().lower() in ("y", "yes")
+
+
+def _someone_is_there() -> bool:
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def _described(downloads: Sequence[Download]) -> str:
+    """A line per model: name, repository, size, and what of it is here already."""
+    lines = []
+    for item in downloads:
+        entry = item.entry
+        revision = f"@{entry.revision}" if entry.revision else ""
+        line = f"Not here: {entry.name}, {format_bytes(item.total_bytes)}"
+        if entry.name.partition("@")[0] != entry.repo:
+            line += f" ({entry.repo}{revision})"
+        if item.fetch_bytes < item.total_bytes:
+            line += f", {format_bytes(item.total_bytes - item.fetch_bytes)} of it here already"
+        if item.gated:
+            line += ", gated (your licence is accepted)"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
+    """Fetches one model after another under one bar; Ctrl-C leaves what is complete.
+
+    Raises:
+        UnknownModelError, CheckpointError: the hub, the network or the disk failed.
+    """
+    bar = FetchBar(sum(item.fetch_bytes for item in downloads), shown=not quiet)
+    stop = threading.Event()
+
+    def came(n_bytes: int) -> None:
+        if stop.is_set():
+            raise _StoppedError  # ends the thread that told it
+        bar.advance(n_bytes)
+
+    try:
+        with _interruptible(stop):
+            for download in downloads:
+                bar.name(download.entry.name)
+                pull(download, came)
+    except KeyboardInterrupt:
+        bar.close()
+        if not quiet:
+            print("stopped; whole files are kept, and the same command goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    finally:
+        bar.close()
+
+
+class _StoppedError(Exception):
+    """The user wants no more of a download."""
+
+
+@contextmanager
+def _interruptible(stop: threading.Event) -> Iterator[None]:
+    """Ctrl-C sets `stop` before it interrupts: huggingface_hub waits for its threads to end."""
+    from huggingface_hub import constants
+
+    def interrupt(number: int, frame: object) -> None:
+        stop.set()
+        raise KeyboardInterrupt
+
+    # They tell of their bytes a chunk at a time, and the usual 10 MB are long on a slow line.
+    usual, constants.DOWNLOAD_CHUNK_SIZE = constants.DOWNLOAD_CHUNK_SIZE, _CHUNK_BYTES
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        constants.DOWNLOAD_CHUNK_SIZE = usual
+
+
+class FetchBar:
+    """Bytes, rate and time left of a download; silent unless stderr is a terminal."""
+
+    def __init__(self, total_bytes: int, *, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(None), DownloadColumn(),
+            TransferSpeedColumn(), TimeRemainingColumn(compact=True),
+            console=Console(stderr=True), transient=True, expand=True,
+            disable=not (shown and sys.stderr.isatty()),
+        )  # fmt: skip
+        self._task = self._progress.add_task("fetching", total=total_bytes)
+        self._progress.start()
+
+    def name(self, model: str) -> None:
+        """Which model is being fetched."""
+        self._progress.update(self._task, description=model)
+
+    def advance(self, n_bytes: int) -> None:
+        """So many bytes more have come."""
+        self._progress.advance(self._task, n_bytes)
+
+    def close(self) -> None:
+        """Clears the bar; idempotent."""
+        self._progress.stop()

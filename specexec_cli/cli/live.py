@@ -1,0 +1,125 @@
+"""The lines at the end of a terminal that change while something runs, redrawn in place.
+
+Each drawing is a single write, so that nothing flickers; what is settled scrolls up like any other
+output.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.text import Text
+
+from specexec_cli.cli.render import pass_line
+from specexec_cli.core import PassProgress
+
+
+class Region:
+    """Lines that stand below what has been printed, until other ones take their place."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._widths: list[int] = []  # of the lines that stand there, in cells
+
+    @property
+    def drawn(self) -> bool:
+        """Whether lines stand there now."""
+        return bool(self._widths)
+
+    def draw(self, settled: Sequence[str], live: Sequence[str], column: int = 0) -> None:
+        """Prints `settled` for good and `live` below it, in the place of what stood there.
+
+        Args:
+            column: cells of the terminal's line that the text above ends with. Without any line to
+                print the cursor goes back to that end; else it waits below the lines.
+        """
+        lines = [*settled, *live]
+        # \x1b[?2026h..l: terminals that know it show the whole update at once
+        parts = ["\x1b[?2026h", self._to_top()]
+        if column and lines and not self.drawn:
+            parts.append("\n")
+        parts += [f"\x1b[2K{line}\n" for line in lines]
+        parts.append("\x1b[J")
+        if column and self.drawn and not lines:
+            parts.append(f"\x1b[1A\x1b[{column}C")
+        parts.append("\x1b[?2026l")
+        self._out.write("".join(parts))
+        self._out.flush()
+        self._widths = [Text.from_ansi(line).cell_len for line in live]
+
+    def _to_top(self) -> str:
+        """Moves to the first live line, also when the window has become narrower since."""
+        rows = len(self._widths)
+        if _reflows():
+            columns = shutil.get_terminal_size().columns
+            rows = sum(max(1, -(-width // columns)) for width in self._widths)
+        return f"\r\x1b[{rows}A" if rows else ""
+
+
+def _reflows() -> bool:
+    """Whether the terminal wraps lines anew when its width changes; most do."""
+    if "TMUX" in os.environ:
+        return True
+    term = os.environ.get("TERM", "")
+    return "XTERM_VERSION" not in os.environ and not term.startswith(("linux", "rxvt", "screen"))
+
+
+class LiveStatus:
+    """A line below the text while a pass runs: pass, layer, bandwidth, draft nodes.
+
+    The text may end in the middle of a line of the same terminal. The status then takes the next
+    line, and hiding it brings the cursor back to where the text ended. Passes shorter than
+    `_PATIENCE_S` show nothing.
+    """
+
+    _PATIENCE_S = 0.5
+    _REDRAW_S = 0.1
+
+    def __init__(self, *, shown: bool) -> None:
+        self._shown = shown and sys.stderr.isatty()
+        self._shares_terminal = sys.stdout.isatty()
+        self._column = 0  # where the text ends, in terminal cells
+        self._region = Region(sys.stderr)
+        self._next_s = time.perf_counter() + self._PATIENCE_S
+
+    def layer(self, progress: PassProgress) -> None:
+        """A layer of the target is done."""
+        width = shutil.get_terminal_size().columns
+        # a terminal that has just filled its line has not moved on yet: nothing to come back to
+        full = self._column > 0 and self._column % width == 0
+        if not self._shown or full or time.perf_counter() < self._next_s:
+            return
+        self._next_s = time.perf_counter() + self._REDRAW_S
+        self._region.draw([], [pass_line(progress)[: width - 1]], self._column % width)
+
+    def step(self, text: str) -> None:
+        """A pass is done and `text` is about to be printed."""
+        self.hide()
+        self._next_s = time.perf_counter() + self._PATIENCE_S
+        if self._shares_terminal:
+            last_line = text.rpartition("\n")
+            kept = 0 if last_line[1] else self._column
+            self._column = kept + cell_len(last_line[2])
+
+    def hide(self) -> None:
+        """Clears the line and goes back to the end of the text; idempotent."""
+        if self._region.drawn:
+            self._region.draw([], [], self._column % shutil.get_terminal_size().columns)
+
+    def __enter__(self) -> LiveStatus:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.hide()

@@ -1,0 +1,98 @@
+"""`specexec pull` and `specexec rm`: models come to this machine, and go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specexec_cli.catalog.downloads import cached, missing, remove, survey
+from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.registry import Registry, load_registry
+from specexec_cli.cli import options
+from specexec_cli.cli.fetching import agree, fetch_all, fit_line, planned, said_yes
+from specexec_cli.cli.mends import with_mend
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import ConfigError, NotFetchedError, OutOfMemoryError, UnknownModelError
+from specexec_cli.planning.request import Request
+
+Name = Annotated[
+    str,
+    typer.Argument(help="A pair or model of models.toml, or a hub id (org/name[@revision])."),
+]
+
+
+def pull(
+    name: Name,
+    yes: options.Yes = False,
+    models_file: options.ModelsFile = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Fetch a pair's two models, or one model, into the hub's cache.
+
+    Says first how much there is to fetch and whether it fits this machine. Stopped by Ctrl-C, the
+    same command goes on: files that are complete are not fetched again.
+    """
+    registry = load_registry(models_file)
+    entries = _entries(registry, name)
+    downloads = [survey(entry) for entry in missing(entries)]
+    if not downloads:
+        if not quiet:
+            print(f"{name} is on this machine already", file=sys.stderr)
+        return
+    agree(downloads, _fits(registry, name, models_file), yes=yes, quiet=quiet)
+    fetch_all(downloads, quiet=quiet)
+    if not quiet:
+        print(f"{name} is on this machine now", file=sys.stderr)
+
+
+def rm(
+    name: Name,
+    yes: options.Yes = False,
+    models_file: options.ModelsFile = None,
+    quiet: options.Quiet = False,
+) -> None:
+    """Delete a pair's two models, or one model, from the hub's cache."""
+    entries = _entries(load_registry(models_file), name)
+    for entry in entries:
+        if entry.folder is not None:
+            raise ConfigError(
+                f"{entry.name} is the folder {entry.folder}, and not in the hub's cache: nothing "
+                "was deleted"
+            )
+    found = [item for entry in entries if (item := cached(entry)) is not None]
+    if not found:
+        raise UnknownModelError(f"nothing of {name} is in the hub's cache")
+    amount = format_bytes(sum(item.size_bytes for item in found))
+    named = " and ".join(f"{item.repo} ({format_bytes(item.size_bytes)})" for item in found)
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise NotFetchedError(f"{named} would be deleted: agree with --yes")
+        print(f"In the hub's cache: {named}.", file=sys.stderr)
+        if not said_yes(f"Delete {amount}?"):
+            raise NotFetchedError("nothing was deleted")
+    for item in found:
+        remove(item)
+    if not quiet:
+        print(f"deleted {named}", file=sys.stderr)
+
+
+def _entries(registry: Registry, name: str) -> list[ModelEntry]:
+    """The models that a name stands for; a pair's two, but for a model of the same name."""
+    if name in registry.pairs:
+        pair = registry.pairs[name]
+        return [registry.resolve(pair.target), registry.resolve(pair.draft)]
+    return [registry.resolve(name)]
+
+
+def _fits(registry: Registry, name: str, models_file: Path | None) -> str:
+    """Whether it would run here, in a sentence: pulled it can be all the same."""
+    request = Request(pair=name, models_file=models_file)
+    if name not in registry.pairs:
+        request = Request(target=name, method="autoregressive", models_file=models_file)
+    try:
+        return fit_line(planned(request))
+    except OutOfMemoryError as error:
+        return f"It does not fit this machine: {with_mend(error)}."

@@ -1,0 +1,138 @@
+"""--policy cost: as large as pays.
+
+With E the number of drafted tokens that a tree is expected to commit and T the seconds of its
+iteration, it maximises (1 + E) / T. E is the sum of the nodes' probabilities, T a function fitted
+to the last iterations, see drafting/iteration_cost.py.
+Source: growing a tree while it pays, SpecDec++ (arXiv:2405.19715) for chains; sizes by the
+hardware's cost, Sequoia (arXiv:2402.12374).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.drafting.policies.registry import policy
+
+if TYPE_CHECKING:
+    from specexec_cli.core import StepResult
+    from specexec_cli.drafting.iteration_cost import IterationCost
+    from specexec_cli.drafting.policies.registry import Signals
+    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+
+# The budget over the sizes of the first trees that are grown where nothing is known of what rows
+# cost, so that there is a comparison.
+_FIRST = (2, 8)
+
+
+@policy(
+    "cost",
+    help="as much as pays in tokens/s; the budget is then twice the pair's unless given",
+    methods=("specexec",),  # the one that searches by falling probability
+    needs="cost",
+)
+class Cost:
+    """The tree with the most tokens per second, expected.
+
+    The probabilities of a tree's nodes are scaled so that their sum has been right lately. Rows
+    beyond the largest pass so far are tried by halves more at a time: what they cost is not known.
+    The first tree is as large as a measured prior says.
+    """
+
+    _DECAY = 0.97  # the last thirty trees decide
+    _PRIOR = 10.0  # tokens that are taken to have come as expected
+    _STRETCH = 1.5
+    _PROBE = 16  # every so many trees one asks what the others cannot tell
+    _PROBED = (1.5, 0.5, 1.2)  # by being so many times as large as seems right
+
+    def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
+        self._tree = tree
+        self._cost = cost
+        self._accepted = self._expected = self._PRIOR  # running sums
+        self._caught = 0.7  # share of an expanded node's probability that its best child has
+        self._iteration = self._steps = 0
+        self._pending = 1
+        self._probing = False  # this tree tries a step and nodes more than seem to pay
+        self._probed = False  # and has tried the step
+        self._drawn: Floats | None = None  # probabilities of the nodes under way
+        self._known = 0  # nodes before their children
+        self._tree_expects = 0.0
+
+    @property
+    def _trust(self) -> float:
+        return self._accepted / self._expected
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+    ) -> SearchResult:
+        """See BudgetPolicy; the search is the best-first one."""
+        import numpy as np
+
+        self._pending = pending
+        self._steps, self._drawn = 1, None
+        self._iteration += 1
+        self._probing, self._probed = self._iteration % self._PROBE == 0, False
+        depth = min(max_depth, self._tree.max_depth)
+        result = search(expand, self._tree, depth, self)
+        self._tree_expects = float(np.exp(result.tree.log_probs).sum())
+        return result
+
+    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
+        """Whether one more draft step is expected to pay."""
+        import numpy as np
+
+        chosen = frontier.ids
+        _, now = self._best(log_probs, self._steps)
+        if self._drawn is not None:
+            best = -np.sort(-np.exp(log_probs[self._known :]))[: len(self._drawn)]
+            share = float(best.sum() / self._drawn.sum())
+            self._caught += 0.2 * (min(max(share, 0.05), 1.0) - self._caught)
+        self._drawn, self._known = np.exp(log_probs[chosen]), len(log_probs)
+        # as if each node had its best child alone
+        children = log_probs[chosen] + np.log(self._caught)
+        _, then = self._best(np.concatenate([log_probs, children]), self._steps + 1)
+        if then <= now:
+            if self._probed or not self._probing:
+                return False
+            self._probed = True
+        self._steps += 1
+        return True
+
+    def size(self, log_probs: Floats) -> int:
+        """How many of these nodes, the most probable ones, to verify."""
+        size, _ = self._best(log_probs, self._steps)
+        if self._probing:
+            by = self._PROBED[self._iteration // self._PROBE % len(self._PROBED)]
+            size = min(math.ceil(by * size), self._tree.budget, len(log_probs))
+        return size
+
+    def _room(self) -> int:
+        """Nodes that a tree may have by now."""
+        tried = self._cost.iterations
+        if self._cost.prior is None and tried < len(_FIRST):
+            return max(1, self._tree.budget // _FIRST[tried])
+        if tried == 0:
+            return self._tree.budget
+        return min(self._tree.budget, int(self._STRETCH * self._cost.most_rows))
+
+    def _best(self, log_probs: Floats, steps: int) -> tuple[int, float]:
+        """The number of nodes with the most tokens per second, and that rate."""
+        import numpy as np
+
+        most = min(self._room(), len(log_probs))
+        falling = -np.sort(-log_probs)[:most]
+        expected = self._trust * np.cumsum(np.exp(falling))
+        rows = self._pending + np.arange(1.0, most + 1.0)
+        rates = (1.0 + expected) / self._cost.seconds(rows, steps)
+        best = int(np.argmax(rates))
+        return best + 1, float(rates[best])
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
+        if step.pending_rows > 1 or step.tree_nodes == 0:
+            return
+        self._accepted = self._DECAY * self._accepted + sum(step.drafted)
+        self._expected = self._DECAY * self._expected + self._tree_expects
+        rows = step.tree_nodes + step.pending_rows
+        self._cost.observe(rows, self._steps, step.draft_s, step.draft_s + step.verify_s)

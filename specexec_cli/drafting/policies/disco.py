@@ -1,0 +1,56 @@
+"""--policy disco: as deep as a classifier that was trained for the pair finds promising.
+
+Mamou et al., arXiv:2405.04304, section 3, decide per token of a chain. For a tree it is decided per
+level, by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is
+a level of one node. drafting/classifier.py is the classifier, drafting/training.py makes it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.drafting.policies.registry import policy
+
+if TYPE_CHECKING:
+    from specexec_cli.core import StepResult
+    from specexec_cli.drafting.classifier import Classifier
+    from specexec_cli.drafting.policies.registry import Signals
+    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+
+
+@policy(
+    "disco",
+    help="as deep as the pair's trained classifier says, see train-policy",
+    # those whose drafts are the target's own choices if anything is
+    methods=("specexec", "chain-coupled", "beam", "beam-pruned"),
+    needs="classifier",
+)
+class Disco:
+    """Grows trees while the classifier finds the last level promising."""
+
+    def __init__(self, tree: TreeConfig, classifier: Classifier) -> None:
+        self._tree = tree
+        self._classifier = classifier
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+    ) -> SearchResult:
+        """See BudgetPolicy."""
+        self._signals = signals
+        depth = min(max_depth, self._tree.max_depth, self._classifier.max_length)
+        return search(expand, self._tree, depth, self)
+
+    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
+        """Whether the nodes about to be expanded are likely enough to be accepted."""
+        # a token's chance is read from the distribution it was drafted from: its parent's
+        signals = self._signals(frontier.parents)
+        chance = self._classifier.chance(signals, frontier.depths, log_probs[frontier.ids])
+        return chance >= self._classifier.threshold
+
+    def size(self, log_probs: Floats) -> int:
+        """How many nodes to verify: all of them, within the budget."""
+        return len(log_probs)
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy; a trained classifier learns no more."""

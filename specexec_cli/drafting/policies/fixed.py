@@ -1,0 +1,30 @@
+"""--policy fixed: budget, depth and batch as given."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.drafting.policies.registry import policy
+
+if TYPE_CHECKING:
+    from specexec_cli.core import StepResult
+    from specexec_cli.drafting.policies.registry import Signals
+    from specexec_cli.drafting.search import Expand, Search, SearchResult
+
+
+@policy("fixed", help="all of it", methods=DRAFTING_METHODS)
+class Fixed:
+    """Every tree as large as it may be."""
+
+    def __init__(self, tree: TreeConfig) -> None:
+        self._tree = tree
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+    ) -> SearchResult:
+        """See BudgetPolicy."""
+        return search(expand, self._tree, min(max_depth, self._tree.max_depth), None)
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy; a fixed size learns nothing."""

@@ -1,0 +1,45 @@
+"""--policy heuristic: transformers' schedule for assisted generation, carried over to trees.
+
+Source: `num_assistant_tokens_schedule="heuristic"` in transformers' GenerationConfig: two tokens
+deeper after a draft that was accepted whole, one less otherwise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.drafting.policies.registry import policy
+
+if TYPE_CHECKING:
+    from specexec_cli.core import StepResult
+    from specexec_cli.drafting.policies.registry import Signals
+    from specexec_cli.drafting.search import Expand, Search, SearchResult
+
+
+@policy("heuristic", help="deeper after a tree accepted whole", methods=DRAFTING_METHODS)
+class Heuristic:
+    """Depth by transformers' schedule; a tree gets its share of the budget with it."""
+
+    _START = 5  # tokens
+
+    def __init__(self, tree: TreeConfig) -> None:
+        self._tree = tree
+        self._depth = min(self._START, tree.max_depth)
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+    ) -> SearchResult:
+        """See BudgetPolicy."""
+        full = self._tree
+        budget = max(self._depth, full.budget * self._depth // full.max_depth)
+        tree = replace(full, budget=budget, max_depth=self._depth)
+        return search(expand, tree, min(max_depth, self._depth), None)
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy; a tree counts as accepted whole where its deepest level was reached."""
+        if step.tree_depth:
+            reached = sum(step.drafted) == step.tree_depth
+            self._depth = self._depth + 2 if reached else self._depth - 1
+            self._depth = min(max(self._depth, 1), self._tree.max_depth)

@@ -1,0 +1,55 @@
+"""--policy oracle: a chain exactly as long as the target's own text agrees with.
+
+That text must be known, so `bench` alone has it. It is the bound for every policy of chains (Mamou
+et al., arXiv:2405.04304, section 2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.drafting.policies.registry import policy
+
+if TYPE_CHECKING:
+    from specexec_cli.core import StepResult
+    from specexec_cli.drafting.policies.registry import Signals
+    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+
+
+@policy(
+    "oracle",
+    help="chain-coupled drafts exactly as long as will be accepted, the bound",
+    methods=("chain-coupled",),  # drafts one path, and of the target's own choices if of anything
+    needs="continuation",
+)
+class Oracle:
+    """Chains that end at the first token which is not the target's.
+
+    Args:
+        continuation: the target's own tokens, from the next one on.
+    """
+
+    def __init__(self, tree: TreeConfig, continuation: Sequence[int]) -> None:
+        self._tree = tree
+        self._continuation = list(continuation)
+
+    def grow(
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+    ) -> SearchResult:
+        """See BudgetPolicy; the search is one of single paths."""
+        return search(expand, self._tree, min(max_depth, self._tree.max_depth), self)
+
+    def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
+        """Whether the path's last token is right, as all before it were."""
+        depth, token = int(frontier.depths[-1]), int(frontier.tokens[-1])
+        return self._continuation[depth - 1 : depth] == [token]
+
+    def size(self, log_probs: Floats) -> int:
+        """How many nodes to verify: all of them."""
+        return len(log_probs)
+
+    def observe(self, step: StepResult) -> None:
+        """See BudgetPolicy."""
+        self._continuation = self._continuation[len(step.tokens) :]

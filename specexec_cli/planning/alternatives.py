@@ -1,0 +1,117 @@
+"""What would make a request fit that does not: each change is planned before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.errors import OutOfMemoryError, SpecexecError
+from specexec_cli.planning.choice import ModelChoice, choose_models
+from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.site import Site
+
+_LEAST_BUDGET, _LEAST_CONTEXT = 16, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the request, and how a user asks for it; context None leaves it as it is."""
+
+    request: Request
+    options: str = ""
+    context_tokens: int | None = None
+
+
+def changes_that_fit(request: Request, site: Site, context_tokens: int) -> list[Change]:
+    """Changes with which the request fits the machine, the nearest to what was asked for first.
+
+    Args:
+        request: one that does not fit.
+        context_tokens: that it came to; its prompt need not be counted again.
+    Returns:
+        One change of every kind that helps by itself; where none does, one that takes several.
+    """
+    site = replace(site, measure=None)  # what a link reaches does not decide what fits
+    plain = replace(request, prompt=None, context_tokens=context_tokens)
+    kinds = (_stream, _budgets, _drafts, _contexts)
+    alone = [found for kind in kinds if (found := _first(kind(plain), site))]
+    if not alone:
+        together = (
+            Change(context.request, f"{budget.options} {draft.options}".strip(),
+                   context.context_tokens)
+            for draft in (Change(plain), *_drafts(plain))
+            for budget in _budgets(draft.request)
+            for context in (Change(budget.request), *_contexts(budget.request))
+        )  # fmt: skip
+        found = _first(together, site)
+        alone = [found] if found else []
+    if plain.method != "autoregressive":
+        undrafted = Change(replace(plain, method="autoregressive"), "--method autoregressive")
+        if not alone and _fits(undrafted.request, site):
+            alone = [undrafted]
+    return alone
+
+
+def _first(changes: Iterator[Change], site: Site) -> Change | None:
+    return next((change for change in changes if _fits(change.request, site)), None)
+
+
+def _fits(request: Request, site: Site) -> bool:
+    try:
+        resolve(request, site)
+    except OutOfMemoryError:
+        return False
+    except SpecexecError:  # a draft whose size cannot be told helps nobody
+        return False
+    return True
+
+
+def _stream(request: Request) -> Iterator[Change]:
+    if request.offload != "auto":
+        yield Change(replace(request, offload="auto"), "--offload auto")
+
+
+def _budgets(request: Request) -> Iterator[Change]:
+    """Half as many nodes, and half of those, and so on."""
+    if request.method == "autoregressive":
+        return
+    choice = _choice(request)
+    nodes = request.tree.budget or choice.tree.budget
+    while (nodes := nodes // 2) >= _LEAST_BUDGET:
+        depth = request.tree.depth and min(request.tree.depth, nodes)
+        tree = replace(request.tree, budget=nodes, depth=depth)
+        yield Change(replace(request, tree=tree), f"--budget {nodes}")
+
+
+def _contexts(request: Request) -> Iterator[Change]:
+    """Powers of two: a context is a round number."""
+    tokens = 1 << (request.context_tokens or DEFAULT_CONTEXT_TOKENS).bit_length()
+    while (tokens := tokens // 2) >= _LEAST_CONTEXT:
+        if tokens == request.context_tokens:
+            continue
+        yield Change(replace(request, context_tokens=tokens), "", tokens)
+
+
+def _drafts(request: Request) -> Iterator[Change]:
+    """Smaller draft models of the same tokenizer that models.toml knows.
+
+    Those first that are made for chat, or not, as the target is; among them the largest.
+    """
+    if request.method == "autoregressive":
+        return
+    registry, choice = load_registry(request.models_file), _choice(request)
+    assert choice.draft is not None
+    drafts = [registry.resolve(name) for name in registry.drafts_for(choice.target.name)]
+    drafts.sort(key=lambda one: (one.chat == choice.target.chat, one.params or 0), reverse=True)
+    for draft in drafts:
+        if (draft.size_bytes or 0) < (choice.draft.size_bytes or 0):
+            yield Change(replace(request, draft=draft.name), f"--draft {draft.name}")
+
+
+def _choice(request: Request) -> ModelChoice:
+    return choose_models(
+        load_registry(request.models_file), pair=request.pair, target=request.target,
+        draft=request.draft, method=request.method,
+    )  # fmt: skip

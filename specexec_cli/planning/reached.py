@@ -1,0 +1,68 @@
+"""What runs on this machine reached, kept per pair: `plan` shows it beside what it predicts.
+
+It knows no models and no sessions; whoever decodes tells it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+_KEPT_RUNS = 20
+_FEWEST_TOKENS = 16  # behind the first pass; of fewer a run says nothing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One session's generations together, without their first passes: those carry the prompts."""
+
+    date: str  # as in 2026-11-22
+    offload: str  # tiers in use
+    device: str
+    tokens: int
+    passes: int
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / self.passes
+
+
+def runs_file(target_repo: str, draft_repo: str | None) -> Path:
+    """Where a pair's runs are kept."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{target_repo}--{draft_repo or 'plain'}")
+    return user_cache_path("specexec", appauthor=False) / "runs" / f"{name.strip('-.')}.json"
+
+
+def keep_run(path: Path, run: Run) -> None:
+    """Adds a run, where it was long enough to say anything.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if run.tokens < _FEWEST_TOKENS or not run.seconds or not run.passes:
+        return
+    runs = [*load_runs(path), run][-_KEPT_RUNS:]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps([asdict(each) for each in runs]) + "\n")
+    partial.replace(path)
+
+
+def load_runs(path: Path) -> Sequence[Run]:
+    """The runs kept there, the oldest first; none where the file is missing or damaged."""
+    try:
+        runs = [Run(**each) for each in json.loads(path.read_text())]
+        usable = all(run.tokens > 0 and run.passes > 0 and float(run.seconds) > 0.0 for run in runs)
+    except (OSError, ValueError, TypeError):  # a cache: it fills again
+        return []
+    return runs if usable else []

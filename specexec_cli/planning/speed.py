@@ -1,0 +1,112 @@
+"""How many tokens per second a plan comes to, drafting included: a range, and where it comes from.
+
+    tokens/s = tokens per pass / (seconds of the pass + seconds of drafting that do not hide)
+
+Tokens per pass are a property of the pair: of a paper, of models.toml, or of earlier runs here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.planning.arithmetic import compute_seconds
+from specexec_cli.planning.memory import Work
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Machine, Plan
+
+# Of a pair of which nothing is known: between what SpecExec's smallest draft model reaches on text
+# that is hard to guess and its 7B on chat (arXiv:2406.02532, tables 2 and 3), with a small tree.
+UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
+# A pair's figure holds for the texts it was measured on: SpecExec's pairs commit 0.5 to 0.6 as many
+# tokens on WikiText-2 as on chat (tables 1 and 2).
+_HARD_TEXT, _EASY_TEXT = 0.55, 1.15
+# Starting the operations of one layer, whatever its size: docs/experiments.md, "Predicted speeds".
+_CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
+_STREAM_SHARE = 0.85  # of a link's rate that passes reached where they reached the least
+
+
+@dataclass(frozen=True, slots=True)
+class TokensPerPass:
+    """How many tokens a pass commits."""
+
+    low: float
+    typical: float
+    high: float
+    source: str  # a sentence's end, as in "SpecExec, arXiv:2406.02532, table 1"
+
+    @staticmethod
+    def of_pair(typical: float | None, source: str) -> TokensPerPass:
+        """By the one figure that models.toml has, or what pairs of its kind reach."""
+        if typical is None:
+            return TokensPerPass(*UNKNOWN_TOKENS_PER_PASS, "assumed: nothing is known of this pair")
+        low = max(1.0, typical * _HARD_TEXT)
+        return TokensPerPass(low, typical, typical * _EASY_TEXT, source)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Tokens per second of a plan."""
+
+    low: float
+    typical: float
+    high: float
+    plain: float  # without a draft model
+    pass_s: float  # of a verification pass
+    draft_s: float  # of growing one tree
+    tokens_per_pass: TokensPerPass | None  # None: without a draft model
+
+    @property
+    def drafting_pays(self) -> bool:
+        """Whether it is faster than plain decoding."""
+        return self.typical > self.plain
+
+
+def predict(
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    tree: TreeConfig,
+    work: Work,
+    machine: Machine,
+    plan: Plan,
+    rate: TokensPerPass | None,
+) -> Speed:
+    """The speed of a plan.
+
+    Args:
+        tree: the recommended one; the budget that memory is planned for may be larger.
+        rate: None without a draft model.
+    """
+    layer_s = _GPU_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
+
+    def pass_s(rows: int) -> float:
+        compute_s = compute_seconds(target.active_params, rows, machine.flops)
+        return max(plan.stream_s, compute_s) + layer_s * len(target.layers)
+
+    plain = 1.0 / pass_s(1)
+    if draft is None or rate is None:
+        low = plain * _STREAM_SHARE
+        return Speed(low=low, typical=plain, high=plain, plain=plain, pass_s=pass_s(1),
+                     draft_s=0.0, tokens_per_pass=None)  # fmt: skip
+    rows = min(tree.batch, tree.budget)
+    step_s = layer_s * len(draft.layers) + max(
+        draft.loaded(work.item_bytes) / machine.memory_bytes_per_s,
+        compute_seconds(draft.active_params, rows, machine.flops),
+    )
+    draft_s = step_s * _steps(tree, rate.typical)
+    verify_s = pass_s(tree.budget + 1)
+    return Speed(
+        # nothing of the drafting hides behind the stream, or as much of it as can
+        low=rate.low / (verify_s / _STREAM_SHARE + draft_s),
+        typical=rate.typical / (verify_s + draft_s),
+        high=rate.high / max(verify_s, draft_s),
+        plain=plain,
+        pass_s=verify_s,
+        draft_s=draft_s,
+        tokens_per_pass=rate,
+    )
+
+
+def _steps(tree: TreeConfig, tokens_per_pass: float) -> float:
+    """Draft steps of a tree: enough for its nodes and for paths longer than what is accepted."""
+    return min(tree.max_depth, max(tree.budget / tree.batch, 1.5 * tokens_per_pass))

@@ -1,0 +1,87 @@
+"""What does not fit names changes, and every change that is named fits."""
+
+from __future__ import annotations
+
+import pytest
+from cli_runner import run_cli
+from huggingface_hub import constants
+
+from specexec_cli.cli.mends import with_mend
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.planning import site as site_module
+from specexec_cli.planning.alternatives import changes_that_fit
+from specexec_cli.planning.memory import DoesNotFitError
+from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.site import Site, described_site
+
+GB = 10**9
+
+
+@pytest.fixture(autouse=True)
+def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(site_module, "rates_file", lambda: tmp_path / "rates.json")
+    monkeypatch.setattr(site_module, "gpus", list)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+def machine(vram: float, ram: float) -> Site:
+    return described_site(vram_bytes=int(vram * GB), ram_bytes=int(ram * GB))
+
+
+def refused(request: Request, site: Site) -> DoesNotFitError:
+    with pytest.raises(DoesNotFitError) as error:
+        resolve(request, site)
+    return error.value
+
+
+@pytest.mark.parametrize("vram", [0, 2, 4, 6, 8, 10, 12, 16, 20, 24, 26])
+@pytest.mark.parametrize("pair", ["llama2-70b-chat", "llama2-70b-chat-gptq", "llama2-7b-chat"])
+def test_every_change_fits(pair: str, vram: int) -> None:
+    request, site = Request(pair=pair), machine(vram, 12)
+    try:
+        resolve(request, site)
+    except DoesNotFitError as error:
+        changes = changes_that_fit(request, site, error.asked.context_tokens)
+        for change in changes:
+            resolve(change.request, site)
+            assert change.options or change.context_tokens
+        assert len({change.options for change in changes}) == len(changes)
+
+
+def test_the_largest_draft_of_the_targets_kind_is_named() -> None:
+    error = refused(Request(pair="llama2-70b-chat"), machine(24, 64))
+    assert with_mend(error).endswith(". It fits with --draft llama2-7b-chat-gptq")
+    parts = str(error).partition("(")[2].rpartition(")")[0].split(", ")
+    told = sum(float(part.split()[-2]) for part in parts)
+    assert told == pytest.approx(error.needed_bytes / GB, abs=0.2), "the parts add up"
+
+
+def test_a_smaller_tree_and_a_shorter_context_are_named_in_this_order() -> None:
+    request = Request(pair="llama2-70b-chat-gptq", tree=TreeRequest(budget=2048))
+    error = refused(request, machine(25, 64))
+    said = with_mend(error)
+    assert said.index("--budget ") < said.index("--draft ") < said.index("tokens of prompt and")
+
+
+def test_several_changes_where_one_is_not_enough() -> None:
+    error = refused(Request(pair="llama2-70b-chat", context_tokens=32768), machine(8, 64))
+    (change,) = changes_that_fit(error.asked.request, error.asked.site, 32768)
+    assert "--budget " in change.options
+    assert "--draft " in change.options
+
+
+def test_a_target_loaded_whole_is_streamed_instead() -> None:
+    error = refused(Request(pair="llama2-7b-chat", offload="none"), machine(0, 10))
+    assert with_mend(error).endswith(". It fits with --offload auto")
+
+
+def test_nothing_helps() -> None:
+    error = refused(Request(pair="llama2-70b-chat"), machine(1, 64))
+    assert with_mend(error).endswith(". Use a smaller or quantized target: --target")
+
+
+def test_at_the_command_line() -> None:
+    ran = run_cli("plan", "--pair", "llama2-70b-chat", "--vram", "24", "--ram", "64")
+    assert ran.code == OutOfMemoryError.exit_code
+    assert ran.error.endswith("It fits with --draft llama2-7b-chat-gptq")

@@ -1,0 +1,275 @@
+"""Nothing is fetched before it was said how much, and agreed to: pull, rm, generate, chat, bench.
+
+The real program and the real huggingface_hub in processes of their own, against a hub on this
+machine that gates, crawls and breaks off.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_hub import TOKEN, FakeHub, running
+from terminal import CTRL_C, Terminal
+
+import specexec_cli
+from specexec_cli.cli import fetching
+from specexec_cli.errors import NotFetchedError, UnknownModelError
+
+DEMO = Path(specexec_cli.__file__).parent / "demo"
+SPECEXEC = [sys.executable, "-m", "specexec_cli.cli.main"]
+MODELS = """
+[models.big]
+repo = "org/big"
+revision = "main"
+[models.small]
+repo = "org/small"
+[models.closed]
+repo = "org/closed"
+[models.huge]
+repo = "org/huge"
+model_type = "llama"
+dtype = "float16"
+shape = { hidden_size = 65536, num_hidden_layers = 2, intermediate_size = 262144, \
+num_attention_heads = 64, vocab_size = 32000 }
+[pairs.couple]
+target = "big"
+draft = "small"
+budget = 8
+depth = 4
+"""
+
+
+def files(folder: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (DEMO / folder).iterdir() if path.is_file()}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    (tmp_path / "models.toml").write_text(MODELS)
+    target, draft = files("target"), files("draft")
+    hub = FakeHub(
+        repos={"org/big": target, "org/small": draft, "org/closed": draft, "org/huge": draft},
+        gated=frozenset({"org/closed"}),
+    )
+    with running(hub):
+        yield hub
+
+
+def environment(hub: FakeHub, tmp_path: Path, **more: str) -> dict[str, str]:
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    return {
+        **clean, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1", **more,
+    }  # fmt: skip
+
+
+def specexec(
+    hub: FakeHub, tmp_path: Path, *argv: str, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """The program without a terminal, of the models above."""
+    done = subprocess.run(
+        [*SPECEXEC, *argv, "--models-file", str(tmp_path / "models.toml")],
+        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120,
+        env=environment(hub, tmp_path, **more),
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done
+
+
+def cache(tmp_path: Path, repo: str) -> Path:
+    return tmp_path / "hf" / "hub" / ("models--" + repo.replace("/", "--"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("generate", "x"), ("chat",), ("bench", "--prompts", "1"), ("bench", "coverage"),
+     ("train-policy",)],
+)  # fmt: skip
+def test_nobody_to_ask_is_one_line_and_code_10(
+    hub: FakeHub, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    done = specexec(hub, tmp_path, *command, "--pair", "couple")
+    assert done.returncode == 10
+    assert done.stderr.count("\n") == 1
+    assert re.search(
+        r"error: big and small are not on this machine, and 2\d\.\d MB would .* --yes", done.stderr
+    )
+    assert hub.downloads() in ([], ["config.json"] * 2)
+
+
+def test_yes_fetches_says_how_much_and_runs(hub: FakeHub, tmp_path: Path) -> None:
+    argv = ("generate", "import os\n", "--pair", "couple", "--max-tokens", "4")
+    done = specexec(hub, tmp_path, *argv, "--yes")
+    assert done.returncode == 0, done.stderr
+    assert "Not here: big, " in done.stderr
+    assert "(org/big@main)" in done.stderr
+    assert "It fits this machine" in done.stderr
+    assert re.search(r"To fetch: 2\d\.\d MB; [\d.]+ .B are free on the disk", done.stderr)
+    demo = specexec(hub, tmp_path, "generate", "import os\n", "--max-tokens", "4")
+    assert done.stdout == demo.stdout
+    again = specexec(hub, tmp_path, *argv)
+    assert (again.returncode, again.stdout, again.stderr) == (0, demo.stdout, "")
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_fetched(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    done = specexec(hub, tmp_path, "generate", "x", "--target", "huge", "--draft", "small", "--yes")
+    assert done.returncode == 6
+    assert done.stderr.startswith("error: even fully streamed, the target needs ")
+    assert set(hub.downloads()) <= {"config.json"}
+    pulled = specexec(hub, tmp_path, "pull", "huge", "--yes")
+    assert pulled.returncode == 0
+    assert "It does not fit this machine: even fully streamed" in pulled.stderr
+
+
+def test_a_gate_is_named_before_anything_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    done = specexec(hub, tmp_path, "pull", "closed", "--yes")
+    assert done.returncode == 3
+    assert re.fullmatch(
+        r"error: org/closed is gated: accept its licence at \S+/org/closed, then log in .*\n",
+        done.stderr,
+    )
+    assert "model.safetensors" not in hub.downloads()
+    allowed = specexec(hub, tmp_path, "pull", "closed", "--yes", HF_TOKEN=TOKEN)
+    assert allowed.returncode == 0, allowed.stderr
+    assert "gated (your licence is accepted)" in allowed.stderr
+
+
+def test_a_full_disk_is_told_before_anything_is_fetched(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexec_cli.catalog.downloads import Download
+    from specexec_cli.catalog.models_file import ModelEntry
+    from specexec_cli.planning import fetching as planning
+
+    found = Download(
+        entry=ModelEntry(name="big", repo="org/big"), total_bytes=9 * 10**9,
+        fetch_bytes=8 * 10**9, gated=False, allowed=True,
+    )  # fmt: skip
+    monkeypatch.setattr(planning, "free_disk_bytes", lambda: 8 * 10**9 - 1)
+    with pytest.raises(NotFetchedError, match=r"^8\.0 GB to fetch, but the disk .* 8\.0 GB free"):
+        fetching.agree([found], "", yes=True, quiet=True)
+    monkeypatch.setattr(planning, "free_disk_bytes", lambda: 8 * 10**9)
+    fetching.agree([found], "", yes=True, quiet=True)
+
+
+def test_a_broken_download_goes_on_where_it_broke(hub: FakeHub, tmp_path: Path) -> None:
+    size = len(hub.repos["org/big"]["model.safetensors"])
+    hub.breaks["model.safetensors"] = 1
+    done = specexec(hub, tmp_path, "pull", "big", "--yes")
+    assert done.returncode == 0, done.stderr
+    begins = [begin for _, path, begin in hub.asked if path.endswith("model.safetensors") and begin]
+    assert len(begins) == 1
+    assert 0 < begins[0] < size
+    assert "Trying to resume" not in done.stderr
+
+
+def test_a_hub_that_goes_away_is_one_line_and_whole_files_are_kept(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.breaks["model.safetensors"] = 1000
+    done = specexec(hub, tmp_path, "pull", "big", "--yes", HF_HUB_DOWNLOAD_TIMEOUT="1")
+    assert done.returncode == 3
+    assert re.search(r"^error: cannot fetch org/big from .*check the network", done.stderr, re.M)
+    hub.breaks.clear()
+    first = hub.downloads().count("tokenizer.json")
+    assert specexec(hub, tmp_path, "pull", "big", "--yes").returncode == 0
+    assert hub.downloads().count("tokenizer.json") == first
+
+
+def test_pull_again_and_rm(hub: FakeHub, tmp_path: Path) -> None:
+    assert specexec(hub, tmp_path, "pull", "couple", "--yes").returncode == 0
+    again = specexec(hub, tmp_path, "pull", "couple")
+    assert (again.returncode, again.stderr) == (0, "couple is on this machine already\n")
+    kept = specexec(hub, tmp_path, "rm", "small")
+    assert kept.returncode == 10
+    assert re.fullmatch(r"error: org/small \(.* MB\) would be deleted: .*--yes\n", kept.stderr)
+    gone = specexec(hub, tmp_path, "rm", "small", "--yes")
+    assert gone.returncode == 0
+    assert re.fullmatch(r"deleted org/small \(.* MB\)\n", gone.stderr)
+    assert not cache(tmp_path, "org/small").exists()
+    assert cache(tmp_path, "org/big").exists()
+    nothing = specexec(hub, tmp_path, "rm", "small", "--yes")
+    assert nothing.returncode == 3
+    assert "nothing of small is in the hub's cache" in nothing.stderr
+    own = specexec(hub, tmp_path, "rm", "demo", "--yes")
+    assert own.returncode == 2
+    assert "nothing was deleted" in own.stderr
+    assert (DEMO / "target" / "model.safetensors").is_file()
+
+
+def test_rm_takes_what_a_killed_download_left(hub: FakeHub, tmp_path: Path) -> None:
+    hub.bytes_per_s = 2e6
+    running_pull = subprocess.Popen(
+        [*SPECEXEC, "pull", "big", "--yes", "--models-file", str(tmp_path / "models.toml")],
+        env=environment(hub, tmp_path), stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until = time.monotonic() + 60
+    while not hub.sent.get("model.safetensors") and time.monotonic() < until:
+        time.sleep(0.05)
+    running_pull.send_signal(signal.SIGKILL)
+    running_pull.wait()
+    assert list(cache(tmp_path, "org/big").glob("blobs/*.incomplete"))
+    gone = specexec(hub, tmp_path, "rm", "big", "--yes")
+    assert gone.returncode == 0, gone.stderr
+    assert not cache(tmp_path, "org/big").exists()
+
+
+# --- At a terminal ---
+
+
+def at_terminal(hub: FakeHub, tmp_path: Path, *argv: str, columns: int = 80) -> Terminal:
+    return Terminal(
+        [*SPECEXEC, *argv, "--models-file", str(tmp_path / "models.toml")],
+        environment=environment(hub, tmp_path), columns=columns,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", ["n", ""])
+def test_no_is_the_default_answer(hub: FakeHub, tmp_path: Path, answer: str) -> None:
+    terminal = at_terminal(hub, tmp_path, "generate", "x", "--pair", "couple")
+    text = terminal.wait("? [y/N]")
+    assert "Not here: small, " in text
+    terminal.type(answer + "\r")
+    terminal.wait("error: nothing was fetched")
+    assert terminal.end() == 10
+    assert "model.safetensors" not in hub.downloads()
+
+
+def test_a_bar_while_it_comes_and_ctrl_c(hub: FakeHub, tmp_path: Path) -> None:
+    hub.bytes_per_s = 1e6
+    terminal = at_terminal(hub, tmp_path, "pull", "couple", columns=60)
+    terminal.wait("? [y/N]")
+    terminal.type("y\r")
+    until = time.monotonic() + 60
+    while not re.search(r"big .*[1-9][\d.]*/2\d\.\d MB", terminal.text()):
+        assert terminal.pump(), terminal.text()
+        assert time.monotonic() < until, terminal.text()
+    started = time.monotonic()
+    terminal.type(CTRL_C)
+    terminal.wait("the same command goes on")
+    assert terminal.end() == 130
+    assert time.monotonic() - started < 10
+    hub.bytes_per_s = None
+    again = specexec(hub, tmp_path, "pull", "couple", "--yes")
+    assert again.returncode == 0
+    assert " of it here already" in again.stderr
+
+
+def test_an_obstacle_is_a_sentence() -> None:
+    from specexec_cli.catalog.downloads import Download
+    from specexec_cli.catalog.models_file import ModelEntry
+
+    entry = ModelEntry(name="c", repo="org/closed")
+    closed = Download(entry=entry, total_bytes=1, fetch_bytes=1, gated=True, allowed=False)
+    with pytest.raises(UnknownModelError, match="org/closed is gated: accept its licence"):
+        fetching.agree([closed], "", yes=True, quiet=True)

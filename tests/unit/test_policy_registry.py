@@ -1,0 +1,48 @@
+"""The registry of policies: what help texts and checks follow from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.drafting.policies import POLICIES, policies_for, policy
+from specexec_cli.drafting.policies.fixed import Fixed
+from specexec_cli.drafting.policies.heuristic import Heuristic
+from specexec_cli.planning.request import TreeRequest
+
+
+def test_the_command_line_knows_the_policies_without_loading_numpy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from specexec_cli.cli.main import app;"
+        "shown = CliRunner().invoke(app, ['generate', '--help'], env={'COLUMNS': '400'}).output;"
+        "assert 'cost (as much as pays' in shown, shown;"
+        "print([m for m in ('numpy', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
+    assert {method: policies_for(method) for method in DRAFTING_METHODS} == {
+        "specexec": ("fixed", "heuristic", "disco", "cost"),
+        "chain": ("fixed", "heuristic"),
+        "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
+        "specinfer": ("fixed", "heuristic"),
+        "beam": ("fixed", "heuristic", "disco"),
+        "beam-pruned": ("fixed", "heuristic", "disco"),
+    }
+
+
+def test_a_name_is_taken_once() -> None:
+    with pytest.raises(ValueError, match="'fixed' is registered twice"):
+        policy("fixed", help="", methods=())(Heuristic)
+    assert POLICIES["fixed"].make is Fixed
+
+
+@pytest.mark.parametrize("method", ["specexec", "autoregressive", "dsi"])
+def test_the_policy_of_auto_is_registered_for_the_method(method: str) -> None:
+    name = TreeRequest().resolve(TreeConfig(), method).policy  # type: ignore[arg-type]
+    assert name in (policies_for(method) or POLICIES)
