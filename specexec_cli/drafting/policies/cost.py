@@ -13,6 +13,7 @@ import math
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree
 from specexec_cli.drafting.policies.registry import policy
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ class Cost:
     The probabilities of a tree's nodes are scaled so that their sum has been right lately. Rows
     beyond the largest pass so far are tried by halves more at a time: what they cost is not known.
     The first tree is as large as a measured prior says.
+
+    Where even the best tree is expected to be slower than none, as where each row of a mixture
+    brings experts of its own from the disk, the next passes go without: one at first, and twice as
+    many each time that a tree has been asked again and has been found no better.
     """
 
     _DECAY = 0.97  # the last thirty trees decide
@@ -45,6 +50,7 @@ class Cost:
     _STRETCH = 1.5
     _PROBE = 16  # every so many trees one asks what the others cannot tell
     _PROBED = (1.5, 0.5, 1.2)  # by being so many times as large as seems right
+    _MOST_ALONE = 64  # passes without a tree before one is asked again
 
     def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
         self._tree = tree
@@ -58,6 +64,8 @@ class Cost:
         self._drawn: Floats | None = None  # probabilities of the nodes under way
         self._known = 0  # nodes before their children
         self._tree_expects = 0.0
+        self._alone = self._left_alone = 0  # passes in a row without a tree, and how many are left
+        self._went_alone = False
 
     @property
     def _trust(self) -> float:
@@ -69,14 +77,34 @@ class Cost:
         """See BudgetPolicy; the search is the best-first one."""
         import numpy as np
 
+        from specexec_cli.drafting.search import SearchResult
+
         self._pending = pending
+        self._went_alone = self._left_alone > 0
+        if self._went_alone:
+            self._left_alone -= 1
+            return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._steps, self._drawn = 1, None
         self._iteration += 1
         self._probing, self._probed = self._iteration % self._PROBE == 0, False
         depth = min(max_depth, self._tree.max_depth)
         result = search(expand, self._tree, depth, self)
         self._tree_expects = float(np.exp(result.tree.log_probs).sum())
+        if len(result.tree):
+            self._leave_alone(result.tree.log_probs)
         return result
+
+    def _leave_alone(self, log_probs: Floats) -> None:
+        """Decides how many passes go without a tree, by what this one is expected to bring."""
+        import numpy as np
+
+        _, rate = self._best(log_probs, self._steps)
+        alone = 1.0 / self._cost.seconds(np.array([float(self._pending)]), 0)[0]
+        if self._cost.iterations == 0 or rate >= alone:
+            self._alone = 0
+        else:
+            self._alone = min(2 * self._alone, self._MOST_ALONE) or 1
+        self._left_alone = self._alone
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
         """Whether one more draft step is expected to pay."""
@@ -130,7 +158,10 @@ class Cost:
 
     def observe(self, step: StepResult) -> None:
         """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
-        if step.pending_rows > 1 or step.tree_nodes == 0:
+        if step.pending_rows > 1 or (step.tree_nodes == 0 and not self._went_alone):
+            return
+        if self._went_alone:
+            self._cost.observe(step.pending_rows, 0, 0.0, step.draft_s + step.verify_s)
             return
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)
         self._expected = self._DECAY * self._expected + self._tree_expects
