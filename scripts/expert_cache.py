@@ -3,8 +3,8 @@
     python scripts/expert_cache.py --model /var/tmp/rig-30b --tokens 2000
 
 The model reads the held-out prompts in one pass each, and what its rows choose is taken as the
-passes of one row each that decoding would make. Every rule then runs over that trace with room for
-10, 25 and 50 % of the experts. Hits are counted behind the first quarter of the trace. The last
+passes of one row each that decoding would make. Every rule then runs over that trace with room
+for 10, 25 and 50 % of the experts. Hits are counted behind the first quarter of the trace. The last
 line is JSON.
 """
 
@@ -32,8 +32,6 @@ TEXTS = Path(__file__).parents[1] / "specexec_cli" / "demo" / "heldout_prompts.j
 SHARES = (0.1, 0.25, 0.5)
 Trace = NDArray[np.int64]  # (tokens, layers, chosen): numbers of experts, of all layers
 Floats = NDArray[np.float64]
-# (experts of all layers) -> the visit of a layer's experts at a time, and what they are worth
-Rule = Callable[[int], "Worth"]
 
 
 class Worth:

@@ -218,8 +218,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--skew", type=float, metavar="SHARE",
                         help="of a mixture's experts, which hold 80 %% of the choices")  # fmt: skip
-    parser.add_argument("--locality", type=float, default=0.3, metavar="SHARE",
-                        help="with --skew: of a token's experts, used again by the next")  # fmt: skip
+    parser.add_argument(
+        "--locality",
+        type=float,
+        default=0.3,
+        metavar="SHARE",
+        help="with --skew: of a token's experts, which the next token uses again",
+    )
     args = parser.parse_args(argv)
     console = Console(stderr=True)
     bar = Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
