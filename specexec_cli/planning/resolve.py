@@ -149,7 +149,7 @@ def resolve(
     )
 
     def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
-        machine = site.machine(dtype, settings)
+        machine = site.machine(dtype, settings, target.sizes.packed_bits)
         sizes = draft.sizes if draft is not None else None
         return place(request.offload, target.sizes, sizes, work, machine)
 
@@ -175,7 +175,7 @@ def resolve(
         dtype=dtype,
         work=work,
         settings=settings,
-        machine=site.machine(dtype, settings),
+        machine=site.machine(dtype, settings, target.sizes.packed_bits),
         plan=plan,
     )
 
