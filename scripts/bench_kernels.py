@@ -84,15 +84,16 @@ def in_turns(settings: Settings, runs: dict[str, Run]) -> dict[str, list[float]]
 
 
 def machine_rates(settings: Settings) -> tuple[float, float]:
-    """Bytes/s of a large copy (read and written) and FLOP/s of a large GEMM."""
-    dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
+    """Bytes/s that are read by a large sum, and FLOP/s of a large GEMM in the faster dtype."""
     source = torch.zeros(64 << 20, device=settings.device)
-    target = torch.empty_like(source)
-    matrix = torch.randn(2048, 2048, device=settings.device).to(dtype)
-    times = in_turns(
-        settings, {"copy": lambda: target.copy_(source), "gemm": lambda: matrix @ matrix}
-    )
-    return 8 * source.numel() / min(times["copy"]), 2 * 2048**3 / min(times["gemm"])
+    matrix = torch.randn(2048, 2048, device=settings.device)
+    narrow = matrix.bfloat16()
+    runs: dict[str, Run] = {
+        "sum": source.sum, "gemm": lambda: matrix @ matrix, "bfloat16": lambda: narrow @ narrow,
+    }  # fmt: skip
+    times = in_turns(settings, runs)
+    gemm_s = min(times["bfloat16"] + (times["gemm"] if settings.device.type == "cpu" else []))
+    return 4 * source.numel() / min(times["sum"]), 2 * 2048**3 / gemm_s
 
 
 def cases(settings: Settings) -> Iterator[Case]:
@@ -188,9 +189,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--rows", default="1,2,4,8,16,64,128,512", metavar="N,...")
+    parser.add_argument("--rows", default="1,4,16,32,64,128,256,512", metavar="N,...")
     parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
-    parser.add_argument("--bits", default="4", metavar="N,...")
+    parser.add_argument("--bits", default="4,8", metavar="N,...")
     parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
                         help="rigs of one shape: time whole passes instead")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)

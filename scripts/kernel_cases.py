@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from specexec_kernels import cpu_quant, dispatch
@@ -21,6 +22,7 @@ from torch import Tensor
 from specexec_cli.models.linear import mixed_linear
 
 Run = Callable[[], object]
+_INT4_ROWS = 4  # PyTorch's int4 product has no vector code for float32: more take seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +55,21 @@ def packed_bytes(weight: PackedWeight) -> int:
 
 
 def cpu_linear(weight: PackedWeight, rows: int) -> Case:
-    """A product with a packed weight on the CPU, in float32."""
-    x = torch.randn(rows, weight.in_features)
-    dense = dequantize_ref(weight)
-    half = dense.T.contiguous().bfloat16()
-    runs: dict[str, Run] = {
-        "dequantize + GEMM": lambda: cpu_quant.tiled_matmul(x, weight),
-        "fused": lambda: cpu_quant.matmul(x, weight),
-        "float32 GEMM": lambda: x @ dense,
-        "bfloat16 weight": lambda: mixed_linear(x, half, None),
-    }
-    if weight.format.bits == 4:
-        runs["PyTorch int4 GEMM"] = _int4(weight, x)
+    """A product on the CPU in both dtypes, with packed weights and with wider ones."""
+    dense = dequantize_ref(weight).T.contiguous()
+    runs: dict[str, Run] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, own, name = torch.randn(rows, weight.in_features).to(dtype), dense.to(dtype), str(dtype)
+        name = name.removeprefix("torch.")
+        runs[f"{name}, PyTorch"] = partial(torch.nn.functional.linear, x, own)
+        runs[f"{name}, packed"] = partial(dispatch.quantized_matmul, x, weight)
+        for stored in (torch.bfloat16, torch.float16, torch.float32):
+            weights = str(stored).removeprefix("torch.")
+            runs[f"{name}, {weights} weights"] = partial(mixed_linear, x, dense.to(stored), None)
+        if dtype == torch.float32:
+            runs["dequantize + GEMM"] = partial(cpu_quant.tiled_matmul, x, weight)
+            if weight.format.bits == 4 and rows <= _INT4_ROWS:
+                runs["PyTorch int4 GEMM"] = _int4(weight, x)
     return _linear_case(f"linear, {rows} rows", runs, weight, rows)
 
 

@@ -1,4 +1,4 @@
-"""float32 rows times weights stored in bfloat16 or float16, on a CPU without arithmetic in either.
+"""float32 rows times weights stored in bfloat16, float16 or float32, on a CPU.
 
 The weight is read once and widened in the L1 cache (see cpu_half_ir). `supports` says which weights
 the kernel reads.
@@ -17,7 +17,11 @@ from torch import Tensor
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_half_ir import Arg, KernelSpec, Stored, build
 
-_STORED: dict[torch.dtype, Stored] = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_STORED: dict[torch.dtype, Stored] = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.float32: "float32",
+}
 # Rows of a chunk that kernels are compiled for. With two vectors of outputs, 13 rows and their
 # weights fill the 32 registers of AVX-512 and NEON, 6 the 16 of AVX2.
 _CHUNKS = {8: (1, 2, 4, 6)}
@@ -26,22 +30,24 @@ _VECTORS = 2
 _names = itertools.count()
 
 
-def supports(weight: Tensor) -> bool:
-    """Whether the kernel multiplies with this (outputs, inputs) weight."""
-    lanes = cpu_jit.lanes()
+def reads(weight: Tensor) -> bool:
+    """Whether this (outputs, inputs) weight is stored as the kernel reads it."""
     return (
         weight.device.type == "cpu"
         and weight.dtype in _STORED
         and weight.is_contiguous()
-        and weight.shape[1] % (2 * lanes) == 0
-        and weight.shape[0] % (_VECTORS * lanes) == 0
         and sys.byteorder == "little"  # pairs of weights are split as words
     )
 
 
-def is_emulated(dtype: torch.dtype) -> bool:
-    """Whether this CPU has no arithmetic in a dtype of two bytes, so that PyTorch converts."""
-    return dtype in _STORED and not cpu_jit.has_matmul(dtype)
+def supports(weight: Tensor) -> bool:
+    """Whether the kernel multiplies with this weight as it is: whole strips, whole vectors."""
+    lanes = cpu_jit.lanes()
+    return (
+        reads(weight)
+        and weight.shape[1] % (2 * lanes) == 0
+        and weight.shape[0] % (_VECTORS * lanes) == 0
+    )
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:

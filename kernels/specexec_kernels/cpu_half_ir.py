@@ -1,10 +1,10 @@
-"""LLVM IR of float32 rows times a weight stored in bfloat16 or float16.
+"""LLVM IR of float32 rows times a weight stored in bfloat16, float16 or float32.
 
 A strip of outputs goes through the inputs block by block. A block of its weights is widened once
 into the L1 cache, transposed so that neighbouring outputs are neighbouring lanes, and then used by
 every chunk of rows, whose sums live in registers (the register tiling of Goto and van de Geijn,
 "Anatomy of High-Performance Matrix Multiplication", 2008). No wide copy of the weight is written
-to memory. Weights are transposed two at a time, as the 32-bit words they pair up to in memory.
+to memory. Weights of two bytes are transposed two at a time, as the 32-bit words they pair up to.
 
 Each output of a row is summed in an order that depends on neither the other rows nor their number:
 the same row gives the same bits in every pass.
@@ -22,7 +22,7 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I64, Emitter, build_module
 
-Stored = Literal["bfloat16", "float16"]
+Stored = Literal["bfloat16", "float16", "float32"]
 BLOCK_INPUTS = 128  # with a strip of 32 outputs 16 KiB, half of the smallest L1 cache in use
 UNROLL = 4  # inputs per turn of the multiplying loop; divides the inputs of any block
 
@@ -35,7 +35,7 @@ class Arg(IntEnum):
     X = auto()  # float32 (chunks, inputs, rows)
     OUT = auto()  # float32 (chunks * rows, outputs), added to
     CHUNKS = auto()
-    INPUTS = auto()  # a multiple of twice the lanes
+    INPUTS = auto()  # a multiple of the lanes times the weights of a word
     OUTPUTS = auto()  # a multiple of the strip
 
 
@@ -52,6 +52,11 @@ class KernelSpec:
     def strip(self) -> int:
         """Outputs of a strip."""
         return self.vectors * self.lanes
+
+    @property
+    def per_word(self) -> int:
+        """Weights in 32 bits."""
+        return 1 if self.stored == "float32" else 2
 
 
 class Kernel(Emitter):
@@ -75,9 +80,8 @@ class Kernel(Emitter):
 
             def block(first: Any, _: list[Any]) -> list[Any]:
                 last = self.minimum(b.add(first, I64(BLOCK_INPUTS)), self.arg[Arg.INPUTS])
-                self.loop(
-                    first, last, 2 * self.lanes, [], lambda k, _: self.widen(output, first, k)
-                )
+                step = self.spec.per_word * self.lanes
+                self.loop(first, last, step, [], lambda k, _: self.widen(output, first, k))
                 self.loop(
                     I64(0), self.arg[Arg.CHUNKS], 1, [],
                     lambda c, _: self.multiply(c, output, first, last),
@@ -90,8 +94,8 @@ class Kernel(Emitter):
         self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), strips, 1, work)
 
     def widen(self, output: Any, first: Any, k: Any) -> list[Any]:
-        """Put 2 * lanes inputs, from input `k` on, of the strip's weights into the block."""
-        b, inputs = self.b, self.arg[Arg.INPUTS]
+        """Put `lanes` words of inputs, from input `k` on, of the strip's weights into the block."""
+        b, inputs, per_word = self.b, self.arg[Arg.INPUTS], self.spec.per_word
         local = b.mul(b.sub(k, first), I64(self.spec.strip))
 
         def vector(start: Any, _: list[Any]) -> list[Any]:
@@ -99,20 +103,23 @@ class Kernel(Emitter):
             for lane in range(self.lanes):
                 row = b.add(b.add(output, start), I64(lane))
                 at = b.add(b.mul(row, inputs), k)
-                words.append(self.load(self.arg[Arg.WEIGHT], at, self.words, 2))
-                # the same row's weights in the next block; 2-byte elements, prefetch counts 4
-                self.prefetch(self.arg[Arg.WEIGHT], b.ashr(b.add(at, I64(BLOCK_INPUTS)), I64(1)))
-            for pair, word in enumerate(self.transpose(words)):
-                for half, weights in enumerate(self.widen_pair(word)):
-                    place = b.add(start, I64((2 * pair + half) * self.spec.strip))
+                words.append(self.load(self.arg[Arg.WEIGHT], at, self.words, 4 // per_word))
+                # the same row's weights in the next block, counted in words
+                ahead = b.udiv(b.add(at, I64(BLOCK_INPUTS)), I64(per_word))
+                self.prefetch(self.arg[Arg.WEIGHT], ahead)
+            for i, word in enumerate(self.transpose(words)):
+                for part, weights in enumerate(self.widen_word(word)):
+                    place = b.add(start, I64((per_word * i + part) * self.spec.strip))
                     self.store(weights, self.block, b.add(local, place))
             return []
 
         return self.loop(I64(0), I64(self.spec.strip), self.lanes, [], vector)
 
-    def widen_pair(self, words: Any) -> tuple[Any, Any]:
-        """The lower and the upper halves of words, as float32."""
+    def widen_word(self, words: Any) -> tuple[Any, ...]:
+        """The weights of words, lower halves first, as float32."""
         b, count = self.b, self.lanes
+        if self.spec.stored == "float32":
+            return (b.bitcast(words, self.vector),)
         if self.spec.stored == "bfloat16":
             low = b.shl(words, self.ints([16] * count))
             high = b.and_(words, self.ints([-65536] * count))

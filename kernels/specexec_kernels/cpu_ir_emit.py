@@ -17,6 +17,13 @@ ScaleType = Literal["float16", "bfloat16", "float32"]
 
 I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32, PTR = ir.FloatType(), ir.PointerType()
+_LOG2_E = 1.4426950408889634
+_LN2 = (
+    0.693359375,
+    -2.12194440e-4,
+)  # high part exact in 9 bits, and the rest (Cody and Waite, 1980)
+_SMALLEST = -87.0  # below it e to the x is taken as zero
+_ROUND = 12582912.0  # 1.5 * 2**23: a float32 plus this has no bits behind the point
 
 
 class Bfloat(ir.types.Type):
@@ -162,6 +169,32 @@ class Emitter:
             rest = self.b.shl(up, self.ints([31 - shift for shift in shifts]))
             value = self.b.or_(value, rest)
         return self.b.and_(value, self.ints([2**bits - 1] * len(shifts)))
+
+    def constant(self, value: float) -> Any:
+        """A number in every lane."""
+        return ir.Constant(self.vector, [value] * self.lanes)
+
+    def exp(self, x: Any) -> Any:
+        """e to the x for x <= 0, to about one unit in the last place; zero below _SMALLEST.
+
+        x = n ln 2 + f with |f| <= ln 2 / 2, and the Taylor polynomial of degree 7 of e to the f.
+        """
+        b = self.b
+        is_zero = b.fcmp_ordered("<", x, self.constant(_SMALLEST))
+        x = b.select(is_zero, self.constant(_SMALLEST), x)
+        shifted = self.fma(x, self.constant(_LOG2_E), self.constant(_ROUND))
+        n = b.fsub(shifted, self.constant(_ROUND))
+        f = self.fma(n, self.constant(-_LN2[0]), x)
+        f = self.fma(n, self.constant(-_LN2[1]), f)
+        factorial = 5040.0
+        result = self.constant(1.0 / factorial)
+        for degree in range(6, -1, -1):
+            factorial /= degree + 1
+            result = self.fma(result, f, self.constant(1.0 / factorial))
+        # the low bits of `shifted` are n; so many are added to the exponent
+        power = b.shl(b.bitcast(shifted, self.words), self.ints([23] * self.lanes))
+        scaled = b.bitcast(b.add(b.bitcast(result, self.words), power), self.vector)
+        return b.select(is_zero, self.constant(0.0), scaled)
 
     def to_float(self, codes: Any) -> Any:
         """Small non-negative int32 lanes as float32."""

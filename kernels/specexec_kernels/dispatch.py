@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_dot, cpu_jit, cpu_quant
+from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_quant
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.packing import PackedWeight
@@ -70,7 +70,8 @@ def quantized_matmul(
         return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype)
     if x.device.type == "cpu":
         if not cpu_quant.supports(weight):
-            return x @ dequantize_ref(weight, x.dtype)
+            dense = dequantize_ref(weight).t().contiguous()
+            return cpu_linear.product(x.float(), dense).to(out_dtype)
         if x.dtype == torch.bfloat16 and cpu_dot.supports(weight):
             return cpu_dot.matmul(x, weight).to(out_dtype)
         return cpu_quant.matmul(x, weight).to(out_dtype)
@@ -126,9 +127,11 @@ def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
 def choices(device: torch.device) -> dict[str, str]:
     """Implementation of each operation on `device`, for people."""
     if device.type == "cpu":
+        vectors = f"{32 * cpu_jit.lanes()}-bit vectors"
+        pairs = ", bfloat16 by pairs" if cpu_jit.has_dot() else ""
         return {
-            "quantized linears": f"LLVM-compiled, {32 * cpu_jit.lanes()}-bit vectors",
-            "tree attention": "PyTorch",
+            "quantized linears": f"LLVM-compiled, {vectors}{pairs}",
+            "tree attention": f"LLVM-compiled, {vectors}",
             "log-softmax + top-k": "PyTorch",
             "cache compaction": "PyTorch",
         }

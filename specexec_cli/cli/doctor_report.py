@@ -27,7 +27,7 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.arithmetic import knee_rows
+from specexec_cli.planning.arithmetic import PACKED_BITS, arithmetic_name, knee_rows
 from specexec_cli.planning.rates import Rates
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
@@ -139,8 +139,9 @@ def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
 def _measure_compute() -> tuple[
     float, dict[str, tuple[tuple[int, float], ...]], float | None, bool
 ]:
-    """Memory rate, arithmetic of bf16 weights by compute dtype, host to GPU rate, GPU there."""
+    """Memory rate, arithmetic by its name, host to GPU rate, GPU there."""
     import torch
+    from specexec_kernels import dispatch
 
     from specexec_cli.models.linear import mixed_linear
     from specexec_cli.planning.probe import probe_flops, probe_link, probe_memory
@@ -148,10 +149,13 @@ def _measure_compute() -> tuple[
     def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return mixed_linear(rows, weight, None)
 
-    flops = {
-        name: probe_flops(torch.bfloat16, getattr(torch, name), linear)
-        for name in ("float32", "bfloat16")
-    }
+    flops = {}
+    for name in ("float32", "bfloat16"):
+        compute = getattr(torch, name)
+        flops[name] = probe_flops(torch.bfloat16, compute, linear)
+        for bits in PACKED_BITS:
+            found = probe_flops(bits, compute, dispatch.quantized_matmul)
+            flops[arithmetic_name(name, bits)] = found
     sees_gpu = torch.cuda.is_available()
     link = probe_link(torch.device("cuda", 0)) if sees_gpu else None
     return probe_memory(), flops, link, sees_gpu
@@ -212,7 +216,8 @@ def _slow_compute(report: Report) -> list[str]:
             f"{best['float32'] / 1e9:.0f} GFLOP/s): caches and activations take twice the memory."
         )
     ssd = report.rates.ssd_bytes_per_s
-    points = max(flops.values(), key=lambda item: max(rate for _, rate in item), default=())
+    stored = [flops[name] for name in ("float32", "bfloat16") if name in flops]
+    points = max(stored, key=lambda item: max(rate for _, rate in item), default=())
     if not report.torch_sees_gpu and ssd and points:
         knee = knee_rows(_7B_WEIGHTS, points, _7B_BYTES / ssd)
         found.append(

@@ -3,11 +3,11 @@
 transformers' layers hand queries, keys, values and the mask to a function named in the config. For
 devices with a tree-attention kernel ours takes a TreeMask, ancestor bits without any mask over the
 prefix, to the kernel, and every other mask to transformers' own function for PyTorch's attention.
-For two bytes on a CPU another of ours attends in float64.
+On a CPU a kernel attends whose sums run in one order: a row's bits are its own there.
 
-The kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums are
-grouped differently in passes of different shape: on such a device tokens may differ between methods
-where two candidates are nearly tied, as with any half-precision arithmetic.
+The GPU's kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums
+are grouped differently in passes of different shape: on such a device tokens may differ between
+methods where two candidates are nearly tied, as with any half-precision arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specexec_kernels import dispatch
+from specexec_kernels import cpu_attention, dispatch
 from specexec_kernels.tree_attention import pack_ancestors
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -25,7 +25,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from specexec_cli.models.pass_rows import PassRows
 
 NAME = "specexec_tree"
-_WIDE_NAME = "specexec_wide"
+_CPU_NAME = "specexec_cpu"
 _WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
 
@@ -37,12 +37,11 @@ class TreeMask:
     ancestors: Tensor  # (rows, words) int32, see pack_ancestors
 
 
-def implementation(device: torch.device, dtype: torch.dtype) -> str:
+def implementation(device: torch.device) -> str:
     """transformers' name for how layers without soft-capping attend."""
     if dispatch.uses_triton(device):
         return NAME
-    # PyTorch's own rounds a row's result in another way when the pass has other rows
-    return _WIDE_NAME if device.type == "cpu" and dtype != torch.float32 else "sdpa"
+    return _CPU_NAME if device.type == "cpu" else "sdpa"
 
 
 def tree_mask(
@@ -98,7 +97,7 @@ def _grouped(
     return attended.reshape(1, heads, rows, head_dim).transpose(1, 2)
 
 
-def _wide_attention(
+def _cpu_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -107,7 +106,17 @@ def _wide_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As _attention, in float64 and rounded once, at its end.
+    """As _attention, each row as if it were alone, with the mask as bool."""
+    keys, values = key[0], value[0]
+    if not cpu_attention.supports(keys, values):
+        return _wide_attention(query, key, value, attention_mask, scaling), None
+    return cpu_attention.attend(query[0], keys, values, attention_mask[0, 0], scaling)[None], None
+
+
+def _wide_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention in float64, rounded once, at its end, for heads that the kernel does not read.
 
     Passes with other rows group the same sums in other ways. In float64 they differ by so little
     that the rounded results are the same.
@@ -120,9 +129,9 @@ def _wide_attention(
         last = min(first + together, kv_heads)
         queries = query[:, group * first : group * last].double()
         keys, values = key[:, first:last].double(), value[:, first:last].double()
-        parts.append(_grouped(queries, keys, values, attention_mask, scaling))
-    return torch.cat(parts, dim=2).to(query.dtype), None
+        parts.append(_grouped(queries, keys, values, mask, scaling))
+    return torch.cat(parts, dim=2).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionInterface.register(_WIDE_NAME, _wide_attention)
+AttentionInterface.register(_CPU_NAME, _cpu_attention)

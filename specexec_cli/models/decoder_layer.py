@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.quantized import QuantizedLinear
@@ -48,6 +49,7 @@ class DecoderLayer(nn.Module):
         self.window = window
         self._context = context
         self._names = {name: tensor.name for name, tensor in tensors.items()}
+        replace_activations(layer)
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
         self._kept = _parameters(layer, _is_linear)
         self._wide = _parameters(layer, _is_norm)

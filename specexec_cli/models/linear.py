@@ -1,17 +1,15 @@
 """Linear layers and embeddings that keep their weights in the file's dtype.
 
 Weights are streamed in the checkpoint's dtype and computed in the session's. Converting a whole
-matrix first would write it to memory in the wider dtype and read it back. On a CPU a kernel widens
-weights of two bytes in the cache where they are multiplied; what it does not read is converted a
-tile at a time, which keeps the wide copy in the cache as well.
+matrix first would write it to memory in the wider dtype and read it back. On a CPU kernels take
+weights as they are (specexec_kernels.cpu_linear); what they do not read is converted a tile at a
+time, which keeps the wide copy in the cache as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from specexec_kernels import cpu_dot, cpu_half
+from specexec_kernels import cpu_linear
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -31,9 +29,8 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         (..., out_features) in the compute dtype.
     """
-    kernel = _kernel(rows.dtype, weight)
-    if kernel is not None:
-        out = kernel(rows.reshape(-1, rows.shape[-1]), weight)
+    if cpu_linear.takes(rows.dtype, weight):
+        out = cpu_linear.product(rows.reshape(-1, rows.shape[-1]), weight)
         if bias is not None:
             out += bias
         return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
@@ -47,26 +44,6 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if bias is not None:
         out += bias
     return out.view(*rows.shape[:-1], weight.shape[0])
-
-
-def _kernel(dtype: torch.dtype, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
-    """What multiplies rows of this dtype on a CPU, with float32 sums; None where PyTorch does.
-
-    Rows of two bytes take one for every weight that it reads: PyTorch rounds a row's result in
-    another way when the pass has other rows, and is several times slower where the CPU has no
-    arithmetic in the dtype. For float32 rows the kernel is made for weights too large to be worth
-    a converted copy.
-    """
-    if dtype == torch.bfloat16 and cpu_dot.supports(weight):
-        return cpu_dot.matmul
-    wanted = (
-        weight.numel() > TILE_ELEMENTS if dtype == torch.float32 else cpu_half.is_emulated(dtype)
-    )
-    return _widened if wanted and cpu_half.supports(weight) else None
-
-
-def _widened(rows: Tensor, weight: Tensor) -> Tensor:
-    return cpu_half.matmul(rows.float(), weight)
 
 
 def _tiled_product(rows: Tensor, weight: Tensor) -> Tensor:

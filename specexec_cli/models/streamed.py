@@ -60,7 +60,7 @@ class StreamedModel:
         # transformers hands a 4D mask on as it is; the layers replace it by their own
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if skeleton.config._attn_implementation == "sdpa":
-            skeleton.config._attn_implementation = attention.implementation(device, dtype)
+            skeleton.config._attn_implementation = attention.implementation(device)
         self._layers = [
             DecoderLayer(
                 layer,

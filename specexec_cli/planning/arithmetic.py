@@ -7,6 +7,12 @@ from itertools import accumulate, pairwise
 MAX_KNEE_ROWS = 4096
 
 FlopsByRows = tuple[tuple[int, float], ...]  # (rows, FLOP/s) by rising rows; () is not known
+PACKED_BITS = (4, 8)  # of quantized weights, whose products are measured
+
+
+def arithmetic_name(dtype: str, packed_bits: int = 0) -> str:
+    """Under which name the rates of rows of `dtype` are kept; 0 bits are weights of two bytes."""
+    return f"{dtype}, {packed_bits} bits" if packed_bits else dtype
 
 
 def compute_seconds(weights: int, rows: int, flops: FlopsByRows) -> float:

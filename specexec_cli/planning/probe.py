@@ -29,6 +29,7 @@ _TEMPORARY_BYTES = 256 << 20
 _MEND = "Close other programs"
 _ROWS = (1, 128, 32, 8, 256)  # most telling first
 _WIDTH = 4096  # of the square matrices that arithmetic is measured on
+_GROUP = 128  # inputs that share a scale in packed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +147,9 @@ def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
 
 
 def probe_flops(
-    stored: dtype,
+    stored: dtype | int,
     compute: dtype,
-    linear: Callable[[Tensor, Tensor], Tensor],
+    linear: Callable[[Tensor, Any], Tensor],
     rows: Sequence[int] = _ROWS,
     weight_bytes: int = 128 << 20,
     seconds: float = 1.5,
@@ -156,17 +157,18 @@ def probe_flops(
     """FLOP/s of rows times a weight matrix, by rising number of rows.
 
     Args:
-        stored: dtype of the weights, `compute`: of the rows.
-        linear: (rows, in), (out, in) -> (rows, out), as the model will call it.
+        stored: dtype of the weights, or the bits of packed ones; `compute`: of the rows.
+        linear: (rows, in), a weight -> (rows, out), as the model will call it. The weight is
+            (out, in), or a PackedWeight.
         weight_bytes: as many matrices take turns, so that no cache holds the weights.
         rows: the first two are always measured.
         seconds: no further one is begun after this time.
     """
     import torch
 
-    count = max(1, weight_bytes // (_WIDTH * _WIDTH * stored.itemsize))
-    # Values do not matter to the time, but zeros and denormal numbers might.
-    weights = [torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored) for _ in range(count)]
+    bits = stored if isinstance(stored, int) else 8 * stored.itemsize
+    count = max(1, 8 * weight_bytes // (_WIDTH * _WIDTH * bits))
+    weights = [_weight(stored) for _ in range(count)]
     points: list[tuple[int, float]] = []
     deadline = time.perf_counter() + seconds
     for n_rows in rows:
@@ -175,13 +177,33 @@ def probe_flops(
         inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
         chosen = weights if n_rows <= 16 else weights[:1]
 
-        def run(inputs: Tensor = inputs, chosen: list[Tensor] = chosen) -> None:
+        def run(inputs: Tensor = inputs, chosen: list[Any] = chosen) -> None:
             for weight in chosen:
                 linear(inputs, weight)
 
         flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
         points.append((n_rows, flop / _best_of(3, run)))
     return tuple(sorted(points))
+
+
+def _weight(stored: dtype | int) -> Any:
+    """A square matrix; values do not matter to the time, but zeros and denormal numbers might."""
+    import torch
+
+    if not isinstance(stored, int):
+        return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
+    from specexec_kernels.packing import PackedFormat, PackedWeight
+
+    groups = _WIDTH // _GROUP
+
+    def words(rows: int, columns: int) -> Tensor:
+        return torch.full((rows, columns), 0x35353535, dtype=torch.int32)
+
+    return PackedWeight(
+        format=PackedFormat(stored), in_features=_WIDTH, out_features=_WIDTH, group_size=_GROUP,
+        qweight=words(_WIDTH * stored // 32, _WIDTH), qzeros=words(groups, _WIDTH * stored // 32),
+        scales=torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
+    )  # fmt: skip
 
 
 def probe_link(device: Any, n_bytes: int = 256 << 20, repeats: int = 5) -> float:

@@ -20,7 +20,7 @@ class Rates:
     ssd_bytes_per_s: float | None = None
     memory_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
-    flops: dict[str, FlopsByRows] | None = None  # by compute dtype
+    flops: dict[str, FlopsByRows] | None = None  # by arithmetic_name
 
 
 def rates_file() -> Path:

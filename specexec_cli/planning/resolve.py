@@ -162,7 +162,7 @@ def resolve(
     draft_sizes = draft.sizes if draft is not None else None
 
     def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
-        machine = site.machine(dtype, settings)
+        machine = site.machine(dtype, settings, target.sizes.packed_bits)
         return place(request.offload, target.sizes, draft_sizes, work, machine)
 
     try:
@@ -193,7 +193,7 @@ def resolve(
         dtype=dtype,
         work=work,
         settings=settings,
-        machine=site.machine(dtype, settings),
+        machine=site.machine(dtype, settings, target.sizes.packed_bits),
         plan=plan,
         placement=placement_table(target.sizes, draft_sizes, plan),
     )

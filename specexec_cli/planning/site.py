@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
 from specexec_cli.planning.rates import Rates, load_rates, rates_file
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -37,18 +37,22 @@ class Site:
 
     device: str  # cpu, or the GPU that computes, as in cuda:0
     settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
-    flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by compute dtype
+    flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
 
-    def machine(self, dtype: str, settings: Mapping[str, Setting] | None = None) -> Machine:
+    def machine(
+        self, dtype: str, settings: Mapping[str, Setting] | None = None, packed_bits: int = 0
+    ) -> Machine:
         """The plain numbers that placing layers takes.
 
         Args:
             dtype: to compute in.
             settings: in place of the site's own.
+            packed_bits: of the weights; 0 where they are not packed.
         """
         found = settings or self.settings
+        flops = self.flops.get(arithmetic_name(dtype, packed_bits)) or self.flops.get(dtype, ())
         return Machine(
             ram_bytes=int(found["ram"].value),
             vram_bytes=int(found["vram"].value),
@@ -56,7 +60,7 @@ class Site:
             link_bytes_per_s=found["link"].value,
             memory_bytes_per_s=found["memory"].value,
             # nothing is known of a GPU's arithmetic
-            flops=() if found["vram"].value else self.flops.get(dtype, ()),
+            flops=() if found["vram"].value else flops,
             base_bytes=self.program_bytes,
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture
+from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.packed_formats import PACKED_KINDS
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -74,6 +75,14 @@ class ModelBytes:
     def packed(self) -> bool:
         """Whether weights are quantized."""
         return sum(self.layers) < 1.5 * self.layer_params
+
+    @property
+    def packed_bits(self) -> int:
+        """The measured width that is nearest to the quantized weights'; 0 where they are not."""
+        few, many = PACKED_BITS
+        if not self.packed:
+            return 0
+        return few if 16 * sum(self.layers) < (few + many) * self.layer_params else many
 
     def layers_differ_from(self, item_bytes: int) -> bool:
         """Whether weights of decoder layers are stored in another size than this."""

@@ -61,7 +61,7 @@ class LocalSession(TextSession):
         """
         experts = self._target.model.experts
         if experts is not None:
-            self._expert_counts = ExpertCounts(self.choice.target.repo, notice)
+            self._expert_counts = ExpertCounts(self.pair.target.repo, notice)
             self._expert_counts.load(experts)
         if self._draft is not None:
             assert self.pair.draft is not None

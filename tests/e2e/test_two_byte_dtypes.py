@@ -132,6 +132,8 @@ def one_by_one(model: StreamedModel, tokens: list[int], first: int) -> Tensor:
     [
         (torch.bfloat16, False, "target"),
         (torch.float16, False, "target"),
+        (torch.float32, True, "target"),
+        (torch.float32, True, "target-gptq"),
         pytest.param(torch.bfloat16, True, "target", marks=needs_dot),
         pytest.param(torch.bfloat16, True, "target-gptq", marks=needs_dot),
     ],

@@ -1,4 +1,4 @@
-"""Products with weights stored in two bytes, against double precision."""
+"""Products with weights stored in two or four bytes, against double precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LANES = cpu_jit.lanes()
 SHAPES = [(2 * LANES, 2 * LANES), (6 * LANES, 96), (4 * LANES, 416)]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("rows", [1, 3, 13, 14, 65])
 def test_products(dtype: torch.dtype, rows: int) -> None:
     for outputs, inputs in SHAPES:
@@ -40,9 +40,10 @@ def test_every_weight_is_widened_exactly(dtype: torch.dtype) -> None:
     assert torch.equal(cpu_half.matmul(x, weight)[0, : len(values)], values.float())
 
 
-def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(4 * LANES, 320, generator=generator).bfloat16()
+    weight = torch.randn(4 * LANES, 320, generator=generator).to(dtype)
     x = torch.randn(129, 320, generator=generator)
     together = cpu_half.matmul(x, weight)
     for rows in (1, 2, 4, 8, 10, 13, 40):
@@ -72,7 +73,7 @@ def test_rows_may_be_a_view_that_is_not_contiguous() -> None:
 def test_what_is_not_supported() -> None:
     fits = torch.zeros(2 * LANES, 2 * LANES, dtype=torch.bfloat16)
     assert cpu_half.supports(fits)
-    assert not cpu_half.supports(fits.float())
+    assert not cpu_half.supports(fits.double())
     assert not cpu_half.supports(fits[:-1])
     assert not cpu_half.supports(fits[:, :-1].contiguous())
     assert not cpu_half.supports(torch.zeros(2 * LANES, 4 * LANES, dtype=torch.bfloat16)[:, ::2])

@@ -98,6 +98,19 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
     assert "Not measured" not in text
 
 
+def test_packed_weights_are_planned_with_their_own_rates() -> None:
+    settings = {
+        name: site_module.Setting(0 if name == "vram" else 1e9, "given")
+        for name in ("ram", "vram", "ssd", "link", "memory")
+    }
+    rates = {name: ((1, rate),) for name, rate in (("float32", 1e9), ("float32, 4 bits", 2e9))}
+    site = site_module.Site(device="cpu", settings=settings, flops=rates)
+    assert site.machine("float32").flops == ((1, 1e9),)
+    assert site.machine("float32", packed_bits=4).flops == ((1, 2e9),)
+    assert site.machine("float32", packed_bits=8).flops == ((1, 1e9),)  # the nearest that is known
+    assert site.machine("bfloat16", packed_bits=4).flops == ()
+
+
 def test_the_gpu_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
     monkeypatch.setattr(site_module, "gpus", lambda: [card])

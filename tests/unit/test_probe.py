@@ -7,10 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from specexec_kernels import dispatch
+from specexec_kernels.packing import PackedWeight
 from torch.nn.functional import linear
 
 from specexec_cli.errors import StreamError
 from specexec_cli.planning import probe
+from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.probe import (
     probe_flops,
     probe_folder,
@@ -120,6 +123,23 @@ def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rate > 0 for _, rate in points)
     assert len({item for item in seen if item[0] == (1, 64)}) == 4  # no cache holds them all
     assert {item[1:3] for item in seen} == {(torch.float32, torch.bfloat16)}
+
+
+def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "_WIDTH", 256)
+    for bits in PACKED_BITS:
+        weights = []
+
+        def spy(
+            rows: torch.Tensor, weight: PackedWeight, weights: list[PackedWeight] = weights
+        ) -> torch.Tensor:
+            weights.append(weight)
+            return dispatch.quantized_matmul(rows, weight)
+
+        points = probe_flops(bits, torch.float32, spy, rows=(1, 8), weight_bytes=bits * 3 * 8192)
+        assert [rows for rows, _ in points] == [1, 8]
+        assert {weight.format.bits for weight in weights} == {bits}
+        assert len({weight.qweight.data_ptr() for weight in weights}) == 3
 
 
 def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:

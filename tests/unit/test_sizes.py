@@ -90,6 +90,11 @@ def test_gptq_layers_hold_codes_scales_zeros_and_group_index(
     layer = 4 * linear(48, 48, hidden) + 2 * linear(48, 80, hidden) + linear(80, 48, wide)
     assert architecture_bytes(config).layers[0] == layer + 2 * 48 * 2
     assert architecture_bytes(config).resident == (2 * 101 * 48 + 48) * 2
+    assert architecture_bytes(config).packed_bits == 4
+    config["quantization_config"]["bits"] = 8
+    assert architecture_bytes(config).packed_bits == 8
+    del config["quantization_config"]
+    assert architecture_bytes(config).packed_bits == 0
 
 
 def test_text_config_of_a_multimodal_model_counts() -> None:

@@ -1,0 +1,133 @@
+"""SiLU and GELU on a CPU, every element by the same operations.
+
+PyTorch computes what does not fill a vector, at the end of each thread's share, by other operations
+than the rest: with another number of rows or of threads an element may round the other way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from llvmlite import ir
+from torch import Tensor
+
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_module
+
+Activation = Literal["silu", "gelu_tanh"]
+_BLOCK = 4096  # elements of one claim
+_STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)): its tanh form, written by sigmoid
+_GELU = (1.5957691216057308, 0.044715)
+_names = itertools.count()
+
+
+class Arg(IntEnum):
+    """Positions in the int64 argument array of a kernel."""
+
+    COUNTER = 0  # next block to claim; set to 0 before a call
+    X = auto()  # (BLOCKS * _BLOCK)
+    OUT = auto()
+    BLOCKS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationSpec:
+    """What a kernel is compiled for."""
+
+    activation: Activation
+    stored: ScaleType
+    lanes: int
+
+
+class Kernel(Emitter):
+    """Emits one kernel."""
+
+    def __init__(self, spec: ActivationSpec, function: ir.Function) -> None:
+        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
+        self.spec = spec
+        self.base = self.b.ptrtoint(function.args[0], I64)
+        self.arg = {arg: self.load(self.base, I64(arg), I64, 8) for arg in Arg}
+
+    def emit(self) -> None:
+        """Claim blocks until none is left."""
+
+        def work(block: Any, _: Any) -> None:
+            first = self.b.mul(block, I64(_BLOCK))
+            last = self.b.add(first, I64(_BLOCK))
+            self.loop(first, last, self.lanes, [], self.element)
+
+        counter = self.ptr(self.base, I64(Arg.COUNTER), 8)
+        self.claim_strips(counter, I64(0), self.arg[Arg.BLOCKS], 1, work)
+
+    def element(self, at: Any, _: list[Any]) -> list[Any]:
+        """Elements at..at + lanes."""
+        x = self.load_scales(self.spec.stored, self.arg[Arg.X], at, self.lanes)
+        inner = x
+        if self.spec.activation == "gelu_tanh":
+            square = self.b.fmul(x, x)
+            factor = self.fma(square, self.constant(_GELU[1]), self.constant(1.0))
+            inner = self.b.fmul(self.b.fmul(x, self.constant(_GELU[0])), factor)
+        self.put(self.times_sigmoid(x, inner), at)
+        return []
+
+    def times_sigmoid(self, x: Any, inner: Any) -> Any:
+        """x * sigmoid(inner), by the exponential of a number that is not positive."""
+        b, one = self.b, self.constant(1.0)
+        negative = b.fcmp_ordered("<", inner, self.constant(0.0))
+        power = self.exp(b.select(negative, inner, b.fneg(inner)))
+        return b.fdiv(b.fmul(x, b.select(negative, power, one)), b.fadd(one, power))
+
+    def put(self, values: Any, at: Any) -> None:
+        """Store as the input was, rounded to nearest even."""
+        b = self.b
+        if self.spec.stored == "float32":
+            self.store(values, self.arg[Arg.OUT], at)
+            return
+        sixteen = self.ints([16] * self.lanes)
+        bits = b.bitcast(values, self.words)
+        odd = b.and_(b.lshr(bits, sixteen), self.ints([1] * self.lanes))
+        rounded = b.lshr(b.add(bits, b.add(odd, self.ints([0x7FFF] * self.lanes))), sixteen)
+        # the carry of a NaN with all bits set would make it a zero
+        is_number = b.fcmp_ordered("==", values, values)
+        rounded = b.select(is_number, rounded, self.ints([0x7FC0] * self.lanes))
+        short = b.trunc(rounded, ir.VectorType(I16, self.lanes))
+        b.store(short, self.ptr(self.arg[Arg.OUT], at, 2), align=2)
+
+
+def supports(x: Tensor) -> bool:
+    """Whether there is a kernel for this tensor."""
+    return x.device.type == "cpu" and x.dtype in _STORED
+
+
+def apply(activation: Activation, x: Tensor) -> Tensor:
+    """The activation of every element, in float32 and rounded once, of what `supports` accepts.
+
+    Source: SiLU, arXiv:1702.03118; GELU and its tanh form, arXiv:1606.08415, section 2.
+    """
+    blocks = -(-x.numel() // _BLOCK)
+    padded, out = x.contiguous(), x.new_empty(blocks * _BLOCK)
+    if x.numel() % _BLOCK:
+        padded = torch.nn.functional.pad(x.reshape(-1), (0, blocks * _BLOCK - x.numel()))
+    spec = ActivationSpec(activation, _STORED[x.dtype], cpu_jit.lanes())
+    values = {
+        Arg.COUNTER: 0,
+        Arg.X: padded.data_ptr(),
+        Arg.OUT: out.data_ptr(),
+        Arg.BLOCKS: blocks,
+    }
+    args = torch.tensor([values[arg] for arg in Arg], dtype=torch.int64)
+    cpu_jit.run(_kernel(spec), args.data_ptr(), blocks)
+    return out[: x.numel()].view(x.shape)
+
+
+@cache
+def _kernel(spec: ActivationSpec) -> Any:
+    name = f"specexec_{spec.activation}_{next(_names)}"
+    text = build_module(name, lambda function: Kernel(spec, function).emit())
+    return cpu_jit.compile_ir(text, name)

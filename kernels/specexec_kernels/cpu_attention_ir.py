@@ -1,0 +1,240 @@
+"""LLVM IR of masked attention whose sums run in one order, whatever the pass looks like.
+
+A unit of work is one key/value head and a few query rows. Their scores are written to memory, which
+becomes the weights of the softmax in place, and then the values are summed slot after slot.
+
+Every sum is a single chain: a score over the head's dimensions, the softmax's denominator and the
+output over the slots, in rising order. A slot that a row does not see adds exactly zero. So a row's
+bits depend on what it sees and in which order, and not on other rows, nor on the slots of other
+branches of a tree that lie in between; the online softmax of FlashAttention (arXiv:2205.14135),
+which rescales at the ends of blocks of slots, would not have that.
+
+Knows nothing of torch or thread pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum, auto
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import F32, I64, Emitter, ScaleType, build_module
+
+UNROLL = 4  # dimensions per turn of the loop over scores; divides every head's
+_SUMS = 24  # registers that hold the sums of outputs
+
+
+class Arg(IntEnum):
+    """Positions in the int64 argument array of a kernel; addresses and sizes."""
+
+    COUNTER = 0  # next unit to claim; set to 0 before a call
+    THREADS = auto()  # threads that have begun; set to 0 before a call
+    QUERIES = auto()  # float32 (kv_heads, tiles * rows, head_dim)
+    KEYS = auto()  # (kv_heads, slots, head_dim) by the strides below
+    VALUES = auto()  # likewise
+    MASK = auto()  # bytes (PASS_ROWS, MASK_STRIDE), not 0 = attend
+    OUT = auto()  # float32, as QUERIES
+    SCORES = auto()  # float32 (threads, rows, MASK_STRIDE)
+    KV_HEADS = auto()
+    TILES = auto()  # of query rows for each key/value head
+    PASS_ROWS = auto()  # query row n of a head is row n % PASS_ROWS of the pass
+    SLOTS = auto()
+    MASK_STRIDE = auto()  # slots, rounded up to whole vectors
+    HEAD_STRIDE = auto()  # elements from a head's keys, or values, to the next head's
+    SLOT_STRIDE = auto()
+    SCALE = auto()  # of the scores, the bits of a float32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """What a kernel is compiled for."""
+
+    stored: ScaleType  # of keys and values
+    rows: int  # query rows of a tile
+    vectors: int  # of a head's dimensions
+    lanes: int
+
+    @property
+    def head_dim(self) -> int:
+        """Dimensions of a head."""
+        return self.vectors * self.lanes
+
+
+class Kernel(Emitter):
+    """Emits one kernel."""
+
+    def __init__(self, spec: AttentionSpec, function: ir.Function) -> None:
+        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
+        b, self.spec = self.b, spec
+        self.base = b.ptrtoint(function.args[0], I64)
+        self.arg = {arg: self.load(self.base, I64(arg), I64, 8) for arg in Arg}
+        array = b.alloca(ir.ArrayType(F32, spec.head_dim * spec.lanes))
+        array.align = 64
+        self.block = b.ptrtoint(array, I64)  # keys of some slots, [dimension][slot]
+        begun = self.ptr(self.base, I64(Arg.THREADS), 8)
+        thread = b.atomic_rmw("add", begun, I64(1), "monotonic")
+        self.scores = b.mul(thread, b.mul(I64(spec.rows), self.arg[Arg.MASK_STRIDE]))
+        bits = b.trunc(self.arg[Arg.SCALE], ir.IntType(32))
+        self.scale = self.splat(b.bitcast(bits, F32), spec.lanes)
+
+    def emit(self) -> None:
+        """Claim units until none is left."""
+        b = self.b
+
+        def work(unit: Any, _: Any) -> None:
+            head = b.udiv(unit, self.arg[Arg.TILES])
+            first_row = b.mul(b.urem(unit, self.arg[Arg.TILES]), I64(self.spec.rows))
+            maxima = self.score(unit, head, first_row)
+            self.exponentiate(maxima)
+            self.sum_values(unit, head)
+
+        units = b.mul(self.arg[Arg.KV_HEADS], self.arg[Arg.TILES])
+        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, 1, work)
+
+    def score_at(self, row: int, slot: Any) -> Any:
+        """Element of SCORES."""
+        return self.b.add(
+            self.b.add(self.scores, self.b.mul(I64(row), self.arg[Arg.MASK_STRIDE])), slot
+        )
+
+    def score(self, unit: Any, head: Any, first_row: Any) -> list[Any]:
+        """Write the tile's scores, minus infinity where a row does not see a slot.
+
+        Returns:
+            For each row the largest scores, lane by lane.
+        """
+        b, spec = self.b, self.spec
+        masks = []
+        for m in range(spec.rows):
+            row = b.urem(b.add(first_row, I64(m)), self.arg[Arg.PASS_ROWS])
+            masks.append(b.mul(row, self.arg[Arg.MASK_STRIDE]))
+        queries = b.mul(unit, I64(spec.rows * spec.head_dim))
+        seen_type = ir.VectorType(ir.IntType(8), spec.lanes)
+
+        def block(slot: Any, maxima: list[Any]) -> list[Any]:
+            self.transpose_keys(head, slot)
+
+            def step(d: Any, sums: list[Any]) -> list[Any]:
+                sums = list(sums)
+                for j in range(UNROLL):
+                    at = b.add(d, I64(j))
+                    keys = self.load(self.block, b.mul(at, I64(spec.lanes)), self.vector)
+                    for m in range(spec.rows):
+                        place = b.add(queries, b.add(at, I64(m * spec.head_dim)))
+                        query = self.splat(self.load(self.arg[Arg.QUERIES], place, F32), spec.lanes)
+                        sums[m] = self.fma(query, keys, sums[m])
+                return sums
+
+            zeros = [self.constant(0.0)] * spec.rows
+            sums = self.loop(I64(0), I64(spec.head_dim), UNROLL, zeros, step)
+            found = []
+            for m in range(spec.rows):
+                mask = self.load(self.arg[Arg.MASK], b.add(masks[m], slot), seen_type, 1)
+                seen = b.icmp_unsigned("!=", mask, ir.Constant(seen_type, [0] * spec.lanes))
+                scaled = b.fmul(sums[m], self.scale)
+                shown = b.select(seen, scaled, self.constant(float("-inf")))
+                self.store(shown, self.arg[Arg.SCORES], self.score_at(m, slot))
+                larger = b.fcmp_ordered(">", shown, maxima[m])
+                found.append(b.select(larger, shown, maxima[m]))
+            return found
+
+        nothing = [self.constant(float("-inf"))] * spec.rows
+        return self.loop(I64(0), self.arg[Arg.SLOTS], spec.lanes, nothing, block)
+
+    def transpose_keys(self, head: Any, slot: Any) -> None:
+        """Put the keys of as many slots as there are lanes into the block."""
+        b, spec = self.b, self.spec
+        last = b.sub(self.arg[Arg.SLOTS], I64(1))
+        start = b.mul(head, self.arg[Arg.HEAD_STRIDE])
+        places = []
+        for lane in range(spec.lanes):  # behind the last slot it is read again, and masked
+            one = self.minimum(b.add(slot, I64(lane)), last)
+            places.append(b.add(start, b.mul(one, self.arg[Arg.SLOT_STRIDE])))
+
+        def dimensions(d: Any, _: list[Any]) -> list[Any]:
+            rows = [
+                self.load_scales(spec.stored, self.arg[Arg.KEYS], b.add(place, d), spec.lanes)
+                for place in places
+            ]
+            for j, slots in enumerate(self.transpose(rows)):
+                self.store(slots, self.block, b.mul(b.add(d, I64(j)), I64(spec.lanes)))
+            return []
+
+        self.loop(I64(0), I64(spec.head_dim), spec.lanes, [], dimensions)
+
+    def exponentiate(self, maxima: list[Any]) -> None:
+        """Scores to e to the (score - the row's largest)."""
+        for m, lanes in enumerate(maxima):
+            largest = self.splat(self.largest(lanes), self.lanes)
+            self.loop(
+                I64(0), self.arg[Arg.SLOTS], self.lanes, [], self.exponentiate_row(m, largest)
+            )
+
+    def exponentiate_row(self, row: int, largest: Any) -> Callable[[Any, list[Any]], list[Any]]:
+        """The body of the loop over slots."""
+
+        def block(slot: Any, _: list[Any]) -> list[Any]:
+            at = self.score_at(row, slot)
+            score = self.load(self.arg[Arg.SCORES], at, self.vector)
+            self.store(self.exp(self.b.fsub(score, largest)), self.arg[Arg.SCORES], at)
+            return []
+
+        return block
+
+    def largest(self, lanes: Any) -> Any:
+        """The largest lane."""
+        found = self.b.extract_element(lanes, ir.IntType(32)(0))
+        for lane in range(1, self.lanes):
+            other = self.b.extract_element(lanes, ir.IntType(32)(lane))
+            found = self.b.select(self.b.fcmp_ordered(">", other, found), other, found)
+        return found
+
+    def sum_values(self, unit: Any, head: Any) -> None:
+        """Write the tile's outputs: values weighted by the scores, over the scores' sum."""
+        b, spec = self.b, self.spec
+        start = b.mul(head, self.arg[Arg.HEAD_STRIDE])
+        together = max(1, min(_SUMS // spec.rows - 1, spec.vectors))
+        totals: list[Any] = []
+        for first in range(0, spec.vectors, together):
+            vectors = range(first, min(first + together, spec.vectors))
+            counts = not totals  # the first group sums the weights themselves as well
+
+            def slot(
+                s: Any, sums: list[Any], vectors: range = vectors, counts: bool = counts
+            ) -> list[Any]:
+                sums = list(sums)
+                row = b.add(start, b.mul(s, self.arg[Arg.SLOT_STRIDE]))
+                values = [
+                    self.load_scales(
+                        spec.stored, self.arg[Arg.VALUES], b.add(row, I64(v * spec.lanes)),
+                        spec.lanes,
+                    )
+                    for v in vectors
+                ]  # fmt: skip
+                for m in range(spec.rows):
+                    score = self.load(self.arg[Arg.SCORES], self.score_at(m, s), F32)
+                    weight = self.splat(score, spec.lanes)
+                    for i, value in enumerate(values):
+                        at = m * len(vectors) + i
+                        sums[at] = self.fma(weight, value, sums[at])
+                    if counts:
+                        at = spec.rows * len(vectors) + m
+                        sums[at] = b.fadd(sums[at], weight)
+                return sums
+
+            count = spec.rows * (len(vectors) + counts)
+            sums = self.loop(I64(0), self.arg[Arg.SLOTS], 1, [self.constant(0.0)] * count, slot)
+            totals = totals or sums[spec.rows * len(vectors) :]
+            for m in range(spec.rows):
+                at = b.mul(b.add(b.mul(unit, I64(spec.rows)), I64(m)), I64(spec.head_dim))
+                for i, v in enumerate(vectors):
+                    output = b.fdiv(sums[m * len(vectors) + i], totals[m])
+                    self.store(output, self.arg[Arg.OUT], b.add(at, I64(v * spec.lanes)))
+
+
+def build(spec: AttentionSpec, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
+    return build_module(name, lambda function: Kernel(spec, function).emit())
