@@ -6,15 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.bench_grid import GridOptions, numbers, words
 from specexec_cli.cli.fetching import fetch_first
-from specexec_cli.config import DraftScoring, SamplingConfig, TreeConfig
-from specexec_cli.drafting.policies import POLICIES, policies_for
-from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +26,7 @@ app = typer.Typer(
     invoke_without_command=True,
 )
 
-_USUAL_POLICIES = policies_for("specexec")
-_GRID, _DATA = "Cross-product (comma lists)", "Prompts"
+_DATA = "Prompts"
 
 DatasetNames = Annotated[
     str,
@@ -53,55 +51,7 @@ def bench(
     *,
     ctx: typer.Context,
     models: options.MeasuredModels,
-    method: Annotated[
-        str,
-        typer.Option(
-            help=f"autoregressive (always), {', '.join(SOURCES)}.",
-            rich_help_panel=_GRID,
-        ),
-    ] = "specexec",
-    budget: Annotated[
-        str, typer.Option(help="Tree nodes. Default: the pair's.", rich_help_panel=_GRID)
-    ] = "",
-    depth: Annotated[
-        str, typer.Option(help="Longest path. Default: the pair's.", rich_help_panel=_GRID)
-    ] = "",
-    speculation_length: Annotated[
-        str, typer.Option(help="Draft tokens per iteration of chains.", rich_help_panel=_GRID)
-    ] = "4,8",
-    temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0",
-    batch: options.Batch = None,
-    draft_scoring: Annotated[
-        str,
-        typer.Option(
-            help="noise, probs: rank draft tokens by the target's own sampling noise, or not.",
-            rich_help_panel=_GRID,
-        ),
-    ] = "noise",
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="; ".join(
-                [
-                    f"{', '.join(_USUAL_POLICIES)}: how much of the budget a tree uses",
-                    *(
-                        f"{name}: {entry.help}"
-                        for name, entry in POLICIES.items()
-                        if name not in _USUAL_POLICIES
-                    ),
-                ]
-            )
-            + ".",
-            rich_help_panel=_GRID,
-        ),
-    ] = "fixed",
-    calibration: Annotated[
-        str,
-        typer.Option(
-            help="on, off: draft probabilities corrected by how often tokens were accepted.",
-            rich_help_panel=_GRID,
-        ),
-    ] = "on",
+    cases: GridOptions,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -126,7 +76,6 @@ def bench(
     """
     if ctx.invoked_subcommand is not None:
         return
-    from specexec_cli.bench.cases import Grid
     from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.results import ResultsFile
     from specexec_cli.bench.tables import FORMATS
@@ -136,23 +85,8 @@ def bench(
                                ("--prompts", prompts, 1)):  # fmt: skip
         if value < least:
             raise ConfigError(f"{flag} must be {least} or more, not {value}")
-    grid = Grid(
-        methods=words(method, "--method"),
-        budgets=_numbers(budget, "--budget", int),
-        depths=_numbers(depth, "--depth", int),
-        lengths=_numbers(speculation_length, "--speculation-length", int),
-        scorings=cast(
-            list[DraftScoring],
-            _chosen(draft_scoring, "--draft-scoring", get_args(DraftScoring)),
-        ),
-        policies=_chosen(policy, "--policy", tuple(POLICIES)),
-        calibrated=[word == "on" for word in _chosen(calibration, "--calibration", ("on", "off"))],
-        sampling=[
-            SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
-            for value in _numbers(temperature, "--temperature", float)
-        ],
-        max_tokens=max_tokens,
-        baseline_tokens=max_tokens if baseline_tokens is None else baseline_tokens,
+    grid = cases.grid(
+        max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p, top_k=top_k, seed=seed
     )
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
@@ -161,7 +95,7 @@ def bench(
         recommended = session.pair.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
-            batch=recommended.batch if batch is None else batch,
+            batch=recommended.batch if cases.batch is None else cases.batch,
         )  # fmt: skip
         _measure(session, grid.cases(tree), sets, max_tokens, repeats, warmup, file, output, quiet)
 
@@ -258,7 +192,7 @@ def coverage(
     from specexec_cli.bench.tables import FORMATS
 
     options.one_of(output, "--output", FORMATS)
-    ranks = _numbers(top_k, "--top-k", int)
+    ranks = numbers(top_k, "--top-k", int)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
     check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
@@ -320,31 +254,3 @@ def open_models(
         )  # fmt: skip
     finally:
         bar.close()
-
-
-def words(value: str, flag: str) -> list[str]:
-    """Splits a comma-separated option such as `demo,humaneval` into its items.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = [word.strip() for word in value.split(",") if word.strip()]
-    if not found:
-        raise ConfigError(f"{flag} is empty")
-    return found
-
-
-def _chosen(value: str, flag: str, allowed: tuple[str, ...]) -> list[str]:
-    return [options.one_of(word, flag, allowed) for word in words(value, flag)]
-
-
-def _numbers(value: str, flag: str, kind: type) -> list[Any]:
-    numbers = []
-    for word in value.split(","):
-        try:
-            numbers += [kind(word)] if word.strip() else []
-        except ValueError as error:
-            raise ConfigError(
-                f"{flag} takes numbers separated by commas, not '{word.strip()}'"
-            ) from error
-    return numbers

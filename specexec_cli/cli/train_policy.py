@@ -59,7 +59,8 @@ def train_policy(
     """
     from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.runner import encode_prompts
-    from specexec_cli.cli.bench import open_models, words
+    from specexec_cli.cli.bench import open_models
+    from specexec_cli.cli.bench_grid import words
     from specexec_cli.config import SamplingConfig
 
     options.one_of(output, "--output", ("table", "md", "json"))

@@ -145,33 +145,7 @@ def open_dsi(
         if cluster is not None:
             cluster.close()
         return None
-    servers = target_servers(options, devices)
-    spec = partial(
-        ModelSpec,
-        dtype=found.settings["dtype"],
-        threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
-        vocab_size=int(found.config.vocab_size),
-    )
-    placed = partial(
-        spec,
-        folder=found.target.folder,
-        tiers=found.decision.tiers,
-        buffers=found.ring_buffers[0],
-        device_buffers=found.ring_buffers[1],
-    )
-    servers_to_load = [
-        partial(load_target, placed(device=devices[n % len(devices)])) for n in range(servers)
-    ]
-    drafter_to_load = partial(
-        load_drafter, spec(folder=found.draft.folder, device=devices[-1], tiers=None)
-    )
-    workers: WorkerPool = (
-        ProcessWorkers(servers_to_load, drafter_to_load)
-        if cluster is None
-        else RayWorkers(
-            cluster, servers_to_load, drafter_to_load, gpus=_share(cluster.gpus, servers + 1)
-        )
-    )
+    workers = _start_workers(found, devices, target_servers(options, devices), cluster)
     try:
         plan = _plan(workers, options.lookahead)
         if not plan.worthwhile and not forced:
@@ -182,13 +156,48 @@ def open_dsi(
         settings = {
             "offload": found.decision.plan.label,
             "device": ",".join(devices),
-            "sp": str(servers),
+            "sp": str(target_servers(options, devices)),
             "lookahead": str(plan.lookahead),
         }
         return DsiSession(found, workers, plan, settings, notice)
     except BaseException:
         workers.close()
         raise
+
+
+def _start_workers(
+    found: Prepared, devices: Sequence[str], servers: int, cluster: RayCluster | None
+) -> WorkerPool:
+    """Loads the target `servers` times and the draft model once, on these devices in turns.
+
+    Args:
+        cluster: where the workers run; None for processes of this machine.
+    Raises:
+        WorkerError: a worker did not start.
+    """
+    assert found.draft is not None
+    spec = partial(
+        ModelSpec,
+        dtype=found.settings["dtype"],
+        threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
+        vocab_size=int(found.config.vocab_size),
+    )
+    target = partial(
+        spec,
+        folder=found.target.folder,
+        tiers=found.decision.tiers,
+        buffers=found.ring_buffers[0],
+        device_buffers=found.ring_buffers[1],
+    )
+    draft = spec(folder=found.draft.folder, device=devices[-1], tiers=None)
+    targets_to_load = [
+        partial(load_target, target(device=devices[n % len(devices)])) for n in range(servers)
+    ]
+    drafter_to_load = partial(load_drafter, draft)
+    if cluster is None:
+        return ProcessWorkers(targets_to_load, drafter_to_load)
+    gpus = _share(cluster.gpus, servers + 1)
+    return RayWorkers(cluster, targets_to_load, drafter_to_load, gpus=gpus)
 
 
 def ray_devices(cluster: RayCluster) -> list[str]:
