@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from quantize_rtn import GROUP_SIZE, LINEARS, quantization_config
 from rig_shapes import Shape
-from rig_tensors import Array, RandomPool, Rig, Source, Words
+from rig_tensors import Array, RandomPool, Rig, Source, Words, source_name
 from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros
 from specexec_kernels.quantize import round_to_nearest
 
@@ -80,11 +80,7 @@ class GptqRig:
         self._plain = Rig(source, shape, pool)
         self.source, self.bits = source, bits
         self.norms_in_float32 = self._plain.norms_in_float32
-        self.group_size = math.gcd(GROUP_SIZE, shape.head_dim)
-        for name in ("hidden", "intermediate"):
-            if getattr(shape, name) % self.group_size:
-                raise ConfigError(f"{name} {getattr(shape, name)} is no multiple of the group "
-                                  f"size {self.group_size} of this rig")  # fmt: skip
+        self.group_size = math.gcd(GROUP_SIZE, shape.head_dim, shape.hidden, shape.intermediate)
         if GROUP_SIZE % source.shape.head_dim:
             raise ConfigError(f"the source's heads of {source.shape.head_dim} do not divide its "
                               f"quantization groups of {GROUP_SIZE}")  # fmt: skip
@@ -144,7 +140,7 @@ class GptqRig:
 
 
 def _is_linear(name: str) -> bool:
-    return name.removesuffix(".weight").rpartition(".")[2] in LINEARS
+    return source_name(name).removesuffix(".weight").rpartition(".")[2] in LINEARS
 
 
 def _quantized(source: Source, name: str, bits: int) -> tuple[Words, Words]:

@@ -12,7 +12,10 @@ from specexec_cli.errors import ConfigError, nearest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """Sizes of a Llama-like model, without its vocabulary."""
+    """Sizes of a Llama-like model, without its vocabulary.
+
+    A mixture has `experts` MLPs of `intermediate` units in each layer, `chosen` of them for a row.
+    """
 
     hidden: int
     layers: int
@@ -20,6 +23,8 @@ class Shape:
     kv_heads: int
     head_dim: int
     intermediate: int
+    experts: int = 1
+    chosen: int = 1
     model_type: str = "llama"
 
     def __post_init__(self) -> None:
@@ -30,6 +35,8 @@ class Shape:
             raise ConfigError(
                 f"{self}: hidden must be a multiple of heads, heads of kv_heads, head_dim of 2"
             )
+        if self.chosen > self.experts or (self.experts > 1) != (self.model_type == "mixtral"):
+            raise ConfigError(f"{self}: a mixtral chooses some of several experts, others have one")
 
     @property
     def group(self) -> int:
@@ -46,6 +53,18 @@ SHAPES = {
                         intermediate=28672),
     "mistral-7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
                         intermediate=14336, model_type="mistral"),
+    # Mixtures are Mixtrals in sizes of these models: the others norm queries and keys, or have
+    # attention sinks, which the source does not. An expert holds the whole MLP of the source, so
+    # those of qwen3-30b-a3b have the demo target's 896 units instead of 768; gpt-oss-120b's heads
+    # of 64 are paired to heads of 128.
+    "mixtral-8x7b": Shape(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128,
+                          intermediate=14336, experts=8, chosen=2, model_type="mixtral"),
+    "qwen3-30b-a3b": Shape(hidden=2048, layers=48, heads=32, kv_heads=4, head_dim=128,
+                           intermediate=896, experts=128, chosen=8, model_type="mixtral"),
+    "qwen3-235b-a22b": Shape(hidden=4096, layers=94, heads=64, kv_heads=4, head_dim=128,
+                             intermediate=1536, experts=128, chosen=8, model_type="mixtral"),
+    "gpt-oss-120b": Shape(hidden=2880, layers=36, heads=32, kv_heads=4, head_dim=128,
+                          intermediate=2880, experts=128, chosen=4, model_type="mixtral"),
 }  # fmt: skip
 
 
@@ -62,7 +81,8 @@ def parse_shape(text: str) -> Shape:
         return SHAPES[text]
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     try:
-        return Shape(**{key.strip(): int(value) for key, value in pairs.items()})
+        sizes = {key.strip(): int(value) for key, value in pairs.items()}
+        return Shape(**sizes, model_type="mixtral" if sizes.get("experts", 1) > 1 else "llama")
     except (TypeError, ValueError) as error:
         names = ", ".join(f.name for f in fields(Shape) if f.name != "model_type")
         raise ConfigError(f"--shape {text}: needs whole numbers for {names} ({error})") from None

@@ -13,12 +13,15 @@ Attention divides by sqrt(head_dim): q_proj is scaled by sqrt(HD / hd). Rotary p
 goes to (i * HD/hd, i * HD/hd + HD/2), which turns at the same frequency. Norm weights are float32
 where sqrt(d / D) is not a power of two (D = 5120 or 8192 over d = 256), bfloat16 elsewhere. What
 remains of a difference is then float32 rounding: in the norms' scale and in the order of sums.
+Every expert of a mixture holds the source's MLP among random weights of its own, and the weights of
+a row's experts sum to one: whatever the routing, the sum over them is that MLP.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +39,17 @@ from specexec_cli.offload.store import read_checkpoint
 Words = NDArray[np.uint16]  # bfloat16 as its bits
 Array = NDArray[Any]
 
+# a Mixtral expert's linears, by the source's
+EXPERT_LINEARS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+_EXPERT = re.compile(r"block_sparse_moe\.experts\.\d+\.(w\d)\.")
+
 POOL_WORDS = 16_000_057  # random weights are cut from a pool, at offsets no block size divides
+
+
+def source_name(name: str) -> str:
+    """What the source calls the tensor that a rig's tensor holds."""
+    linears = {leaf: linear for linear, leaf in EXPERT_LINEARS.items()}
+    return _EXPERT.sub(lambda found: f"mlp.{linears[found[1]]}.", name)
 
 
 class Source:
@@ -174,8 +187,10 @@ class Rig:
             "speed_rig": {"shape": shape_name, "source_hidden_size": small.hidden,
                           "source_layers": small.layers},
         }  # fmt: skip
-        if shape.model_type == "mistral":
+        if shape.model_type in ("mistral", "mixtral"):
             config["sliding_window"] = None  # the source attends to everything
+        if shape.experts > 1:
+            config |= {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
         return config
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
@@ -187,22 +202,33 @@ class Rig:
     def _sizes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         shape, vocab = self.shape, int(self.source.config["vocab_size"])
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        wide, inner = shape.hidden, shape.intermediate
+        wide = shape.hidden
         yield "model.embed_tokens.weight", (vocab, wide)
         for index in range(shape.layers):
             for leaf, size in (
                 ("self_attn.q_proj", (query, wide)), ("self_attn.k_proj", (key, wide)),
                 ("self_attn.v_proj", (key, wide)), ("self_attn.o_proj", (wide, query)),
-                ("mlp.gate_proj", (inner, wide)), ("mlp.up_proj", (inner, wide)),
-                ("mlp.down_proj", (wide, inner)), ("input_layernorm", (wide,)),
+                *self._mlp_sizes(), ("input_layernorm", (wide,)),
                 ("post_attention_layernorm", (wide,)),
             ):  # fmt: skip
                 yield f"model.layers.{index}.{leaf}.weight", size
         yield "model.norm.weight", (wide,)
         yield "lm_head.weight", (vocab, wide)
 
+    def _mlp_sizes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        wide, inner = self.shape.hidden, self.shape.intermediate
+        sizes = {"gate_proj": (inner, wide), "up_proj": (inner, wide), "down_proj": (wide, inner)}
+        if self.shape.experts == 1:
+            yield from ((f"mlp.{leaf}", size) for leaf, size in sizes.items())
+            return
+        yield "block_sparse_moe.gate", (self.shape.experts, wide)
+        for expert in range(self.shape.experts):
+            for leaf, size in sizes.items():
+                yield f"block_sparse_moe.experts.{expert}.{EXPERT_LINEARS[leaf]}", size
+
     def array(self, name: str, size: tuple[int, ...]) -> Array:
         """The tensor, as bits of bfloat16, or as float32 for norms that need it."""
+        name = source_name(name)
         leaf = name.removesuffix(".weight").rpartition(".")[2]
         layer = name.split(".")[2] if name.startswith("model.layers.") else "0"
         live = int(layer) < self.source.shape.layers
@@ -212,7 +238,7 @@ class Rig:
         # an extra layer must add zero: its values and up units are, for live input
         if leaf in ("v_proj", "up_proj"):
             array[:, : self.source.shape.hidden] = 0
-        if live:
+        if live and leaf != "gate":  # a router may be anything
             fill: Callable[[Words, str], None] = getattr(self, f"_fill_{leaf}")
             fill(array, name)
         return array

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from specexec_cli.errors import ConfigError
 
 Method = Literal["specexec", "autoregressive", "dsi"]
-# What `bench` measures; all but the first two are baselines.
-BenchMethod = Literal[
-    "autoregressive", "specexec", "chain", "chain-coupled", "specinfer", "beam", "beam-pruned"
-]
-# Those that draft, and so have trees that a policy can size.
-DRAFTING_METHODS: tuple[BenchMethod, ...] = tuple(
-    method for method in get_args(BenchMethod) if method != "autoregressive"
-)
+BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 # Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
 # (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.

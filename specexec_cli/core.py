@@ -112,6 +112,10 @@ class GenerationStats:
     peak_ram_bytes: int = 0
     peak_vram_bytes: int = 0
     link_bytes_per_s: float | None = field(default=None)  # probed, if a probe ran
+    # Of a mixture whose experts come one by one, summed over layers and passes: experts that rows
+    # were routed to, and those of them that were in memory by then.
+    experts_asked: int = 0
+    experts_held: int = 0
 
     def add(self, step: StepResult) -> None:
         """Account for one iteration."""

@@ -22,7 +22,7 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.choice import ModelChoice
+from specexec_cli.planning.pair import ChosenPair
 from specexec_cli.planning.probe import probe_link, probe_ssd
 from specexec_cli.planning.rates import load_rates, rates_file
 from specexec_cli.planning.request import Request
@@ -41,7 +41,7 @@ _SMALL_BYTES = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Files and decisions, no weights yet."""
+    """All that is decided and read before weights are loaded."""
 
     decision: Decision
     target: Checkpoint
@@ -51,18 +51,18 @@ class Prepared:
     eos_ids: frozenset[int]
 
     @property
-    def choice(self) -> ModelChoice:
+    def pair(self) -> ChosenPair:
         """The models, and the tree that memory is planned for."""
-        return self.decision.choice
+        return self.decision.pair
 
     @property
     def device(self) -> torch.device:
-        """What computes; the first of several."""
+        """The device that computes; the first where there are several."""
         return torch.device(self.decision.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        """What to compute in."""
+        """The dtype to compute in."""
         dtype = getattr(torch, self.decision.dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -95,6 +95,7 @@ class Prepared:
             tiers=self.decision.tiers,
             buffers=buffers,
             device_buffers=device_buffers,
+            expert_bytes=self.decision.plan.expert_bytes,
             notice=notice,
             progress=progress,
         )

@@ -75,7 +75,7 @@ class ToySession:
         rewrites: bool = False,
     ) -> None:
         named = SimpleNamespace(name="toy-draft") if draft else None
-        self.choice = SimpleNamespace(
+        self.pair = SimpleNamespace(
             name="toy", target=SimpleNamespace(name="toy-target"), draft=named, tree=TreeConfig()
         )
         self.settings = {"offload": "none", "device": "toy", "dtype": "float32"}

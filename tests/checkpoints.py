@@ -56,6 +56,11 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         transformers.Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
     ),
+    "qwen2-moe": (
+        transformers.Qwen2MoeConfig,
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+         "shared_expert_intermediate_size": 24, "mlp_only_layers": [1]},
+    ),
     "qwen3": (transformers.Qwen3Config, {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-moe": (
         transformers.Qwen3MoeConfig,

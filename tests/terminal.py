@@ -23,7 +23,7 @@ class Terminal:
     ) -> None:
         # this emulator does not wrap lines anew when it is resized, which is what xterm does
         env = {**os.environ, "TERM": "xterm-256color", "XTERM_VERSION": "1", **environment}
-        for name in ("TMUX", "NO_COLOR"):
+        for name in ("TMUX", "NO_COLOR", "COLUMNS", "LINES"):  # pytest-xdist sets the last two
             env.pop(name, None)
         env.update(environment)
         self.process = pexpect.spawn(
@@ -101,12 +101,8 @@ class Terminal:
         return self.prompt()
 
     def resize(self, lines: int, columns: int) -> None:
-        # Nothing that was drawn for the old width may still be under way, or it would be wrapped.
-        self.process.kill(signal.SIGSTOP)
-        self.pump()
         self.screen.resize(lines, columns)
         self.process.setwinsize(lines, columns)
-        self.process.kill(signal.SIGCONT)
 
     def end(self) -> int:
         """Waits for the end; the exit code."""

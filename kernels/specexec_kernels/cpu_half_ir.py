@@ -110,21 +110,6 @@ class Kernel(Emitter):
 
         return self.loop(I64(0), I64(self.spec.strip), self.lanes, [], vector)
 
-    def transpose(self, rows: list[Any]) -> list[Any]:
-        """Vectors of lanes x lanes words, transposed by swapping ever larger blocks."""
-        b, lanes = self.b, self.lanes
-        rows, size = list(rows), 1
-        while size < lanes:
-            # lanes of the upper row are numbered from `lanes` on
-            upper = [i if not i & size else i - size + lanes for i in range(lanes)]
-            lower = [i + size if not i & size else i + lanes for i in range(lanes)]
-            for i in (i for i in range(lanes) if not i & size):
-                pair = rows[i], rows[i + size]
-                rows[i] = b.shuffle_vector(*pair, self.ints(upper))
-                rows[i + size] = b.shuffle_vector(*pair, self.ints(lower))
-            size *= 2
-        return rows
-
     def widen_pair(self, words: Any) -> tuple[Any, Any]:
         """The lower and the upper halves of words, as float32."""
         b, count = self.b, self.lanes

@@ -23,7 +23,8 @@ from specexec_kernels.cpu_ir_emit import F32, I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Unpacker
 
 STRIPS_PER_TILE = 4  # strips claimed at once
-BLOCK_CODES = {"few": 256, "many": 128, "dequantize": 256}  # inputs per block, see Kernel.emit
+# Inputs per block, see Kernel.emit; the same for few and many, whose sums then are the same bits.
+BLOCK_CODES = {"few": 128, "many": 128, "dequantize": 256}
 
 
 class Kernel(Unpacker):

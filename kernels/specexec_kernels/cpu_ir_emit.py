@@ -15,7 +15,21 @@ from llvmlite import ir
 
 ScaleType = Literal["float16", "bfloat16", "float32"]
 
-I32, I64, F32, PTR = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.PointerType()
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32, PTR = ir.FloatType(), ir.PointerType()
+
+
+class Bfloat(ir.types.Type):
+    """LLVM's bfloat, which llvmlite does not name; only ever cast to and from."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bfloat)
+
+    def __hash__(self) -> int:
+        return hash(Bfloat)
 
 
 class Emitter:
@@ -112,6 +126,21 @@ class Emitter:
     def minimum(self, left: Any, right: Any) -> Any:
         """Smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", left, right), left, right)
+
+    def transpose(self, rows: list[Any]) -> list[Any]:
+        """Vectors of lanes x lanes words, transposed by swapping ever larger blocks."""
+        b, lanes = self.b, self.lanes
+        rows, size = list(rows), 1
+        while size < lanes:
+            # lanes of the upper row are numbered from `lanes` on
+            upper = [i if not i & size else i - size + lanes for i in range(lanes)]
+            lower = [i + size if not i & size else i + lanes for i in range(lanes)]
+            for i in (i for i in range(lanes) if not i & size):
+                pair = rows[i], rows[i + size]
+                rows[i] = b.shuffle_vector(*pair, self.ints(upper))
+                rows[i + size] = b.shuffle_vector(*pair, self.ints(lower))
+            size *= 2
+        return rows
 
     def splat(self, scalar: Any, lanes: int) -> Any:
         """`scalar` in every lane."""

@@ -34,7 +34,7 @@ class Arg(IntEnum):
     CHUNKS = auto()  # chunks of `rows` rows; few: 1
     OUT = auto()  # few, many: float32 (chunks, strips, rows, strip); dequantize: (inputs, stride)
     OUT_STRIDE = auto()  # dequantize: floats per row of the tile
-    SCRATCH = auto()  # float32 (strips, groups, 2, strip): scale and -scale * zero
+    SCRATCH = auto()  # float32 (strips, groups, 2, strip): scale, and see group_constant
     UNITS = auto()  # inputs // codes per unit
     WEIGHT_STRIDE = auto()  # int32 words per row of qweight
     ZEROS_STRIDE = auto()  # int32 words per row of qzeros
@@ -42,6 +42,7 @@ class Arg(IntEnum):
     N_GROUPS = auto()
     FIRST_STRIP = auto()
     END_STRIP = auto()
+    X_BLOCKS = auto()  # kernels of bfloat16 pairs alone, see cpu_dot_ir
     SIZE = auto()
 
 
@@ -58,6 +59,7 @@ class KernelSpec:
     rows: int  # rows of x whose sums are kept in registers; dequantize: 0
     vectors: int  # vectors of `lanes` columns per strip
     lanes: int
+    awq_rows: int = 1  # rows of words in a unit of AWQ
 
     @property
     def strip(self) -> int:
@@ -67,11 +69,13 @@ class KernelSpec:
     @property
     def unit_codes(self) -> int:
         """Codes of one column in the smallest whole number of words (AWQ: one per row)."""
-        return 1 if self.awq else (32 if self.bits == 3 else 32 // self.bits)
+        return self.awq_rows if self.awq else (32 if self.bits == 3 else 32 // self.bits)
 
     @property
     def unit_words(self) -> int:
-        """Words of one unit."""
+        """Rows of words of one unit."""
+        if self.awq:
+            return self.awq_rows
         return 3 if self.bits == 3 else 1
 
     @property
@@ -105,7 +109,7 @@ class Unpacker(Emitter):
         return self.minimum(b.mul(strip, I64(width)), limit), nibble
 
     def prepare_strip(self, strip: Any, _: list[Any]) -> list[Any]:
-        """Write scale and -scale * zero of every group of a strip to the scratch."""
+        """Write scale and constant of every group of a strip to the scratch."""
         b, spec = self.b, self.spec
         column, nibble = self.column(strip)
         groups = self.arg[Arg.N_GROUPS]
@@ -116,12 +120,16 @@ class Unpacker(Emitter):
             pairs = self.awq_group(g, column, nibble) if spec.awq else [self.gptq_group(g, column)]
             for scale, zero in pairs:
                 self.store(scale, self.arg[Arg.SCRATCH], at)
-                product = b.fmul(scale, self.to_float(zero))
-                self.store(b.fneg(product), self.arg[Arg.SCRATCH], b.add(at, I64(spec.strip)))
+                constant = self.group_constant(scale, zero)
+                self.store(constant, self.arg[Arg.SCRATCH], b.add(at, I64(spec.strip)))
                 at = b.add(at, I64(spec.lanes))
             return []
 
         return self.loop(I64(0), groups, 1, [], group)
+
+    def group_constant(self, scale: Any, zero: Any) -> Any:
+        """What is kept of a group beside its scale: -scale * zero."""
+        return self.b.fneg(self.b.fmul(scale, self.to_float(zero)))
 
     def gptq_group(self, g: Any, column: Any) -> tuple[Any, Any]:
         """Scales and zeros of one group, all columns of the strip in one wide vector."""
@@ -199,7 +207,7 @@ class Unpacker(Emitter):
         return rows
 
     def scale_pairs(self, index: Any, strip: Any) -> list[tuple[Any, Any]]:
-        """(scale, -scale * zero) per vector, of the group at `index` of the group table."""
+        """(scale, constant) per vector, of the group at `index` of the group table."""
         b, spec = self.b, self.spec
         group = b.sext(self.load(self.arg[Arg.GROUPS], index, I32), I64)
         row = b.add(b.mul(strip, self.arg[Arg.N_GROUPS]), group)
@@ -214,12 +222,15 @@ class Unpacker(Emitter):
 
     def weight(self, words: list[list[Any]], j: int, v: int, pair: tuple[Any, Any]) -> Any:
         """The weights of code j of the unit, vector v."""
+        return self.fma(self.to_float(self.code(words, j, v)), *pair)
+
+    def code(self, words: list[list[Any]], j: int, v: int) -> Any:
+        """Code j of the unit, vector v."""
         bits = self.spec.bits
         bit = 4 * v if self.spec.awq else j * bits
         low = words[bit // 32][v]
         high = words[min(bit // 32 + 1, len(words) - 1)][v]
-        codes = self.field(bits, low, high, [bit % 32] * self.lanes)
-        return self.fma(self.to_float(codes), *pair)
+        return self.field(bits, low, high, [bit % 32] * self.lanes)
 
     def broadcast(self, base: Any, index: Any) -> Any:
         """The float32 at element `index` in every lane."""

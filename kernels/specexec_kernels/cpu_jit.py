@@ -54,10 +54,9 @@ def lanes() -> int:
 
 
 @cache
-def has_bf16_matmul() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones."""
-    features = llvm.get_host_cpu_features()
-    return any(features.get(name) for name in ("amx-bf16", "avx512bf16"))
+def has_dot() -> bool:
+    """Whether this CPU multiplies pairs of bfloat16 in registers of 512 bits."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
 
 
 @cache

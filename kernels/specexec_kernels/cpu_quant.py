@@ -33,7 +33,7 @@ def supports(weight: PackedWeight) -> bool:
     return (
         weight.qweight.device.type == "cpu"
         and weight.scales.dtype in _SCALE_TYPES
-        and bool(_vectors(weight))
+        and bool(widths(weight))
         and weight.in_features % weight.format.input_multiple == 0
         and weight.out_features % weight.format.output_multiple == 0
     )
@@ -47,16 +47,16 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     """
     rows = x.shape[0]
     mode, tile_rows, vectors = plan(rows, weight)
-    spec = _spec(mode, weight, tile_rows, vectors)
-    strips = _strips(spec, weight)
+    spec = spec_for(mode, weight, tile_rows, vectors)
+    strips = strip_count(spec, weight)
     chunks = -(-rows // tile_rows)
     packed = x.new_zeros(chunks * tile_rows, weight.in_features, dtype=torch.float32)
     packed[:rows] = x
     packed = packed.view(chunks, tile_rows, -1).transpose(1, 2).contiguous()
     sums = torch.zeros(chunks, strips, tile_rows, spec.strip)
-    _run(spec, weight, sums, range(strips), x=packed, chunks=chunks)
+    run(spec, weight, sums, range(strips), x=packed)
     flat = sums.permute(0, 2, 1, 3).reshape(chunks * tile_rows, strips * spec.strip)[:rows]
-    return _in_order(flat, spec, weight)
+    return in_order(flat, spec, weight)
 
 
 def dequantize_tile(weight: PackedWeight, first: int, last: int, out: Tensor) -> Tensor:
@@ -69,22 +69,22 @@ def dequantize_tile(weight: PackedWeight, first: int, last: int, out: Tensor) ->
         The part of `out` that was written.
     """
     spec = tile_spec(weight)
-    _run(spec, weight, out, range(first, last))
+    run(spec, weight, out, range(first, last))
     return out[:, : (last - first) * spec.strip]
 
 
 def dequantize(weight: PackedWeight) -> Tensor:
     """The whole weight as float32 (inputs, outputs)."""
     spec = tile_spec(weight)
-    strips = _strips(spec, weight)
+    strips = strip_count(spec, weight)
     out = torch.empty(weight.in_features, strips * spec.strip)
-    return _in_order(dequantize_tile(weight, 0, strips, out), spec, weight)
+    return in_order(dequantize_tile(weight, 0, strips, out), spec, weight)
 
 
 def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Tensor:
     """Dequantize a tile, multiply it with torch's GEMM in x's dtype, and so on; (rows, outputs)."""
     spec = tile_spec(weight)
-    strips = _strips(spec, weight)
+    strips = strip_count(spec, weight)
     step = max(tile_columns // spec.strip, 1)
     out = x.new_empty(x.shape[0], strips * spec.strip)
     buffer = torch.empty(weight.in_features, step * spec.strip)
@@ -92,7 +92,7 @@ def tiled_matmul(x: Tensor, weight: PackedWeight, tile_columns: int = 256) -> Te
         last = min(first + step, strips)
         tile = dequantize_tile(weight, first, last, buffer).to(x.dtype)
         torch.mm(x, tile, out=out[:, first * spec.strip : last * spec.strip])
-    return _in_order(out, spec, weight)
+    return in_order(out, spec, weight)
 
 
 def plan(rows: int, weight: PackedWeight) -> tuple[Mode, int, int]:
@@ -103,12 +103,12 @@ def plan(rows: int, weight: PackedWeight) -> tuple[Mode, int, int]:
     begins in the middle of a cache line, and the next strip fetches its last line again: that is
     why only wide strips are walked so, and more rows take blocks (docs/experiments.md).
     """
-    widths = _vectors(weight)
-    widest = max((v for v in widths if v <= 4), default=0)
+    found = widths(weight)
+    widest = max((v for v in found if v <= 4), default=0)
     sizes = [size for size in (1, 2, 4, 6) if widest and size <= _most_rows(widest)]
     if sizes and rows <= sizes[-1]:
         return "few", next(size for size in sizes if size >= rows), widest
-    vectors = min((v for v in widths if v > 1), default=1)
+    vectors = min((v for v in found if v > 1), default=1)
     most = _most_rows(vectors)
     # unpacking for a tile takes about as long as two rows of it
     best = min(range(max(most - 6, 1), most + 1), key=lambda n: (-(-rows // n) * (n + 2), -n))
@@ -120,7 +120,7 @@ def _most_rows(vectors: int) -> int:
     return max((registers - vectors - 2) // vectors, 1)
 
 
-def _vectors(weight: PackedWeight) -> list[int]:
+def widths(weight: PackedWeight) -> list[int]:
     """Possible strip widths in vectors, ascending.
 
     A strip fits into the outputs (AWQ: one vector into a row of words), and the zero points of
@@ -137,16 +137,16 @@ def _vectors(weight: PackedWeight) -> list[int]:
 
 def _widest(weight: PackedWeight) -> int:
     """Vectors of a dequantized strip; wide units of 3-bit codes would only compile longer."""
-    widths = _vectors(weight)
-    return widths[0] if weight.format.bits == 3 else widths[-1]
+    found = widths(weight)
+    return found[0] if weight.format.bits == 3 else found[-1]
 
 
 def tile_spec(weight: PackedWeight) -> KernelSpec:
     """The dequantize kernel's description; its `strip` is the width of one strip in columns."""
-    return _spec("dequantize", weight, 0, _widest(weight))
+    return spec_for("dequantize", weight, 0, _widest(weight))
 
 
-def _spec(mode: Mode, weight: PackedWeight, rows: int, vectors: int) -> KernelSpec:
+def spec_for(mode: Mode, weight: PackedWeight, rows: int, vectors: int) -> KernelSpec:
     fmt = weight.format
     unit = fmt.input_multiple
     per_code = weight.g_idx is not None or weight.group_size % unit != 0
@@ -163,7 +163,7 @@ def _spec(mode: Mode, weight: PackedWeight, rows: int, vectors: int) -> KernelSp
     )
 
 
-def _strips(spec: KernelSpec, weight: PackedWeight) -> int:
+def strip_count(spec: KernelSpec, weight: PackedWeight) -> int:
     if spec.awq:
         return -(-(weight.out_features // 8) // spec.lanes) * spec.nibble_groups
     return -(-weight.out_features // spec.strip)
@@ -175,15 +175,20 @@ def _kernel(spec: KernelSpec) -> Any:
     return cpu_jit.compile_ir(build(spec, name), name)
 
 
-def _run(
+def run(
     spec: KernelSpec,
     weight: PackedWeight,
     out: Tensor,
     strips: range,
     x: Tensor | None = None,
-    chunks: int = 1,
+    kernel: Any = None,
 ) -> None:
-    """Call the kernel for `spec` on strips of `weight`."""
+    """Call the kernel for `spec` on strips of `weight`.
+
+    Args:
+        x: (chunks, ...) as the kernel reads it.
+        kernel: another one that takes the same arguments.
+    """
     qweight, qzeros, scales = weight.qweight, weight.qzeros, weight.scales
     if spec.awq:
         by_nibble = scales.view(scales.shape[0], -1, 8)[:, :, list(AWQ_ORDER)]
@@ -200,7 +205,7 @@ def _run(
         Arg.SCALES: keep[2].data_ptr(),
         Arg.GROUPS: groups.data_ptr(),
         Arg.X: 0 if x is None else x.data_ptr(),
-        Arg.CHUNKS: chunks,
+        Arg.CHUNKS: 1 if x is None else x.shape[0],
         Arg.OUT: out.data_ptr(),
         Arg.OUT_STRIDE: out.shape[-1],
         Arg.SCRATCH: scratch.data_ptr(),
@@ -211,12 +216,13 @@ def _run(
         Arg.N_GROUPS: n_groups,
         Arg.FIRST_STRIP: strips.start,
         Arg.END_STRIP: strips.stop,
+        Arg.X_BLOCKS: 1 if x is None else x.shape[1],
     }
     args = torch.tensor([values[a] for a in Arg if a is not Arg.SIZE], dtype=torch.int64)
-    cpu_jit.run(_kernel(spec), args.data_ptr(), -(-len(strips) // STRIPS_PER_TILE))
+    cpu_jit.run(kernel or _kernel(spec), args.data_ptr(), -(-len(strips) // STRIPS_PER_TILE))
 
 
-def _in_order(flat: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+def in_order(flat: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
     """Columns from strip order to the outputs' order; the last strip may overlap the one before."""
     if not spec.awq:
         if weight.out_features % spec.strip == 0:

@@ -13,16 +13,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_quant
+from specexec_kernels import cpu_dot, cpu_jit, cpu_quant
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.packing import PackedWeight
 from specexec_kernels.tree_attention import tree_attention_ref
 
-# Rows from which a library GEMM over dequantized tiles beats the fused kernel, by the dtype of that
-# GEMM. float32 measured by scripts/bench_kernels.py (docs/experiments.md, "Quantized linears on the
-# CPU"); bfloat16 from the 500 GFLOP/s that CPUs with such matrix instructions reach there.
-CPU_TILED_ROWS = {torch.float32: 768, torch.bfloat16: 32}
 GPU_FUSED_ROWS = 16
 # The fused top-k picks its candidates one by one; beyond this PyTorch's selection is taken. Chosen
 # by reasoning, not measured: no GPU was at hand.
@@ -75,10 +71,9 @@ def quantized_matmul(
     if x.device.type == "cpu":
         if not cpu_quant.supports(weight):
             return x @ dequantize_ref(weight, x.dtype)
-        wide = x if x.dtype == torch.bfloat16 and cpu_jit.has_bf16_matmul() else x.float()
-        if x.shape[0] < CPU_TILED_ROWS[wide.dtype]:
-            return cpu_quant.matmul(x, weight).to(x.dtype)
-        return cpu_quant.tiled_matmul(wide, weight).to(x.dtype)
+        if x.dtype == torch.bfloat16 and cpu_dot.supports(weight):
+            return cpu_dot.matmul(x, weight).to(out_dtype)
+        return cpu_quant.matmul(x, weight).to(out_dtype)
     return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype)
 
 

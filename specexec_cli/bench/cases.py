@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, get_args
+from typing import Any
 
 from specexec_cli.config import BenchMethod, DraftScoring, SamplingConfig, TreeConfig
 from specexec_cli.drafting.policies import policies_for
+from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError, nearest
 
-METHODS: tuple[BenchMethod, ...] = get_args(BenchMethod)
 BASELINE: BenchMethod = "autoregressive"
-CHAINS: tuple[BenchMethod, ...] = ("chain", "chain-coupled")
-# Their text has the target's distribution; all others' is the baseline's own.
-SAME_DISTRIBUTION: tuple[BenchMethod, ...] = ("chain", "specinfer")
+
+
+def methods() -> tuple[BenchMethod, ...]:
+    """What can be measured, the baseline first."""
+    return (BASELINE, *SOURCES)
+
+
+def is_chain(method: BenchMethod) -> bool:
+    """Whether it drafts one path, sized by a speculation length."""
+    return method in SOURCES and SOURCES[method].one_path
+
+
+def same_distribution(method: BenchMethod) -> bool:
+    """Whether its text has the target's distribution alone; all others' is the baseline's own."""
+    return method in SOURCES and SOURCES[method].drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +40,10 @@ class Case:
 
     @property
     def label(self) -> str:
-        """'specexec 64/16', 'chain 8', 'specexec cost 128/32'."""
+        """A name for tables, such as 'specexec 64/16', 'chain 8' or 'specexec cost 128/32'."""
         if self.tree is None:
             return self.method
-        size = "" if self.method in CHAINS else f"/{self.tree.max_depth}"
+        size = "" if is_chain(self.method) else f"/{self.tree.max_depth}"
         return f"{variant(self.settings())} {self.tree.budget}{size}"
 
     def settings(self) -> dict[str, Any]:
@@ -43,7 +55,7 @@ class Case:
 
 
 def variant(settings: Mapping[str, Any]) -> str:
-    """The method, and in what its trees are not the usual ones.
+    """The method's name, and every setting of its trees that is not the default.
 
     Args:
         settings: Case.settings.
@@ -60,7 +72,7 @@ def variant(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """Comma lists of the command line, taken apart."""
+    """What a bench measures: every combination of these values, one list per option."""
 
     methods: Sequence[str]
     budgets: Sequence[int]  # empty: the recommended tree's
@@ -75,14 +87,14 @@ class Grid:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in METHODS:
+            if method not in methods():
                 raise ConfigError(
-                    f"--method '{method}' is not one of {', '.join(METHODS)}."
-                    f"{nearest(method, list(METHODS))}"
+                    f"--method '{method}' is not one of {', '.join(methods())}."
+                    f"{nearest(method, list(methods()))}"
                 )
         drafting = set(self.methods) - {BASELINE}
         for policy in self.policies if drafting else ():
-            able = [method for method in METHODS if policy in policies_for(method)]
+            able = [method for method in methods() if policy in policies_for(method)]
             if not set(able) & drafting:
                 raise ConfigError(f"--policy {policy} needs --method {' or '.join(able)}")
         if any(length < 1 for length in self.lengths):
@@ -101,10 +113,9 @@ class Grid:
             found[Case(BASELINE, None, sampling, self.baseline_tokens)] = None
             for method in dict.fromkeys(self.methods):
                 if method != BASELINE:
-                    name = METHODS[METHODS.index(method)]
-                    for tree in self._trees(name, recommended):
-                        for varied in self._variants(name, tree):
-                            found[Case(name, varied, sampling, self.max_tokens)] = None
+                    for tree in self._trees(method, recommended):
+                        for varied in self._variants(method, tree):
+                            found[Case(method, varied, sampling, self.max_tokens)] = None
         return list(found)
 
     def _variants(self, method: BenchMethod, tree: TreeConfig) -> list[TreeConfig]:
@@ -117,7 +128,7 @@ class Grid:
         ]
 
     def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:
-        if method in CHAINS:
+        if is_chain(method):
             return [
                 replace(recommended, budget=length, max_depth=length) for length in self.lengths
             ]

@@ -47,7 +47,7 @@ def covered(target_logits: Tensor, draft_logits: Tensor, ranks: Sequence[int]) -
 
 
 def check_settings(sampling: SamplingConfig, ranks: Sequence[int]) -> None:
-    """To be asked before models are opened.
+    """Checks settings of measure_coverage, before time is spent on opening models.
 
     Raises:
         ConfigError: a temperature of 0, at which the target has no distribution; bad ranks.

@@ -32,7 +32,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """Of the prompts' ids and messages, so that results are compared like with like."""
+        """A digest of ids and messages: results are compared where it is the same."""
         content = [[prompt.id, prompt.chat, prompt.messages] for prompt in self.prompts]
         return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 

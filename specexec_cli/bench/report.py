@@ -80,11 +80,11 @@ def coverage_row(
     found: Coverage,
 ) -> Row:
     """A coverage measurement as a row of the results file."""
-    choice = session.choice
+    pair = session.pair
     config = {
-        "pair": choice.name,
-        "target": choice.target.repo,
-        "draft": choice.draft.repo if choice.draft else None,
+        "pair": pair.name,
+        "target": pair.target.repo,
+        "draft": pair.draft.repo if pair.draft else None,
         **session.settings,
         "dataset": dataset.name,
         "prompts_sha256": dataset.sha256,

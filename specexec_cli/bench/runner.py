@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.bench.cases import BASELINE, CHAINS, Case
+from specexec_cli.bench.cases import BASELINE, Case, is_chain
 from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.environment import reset_peak_memory
 from specexec_cli.bench.metrics import TIMING, run_metrics
@@ -36,7 +36,7 @@ class BenchPrompt:
 
     @property
     def sha256(self) -> str:
-        """Of the tokens."""
+        """The digest by which the results file knows the prompt again."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
 
 
@@ -144,11 +144,11 @@ class Bench:
         return rows
 
     def _config(self, run: Run) -> dict[str, Any]:
-        choice = self._session.choice
+        pair = self._session.pair
         return {
-            "pair": choice.name,
-            "target": choice.target.repo,
-            "draft": choice.draft.repo if choice.draft else None,
+            "pair": pair.name,
+            "target": pair.target.repo,
+            "draft": pair.draft.repo if pair.draft else None,
             **self._session.settings,
             "dataset": run.dataset.name,
             "prompts_sha256": run.dataset.sha256,
@@ -192,7 +192,7 @@ class Bench:
             steps,
             self._session.stats,
             link_bytes_per_s=self._link["link_bytes_per_s"],
-            is_chain=run.case.method in CHAINS,
+            is_chain=is_chain(run.case.method),
         )
         prompt = run.prompt
         return {

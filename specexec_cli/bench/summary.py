@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specexec_cli.bench.cases import BASELINE, CHAINS, SAME_DISTRIBUTION
+from specexec_cli.bench.cases import BASELINE, is_chain, same_distribution
 from specexec_cli.bench.metrics import AVERAGED, improvement_factor, spread
 from specexec_cli.bench.results import Row
 from specexec_cli.drafting.calibration import calibration_errors
@@ -102,7 +102,7 @@ def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float |
     rates = [row["metrics"]["token_acceptance_rate"] for row in rows]
     rates = [rate for rate in rates if rate is not None]
     drafted = sum(sum(row["passes"]["tree_nodes"]) for row in rows)
-    if case["method"] not in CHAINS or not rates or not pairs or not drafted:
+    if not is_chain(case["method"]) or not rates or not pairs or not drafted:
         return None
     draft_pass_s = sum(row["metrics"]["draft_s"] for row in rows) / drafted
     baseline = [plain["metrics"] for _, plain in pairs]
@@ -112,7 +112,7 @@ def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float |
 
 def _same_text(pairs: Sequence[tuple[Row, Row]]) -> dict[str, int] | None:
     """How many runs gave the baseline's very tokens; None where the method does not promise it."""
-    if not pairs or (pairs[0][0]["case"]["method"] in SAME_DISTRIBUTION and _sampled(pairs[0][0])):
+    if not pairs or (same_distribution(pairs[0][0]["case"]["method"]) and _sampled(pairs[0][0])):
         return None
     same = 0
     for ours, plain in pairs:

@@ -110,7 +110,7 @@ def _set(chat: Chat, argument: str) -> None:
 
 def _save(chat: Chat, argument: str) -> None:
     path = _path(argument, "/save")
-    transcript.save(path, chat.conversation, chat.session.choice.target.name)
+    transcript.save(path, chat.conversation, chat.session.pair.target.name)
     chat.screen.notice(f"saved to {path}")
 
 
@@ -160,12 +160,12 @@ def _stats(chat: Chat, argument: str) -> None:
 
 
 def _info(chat: Chat, argument: str) -> None:
-    choice, session = chat.session.choice, chat.session
+    pair, session = chat.session.pair, chat.session
     drafting = chat.settings.method != "autoregressive"
     used, window = chat.used_tokens(), session.context_length
     rows = [
-        ("target", choice.target.name),
-        ("draft", f"{choice.draft.name} ({'on' if drafting else 'off'})" if choice.draft else "-"),
+        ("target", pair.target.name),
+        ("draft", f"{pair.draft.name} ({'on' if drafting else 'off'})" if pair.draft else "-"),
         *session.settings.items(),
         ("context", f"{used} of {window} tokens ({used / window:.0%})"),
         ("turns", str(len(chat.conversation.turn_starts))),
@@ -182,7 +182,7 @@ def _compact(chat: Chat, argument: str) -> None:
 
 def _draft(chat: Chat, argument: str) -> None:
     on = on_or_off("/draft", argument)
-    if on and chat.session.choice.draft is None:
+    if on and chat.session.pair.draft is None:
         raise ConfigError("this chat was started without a draft model: --draft MODEL")
     chat.settings = replace(chat.settings, method=None if on else "autoregressive")
     chat.screen.notice(

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator
 from typing import Protocol
 
-from specexec_cli.chat.blocks import is_open, unquoted
 from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.commands import run_command
+from specexec_cli.chat.quoted import is_open, unquoted
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
 
 

@@ -77,7 +77,7 @@ def _replaced(settings: Any, changes: dict[str, Any]) -> Any:
 
 
 def on_or_off(name: str, value: str) -> bool:
-    """Reads a switch.
+    """Whether a setting that is a switch was set on or off.
 
     Raises:
         ConfigError: neither on nor off.

@@ -14,6 +14,7 @@ from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import DraftScoring, SamplingConfig, TreeConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def bench(
     method: Annotated[
         str,
         typer.Option(
-            help="autoregressive (always), specexec, chain, chain-coupled, specinfer, beam, "
-            "beam-pruned.",
+            help=f"autoregressive (always), {', '.join(SOURCES)}.",
             rich_help_panel=_GRID,
         ),
     ] = "specexec",
@@ -158,7 +158,7 @@ def bench(
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
     with open_models(models, sets, max_tokens, quiet) as session:
-        recommended = session.choice.tree
+        recommended = session.pair.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
             batch=recommended.batch if batch is None else batch,

@@ -105,7 +105,7 @@ def chat(
             session.context_limit = context
             settings = ChatSettings(
                 sampling=drawn,
-                tree=session.choice.tree,
+                tree=session.pair.tree,
                 generation=generation,
                 thinking=not hide_thinking,
                 show_drafts=show_drafts,
@@ -144,7 +144,7 @@ def converse(
     from specexec_cli.chat.repl import run
     from specexec_cli.cli.chat_screen import ConsoleScreen
 
-    if session.choice.draft is None:
+    if session.pair.draft is None:
         settings = replace(settings, method="autoregressive")
     interactive = sys.stdin is not None and sys.stdin.isatty()
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
@@ -168,11 +168,11 @@ def converse(
 
 
 def _introduce(chat: Chat) -> None:
-    choice, settings = chat.session.choice, chat.session.settings
-    draft = f" with draft {choice.draft.name}" if choice.draft is not None else ""
+    pair, settings = chat.session.pair, chat.session.settings
+    draft = f" with draft {pair.draft.name}" if pair.draft is not None else ""
     facts = ", ".join(f"{name} {value}" for name, value in settings.items())
     chat.screen.notice(
-        f"{choice.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"
+        f"{pair.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"
     )
 
 
@@ -206,7 +206,7 @@ def _source(interactive: bool, history: bool, screen: Screen) -> Source:
 def _transcript(session: TextSession, resume: Path | None, loaded: Loaded | None) -> Transcript:
     from specexec_cli.chat.transcript import Transcript
 
-    name = session.choice.target.name
+    name = session.pair.target.name
     if resume is not None and loaded is not None:
         return Transcript(resume, name, loaded.good_bytes)
     now = datetime.now()

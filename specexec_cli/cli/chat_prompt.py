@@ -18,9 +18,9 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.styles import Style
 
-from specexec_cli.chat.blocks import is_open
 from specexec_cli.chat.chat import Chat
 from specexec_cli.chat.commands import COMMANDS
+from specexec_cli.chat.quoted import is_open
 from specexec_cli.chat.settings import KEYS
 
 _PROMPT: AnyFormattedText = [("", "\n"), ("bold", "> ")]

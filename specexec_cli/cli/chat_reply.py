@@ -204,7 +204,7 @@ class QuietKeyboard:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
     def restore(self) -> None:
-        """Back to what it was."""
+        """Gives the terminal the mode it had before the reply."""
         if self._before is not None:
             import termios
 

@@ -28,12 +28,12 @@ class ConsoleScreen:
         self._lively = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
     def notice(self, text: str) -> None:
-        """One line worth knowing."""
+        """Prints one line that the user should know on stderr."""
         if not self._quiet:
             self._say(text if self._aside.is_terminal else f"notice: {text}", "dim")
 
     def error(self, text: str) -> None:
-        """One line of what is wrong and how to mend it."""
+        """Prints one line that says what is wrong and how to mend it."""
         self._say(f"error: {text}", "red")
 
     def _say(self, text: str, style: str) -> None:
@@ -41,12 +41,12 @@ class ConsoleScreen:
         self._aside.print(Text(text, style), soft_wrap=not self._aside.is_terminal)
 
     def echo(self, text: str) -> None:
-        """A message that nobody typed here; only a terminal needs to be told."""
+        """Prints a message that was not typed here, such as a script's, on a terminal alone."""
         if self._lively:
             self._out.print(Text(f"> {text}", "bold"))
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """What a command answers."""
+        """Prints a command's answer, one name and value a line."""
         if not self._aside.is_terminal:
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
@@ -60,7 +60,7 @@ class ConsoleScreen:
         self._aside.print(table)
 
     def stats(self, stats: GenerationStats) -> None:
-        """The line behind a reply."""
+        """Prints the statistics of a reply below it."""
         if self._quiet:
             return
         line = stats_line(stats, brief=True)
@@ -76,7 +76,7 @@ class ConsoleScreen:
         return PlainReply(prompt, settings, status=not self._quiet)
 
     def confirm(self, question: str) -> bool:
-        """Asks; True where there is nobody to ask."""
+        """Asks a yes-or-no question; True where no terminal is there to answer."""
         if not self._interactive:
             return True
         self._aside.print(Text(f"{question} [Y/n] ", "bold"), end="")
@@ -88,7 +88,7 @@ class ConsoleScreen:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Breaks a line of statistics between them."""
+    """Breaks a line of statistics between two of them where it is wider than the terminal."""
     lines = [""]
     for part in line.split(" · "):
         joined = f"{lines[-1]} · {part}" if lines[-1] else part

@@ -167,12 +167,12 @@ def _result(
         "finish_reason": "interrupted" if interrupted else steps[-1].finish_reason,
         "seed": sampling.seed,
         "method": session.method,
-        "pair": session.choice.name,
+        "pair": session.pair.name,
         "config": {
-            **asdict(sampling), **asdict(session.choice.tree), **asdict(generation),
+            **asdict(sampling), **asdict(session.pair.tree), **asdict(generation),
             **session.settings,
-            "target": session.choice.target.repo,
-            "draft": session.choice.draft.repo if session.choice.draft else None,
+            "target": session.pair.target.repo,
+            "draft": session.pair.draft.repo if session.pair.draft else None,
         },
         "stats": stats_json(session.stats),
     }  # fmt: skip
@@ -183,6 +183,6 @@ def stats_json(stats: GenerationStats) -> dict[str, float]:
     names = (
         "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
         "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
-        "peak_ram_bytes", "peak_vram_bytes",
+        "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
     )  # fmt: skip
     return {name: getattr(stats, name) for name in names}

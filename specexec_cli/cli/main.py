@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import sys
 from typing import Annotated, Any
@@ -19,6 +21,8 @@ from specexec_cli.cli.pull import pull, rm
 from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
 
+# how systems say that a file takes no more
+_UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 # the base of all mistakes on the command line, which typer does not name itself
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
@@ -59,7 +63,8 @@ def _root(
 def main() -> None:
     """Runs the command line; a SpecexecError or a wrong option becomes one line and its code.
 
-    Where whoever reads the output leaves early, as `| head` does, the program ends quietly.
+    Where whoever reads the output leaves early, as `| head` does, the program ends quietly. An
+    output that takes no more, such as a file on a full disk, is one line.
     """
     # their warnings are for programmers; whoever wants them sets the variable
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -72,6 +77,16 @@ def main() -> None:
             raise
         _discard_unwritten()
         code = CLOSED_PIPE_EXIT_CODE
+    except OSError as error:
+        if error.errno not in _UNWRITTEN or error.filename is not None:
+            raise
+        _discard_unwritten()
+        code = SpecexecError.exit_code
+        with contextlib.suppress(OSError):  # which may be the same file
+            print(
+                f"error: the output cannot be written ({error.strerror}): write it elsewhere",
+                file=sys.stderr,
+            )
     sys.exit(code)
 
 
@@ -105,7 +120,7 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
 
 
 def _discard_unwritten() -> None:
-    """What a closed pipe did not take goes nowhere when Python writes it out at its end.
+    """What an output did not take goes nowhere when Python writes it out at its end.
 
     Source: the note on SIGPIPE in the documentation of Python's signal module.
     """
@@ -114,7 +129,7 @@ def _discard_unwritten() -> None:
             continue
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream.fileno())
             os.close(nowhere)

@@ -225,7 +225,7 @@ Quiet = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which models, and from where."""
+    """Options that say which models to use, and where their files are."""
 
     pair: Pair = None
     target: Target = None
@@ -240,7 +240,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How a token is drawn."""
+    """Options that say how a token is drawn."""
 
     temperature: Temperature = 0.0
     top_p: TopP = 1.0
@@ -250,13 +250,13 @@ class SamplingOptions:
     seed: Seed = 0
 
     def config(self) -> SamplingConfig:
-        """The same, checked."""
+        """These options as a SamplingConfig, which checks their values."""
         return SamplingConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeOptions:
-    """The draft tree."""
+    """Options of the draft tree."""
 
     budget: Budget = None
     depth: Depth = None
@@ -266,7 +266,7 @@ class TreeOptions:
     calibration: Calibration = True
 
     def request(self) -> TreeRequest:
-        """The same, checked."""
+        """These options as a TreeRequest, each word checked against those that it may be."""
         chosen = one_of(self.policy, "--policy", ("auto", *policies_for("specexec")))
         return TreeRequest(
             budget=self.budget,
@@ -282,7 +282,7 @@ class TreeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineOptions:
-    """Where and how to compute."""
+    """Options that say where and how to compute."""
 
     offload: Offload = "auto"
     device: Device = "auto"
@@ -326,7 +326,7 @@ class MeasuredModels:
     dtype: Dtype = "auto"
 
     def request(self, longest_prompt: str, beside_tokens: int) -> Request:
-        """With memory planned for the longest prompt and so many tokens beside it."""
+        """These options as a Request: memory is planned for the prompt and the tokens beside it."""
         return Request(
             pair=self.pair,
             target=self.target,
@@ -380,7 +380,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 def request(
     models: ModelOptions, tree: TreeOptions, machine: MachineOptions, **more: Any
 ) -> Request:
-    """What chat and generate ask for, with every word checked.
+    """The Request of chat and generate, each word checked against those that it may be.
 
     Args:
         more: other fields of Request.
@@ -406,12 +406,12 @@ def request(
 
 
 def offload_mode(value: str) -> OffloadMode:
-    """--offload, checked."""
+    """The value of --offload, checked against the words it takes."""
     return cast(OffloadMode, one_of(value, "--offload", get_args(OffloadMode)))
 
 
 def dtype_name(value: str) -> DtypeName:
-    """--dtype, checked."""
+    """The value of --dtype, checked against the words it takes."""
     return cast(DtypeName, one_of(value, "--dtype", get_args(DtypeName)))
 
 
@@ -428,7 +428,7 @@ def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
 
 
 def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:
-    """--sp, --lookahead, --devices and --ray.
+    """The values of --sp, --lookahead, --devices and --ray in one object.
 
     Raises:
         ConfigError: not a number and not auto, or an empty device.

@@ -39,7 +39,7 @@ def show_plan(
     target, draft, work = decision.target, decision.draft, decision.work
     settings, plan = decision.settings, decision.plan
     console = Console(highlight=False)
-    console.print(f"[bold]{decision.choice.name}[/bold]", end="")
+    console.print(f"[bold]{decision.pair.name}[/bold]", end="")
     rows = f"{work.verify_rows} rows a pass" if draft else "one row a pass"
     console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
     for table in (

@@ -46,6 +46,11 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
         if stats.link_bytes_per_s:
             streamed += f" ({stats.stream_bytes_per_s / stats.link_bytes_per_s:.0%} of the link)"
         parts.append(streamed)
+    if stats.experts_asked:
+        parts.append(
+            f"{stats.experts_asked / stats.generated_tokens:.0f} experts/tok, "
+            f"{stats.experts_held / stats.experts_asked:.0%} in memory"
+        )
     loss = stats.drafting_loss
     if loss is not None:
         drafted_s, plain_s = loss

@@ -153,10 +153,10 @@ def heatmap(
     Over drafter latency (as a share of the target's) and acceptance rate, every method at its
     best lookahead. With --json the numbers are printed and nothing is drawn.
     """
-    from specexec_cli.simulate.heatmap import PANELS, compute, draw
+    from specexec_cli.simulate.heatmap import PANELS, draw, simulated_heatmap
 
     _positive(sp=sp)
-    result = compute(points, sp)
+    result = simulated_heatmap(points, sp)
     maxima = {panel: result.maximum(panel) for panel in PANELS}
     if as_json:
         print(json.dumps({"schema": 1, "sp": sp, "draft_fractions": result.draft_fractions,

@@ -88,11 +88,11 @@ def train_policy(
             if not quiet:
                 print("stopped; the same command goes on", file=sys.stderr)
             raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
-        choice = session.choice
-        assert choice.draft is not None
+        pair = session.pair
+        assert pair.draft is not None
         classifier.save(
             session.pair_folder,
-            {"target": choice.target.repo, "draft": choice.draft.repo, "datasets": trained,
+            {"target": pair.target.repo, "draft": pair.draft.repo, "datasets": trained,
              "temperature": temperature, "costs": asdict(costs),
              "f1": {name: found.disco_f1 for name, found in evaluations.items()}},
         )  # fmt: skip

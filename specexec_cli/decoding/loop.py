@@ -11,8 +11,9 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 
-from specexec_cli.core import FinishReason, StepResult
+from specexec_cli.core import DraftTree, FinishReason, StepResult
 from specexec_cli.drafting.drafter import Drafter
+from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Walk, accept
 from specexec_cli.verify.verifier import TargetServer
@@ -29,10 +30,14 @@ def specexec(
 ) -> Iterator[StepResult]:
     """Yields one StepResult per target pass until an EOS token or `max_tokens`.
 
+    A pass whose logits were not finite and that was repeated without drafts counts as one.
+
     Args:
         target: its cache must hold a proper prefix of `prompt`, or nothing.
         prompt: at least one token.
         walk: how a verified tree becomes committed tokens.
+    Raises:
+        NonFiniteLogitsError: the next token cannot be drawn, with drafts or without.
     """
     context = list(prompt)
     stop = len(prompt) + max_tokens
@@ -42,8 +47,16 @@ def specexec(
         # the bonus token takes one position, so a deeper path could never be committed whole
         tree = drafter.grow(context, stop - len(context) - 1, len(pending))
         drafted = time.perf_counter()
-        logits = target.verify(pending, tree)
-        accepted = walk(tree, logits, sampler, context, stop - len(context), eos_ids)
+        ends = sampler, context, stop - len(context), eos_ids
+        try:
+            accepted = walk(tree, target.verify(pending, tree), *ends)
+        except NonFiniteLogitsError:
+            if not len(tree):
+                raise
+            # Perhaps a wrong draft is to blame, which plain decoding never meets: what a row does
+            # not attend to counts nothing, but nothing times NaN is NaN. So once more without it.
+            tree = DraftTree.empty()
+            accepted = walk(tree, target.verify(pending, tree), *ends)
         target.commit(accepted.nodes)
         drafter.commit(accepted.nodes, accepted.tokens)
         context += accepted.tokens

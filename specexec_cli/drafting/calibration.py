@@ -113,7 +113,7 @@ class Calibration:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Calibration:
-        """From `state`.
+        """The object whose `state` this was.
 
         Raises:
             ValueError, KeyError, TypeError: it is not one.
@@ -145,8 +145,11 @@ class Reliability:
 
     @property
     def bins(self) -> list[list[list[float]]]:
-        """By the draft itself and as used, per tenth of probability: count, sum of predictions, and
-        how many came true. Those of several generations add up."""
+        """Per tenth of predicted probability: predictions, their sum, and how many came true.
+
+        First those of the draft model itself, then those that were used. Bins of several
+        generations add up.
+        """
         return self._bins.tolist()
 
 
@@ -169,7 +172,7 @@ def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
 
 
 def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:
-    """(n, width, 5)."""
+    """The five numbers that the calibration reads of each child, (n, width, 5)."""
     chances = np.exp(log_probs[:, :_ENTROPY_OF])
     rest = np.clip(1.0 - chances.sum(axis=1, keepdims=True), 0.0, 1.0)
     parts = np.concatenate([chances, rest], axis=1)
@@ -188,7 +191,7 @@ def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:
 
 
 def _logit(log_probs: Floats) -> Floats:
-    """Of probabilities given by their logarithms, bounded to what a sum of labels can tell."""
+    """Logits of probabilities given by their logarithms, bounded to what can be learned."""
     bounded = np.clip(log_probs, -50.0, -1e-4)
     return bounded - np.log(-np.expm1(bounded))
 

@@ -38,7 +38,7 @@ class Classifier:
     max_length: int  # tokens drafted at most
 
     def probabilities(self, features: Floats) -> Floats:
-        """(n, FEATURES) as in `features` -> (n,)."""
+        """The probability that each token is accepted, from its features: (n, FEATURES) -> (n,)."""
         t = self.tensors
         scaled = (features - t["norm.mean"]) * t["norm.scale"]
         hidden = np.maximum(scaled @ t["hidden.weight"].T + t["hidden.bias"], 0.0)
@@ -78,7 +78,7 @@ class Classifier:
 
 
 def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
-    """The pair's classifier.
+    """Reads the classifier that was trained for a pair.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is another pair's.

@@ -46,6 +46,29 @@ class Drafter(Protocol):
         """Tells what the iteration brought and cost."""
 
 
+class SessionDrafter(Drafter, Protocol):
+    """What a session needs of a drafter, which it keeps from one generation to the next."""
+
+    def configure(
+        self,
+        sampler: Sampler,
+        tree: TreeConfig,
+        learned: Learned | None = None,
+        continuation: Sequence[int] = (),
+    ) -> None:
+        """Settings of the next generation; caches and what was learned stay.
+
+        Args:
+            learned: about the pair, by all generations so far; what it had unless told.
+            continuation: the text to come, where a policy must be told.
+        Raises:
+            CheckpointError: the policy is disco, and its classifier cannot be used.
+        """
+
+    def forget(self) -> None:
+        """Empties its caches; what was learned stays."""
+
+
 class ModelDrafter:
     """Grows trees with a draft model.
 
@@ -64,7 +87,6 @@ class ModelDrafter:
     ) -> None:
         self.model = model
         self._search = search
-        self.learned = learned or Learned()  # another may take its place before configure()
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
@@ -73,27 +95,27 @@ class ModelDrafter:
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._reset_tree()
+        self._learned = learned or Learned()
         self.configure(sampler, tree)
 
     def configure(
-        self, sampler: Sampler, tree: TreeConfig, continuation: Sequence[int] = ()
+        self,
+        sampler: Sampler,
+        tree: TreeConfig,
+        learned: Learned | None = None,
+        continuation: Sequence[int] = (),
     ) -> None:
-        """Settings of the next generation; the cache and what was learned stay.
-
-        Args:
-            continuation: the text to come, for the oracle.
-        Raises:
-            CheckpointError: the policy is disco, and its classifier cannot be used.
-        """
-        self._policy = self.learned.policy(tree, continuation)
+        """See SessionDrafter."""
+        self._learned = learned = learned or self._learned
+        self._policy = learned.policy(tree, continuation)
         kind = DraftScorer.kind(sampler, tree.scoring)
-        self._scorer = DraftScorer(sampler, tree.scoring, tree.calibrated, self.learned.trust(kind))
+        self._scorer = DraftScorer(sampler, tree.scoring, tree.calibrated, learned.trust(kind))
         self._scorer.trust.calibration.reliability = Reliability()
-        self.learned.keep(kind, self._scorer.trust)
+        learned.keep(kind, self._scorer.trust)
 
     @property
     def calibration(self) -> Calibration:
-        """Of the scores that this generation's trees are searched by."""
+        """What corrects the scores that this generation's trees are searched by."""
         return self._scorer.trust.calibration
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
@@ -133,7 +155,7 @@ class ModelDrafter:
         self._reset_tree()
 
     def observe(self, step: StepResult) -> None:
-        """What the policy of the budget learns from."""
+        """Lets the policy learn from what the iteration brought and cost."""
         self._policy.observe(step)
 
     def _reset_tree(self) -> None:

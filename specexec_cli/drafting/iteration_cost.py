@@ -46,7 +46,7 @@ class CostModel:
     step_s: float
 
     def seconds(self, rows: Floats, steps: Floats | float) -> Floats:
-        """Of iterations over `rows` rows, (n,)."""
+        """Seconds of iterations over `rows` rows, (n,)."""
         beyond = np.maximum(0.0, rows - self.knee_rows)
         return self.base_s + self.row_s * beyond + self.step_s * steps
 
@@ -80,17 +80,17 @@ class IterationCost:
 
     @property
     def iterations(self) -> int:
-        """How many are remembered."""
+        """How many iterations are remembered."""
         return len(self._seen)
 
     def observe(self, rows: int, steps: int, draft_s: float, total_s: float) -> None:
-        """One iteration."""
+        """Learns from one iteration."""
         self.most_rows = max(self.most_rows, rows)
         self._seen.append((rows, steps, draft_s, total_s))
         self._learn()
 
     def remember(self, iterations: Sequence[Iteration]) -> None:
-        """Iterations of an earlier session, in their order."""
+        """Learns from iterations of an earlier session, given in their order."""
         self._seen.extend(iterations)
         self.most_rows = max([self.most_rows, *(rows for rows, *_ in iterations)])
         if iterations:
@@ -168,5 +168,5 @@ class IterationCost:
         return _PRIOR_ROWS, seconds, float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
 
     def seconds(self, rows: Floats, steps: int) -> Floats:
-        """Of iterations over `rows` rows, (n,)."""
+        """Seconds of iterations over `rows` rows, (n,)."""
         return self.model.seconds(rows, steps)

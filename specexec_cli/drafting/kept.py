@@ -14,7 +14,7 @@ _LARGEST_BYTES = 1_000_000  # a hundred times what is ever written
 
 
 def read_json(path: Path) -> Any:
-    """What the file holds.
+    """The JSON value in the file.
 
     Raises:
         ValueError: it is missing, cannot be read, or is not JSON.

@@ -58,7 +58,7 @@ class Learned:
         return self._trusts.get(kind)
 
     def keep(self, kind: str, trust: Trust) -> None:
-        """Goes on from `trust` next time."""
+        """Remembers `trust`: the next generation of this kind goes on from it."""
         self._trusts[kind] = trust
 
     def policy(self, tree: TreeConfig, continuation: Sequence[int] = ()) -> BudgetPolicy:
@@ -91,7 +91,7 @@ class Learned:
         return self._cost
 
     def save(self, path: Path, machine: str) -> None:
-        """Keeps it for later sessions.
+        """Writes what was learned to a file, for later sessions.
 
         Args:
             machine: how this session runs; costs of others stay as they are.
@@ -117,7 +117,7 @@ class Learned:
         partial.replace(path)
 
     def load(self, path: Path, machine: str) -> None:
-        """What an earlier session kept; nothing where there is none, or none that can be used."""
+        """Takes over what an earlier session saved, where there is a file that can be used."""
         try:
             self._trusts, costs = _read(path)
         except ValueError:  # a cache: it is learned again
@@ -147,7 +147,7 @@ def _read(path: Path) -> tuple[dict[str, Trust], dict[str, IterationCost]]:
 
 
 def _cost(state: Mapping[str, Any]) -> IterationCost:
-    """From _cost_state.
+    """The costs that _cost_state described.
 
     Raises:
         ValueError, KeyError, TypeError: it is not one.

@@ -16,6 +16,7 @@ from torch import Tensor
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.search import Floats, Frontier, Ints
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.verify.accept import Accepted, accept
@@ -93,10 +94,14 @@ class SampledDrafter(ModelDrafter):
     """A draft model that draws its trees."""
 
     def configure(
-        self, sampler: Sampler, tree: TreeConfig, continuation: Sequence[int] = ()
+        self,
+        sampler: Sampler,
+        tree: TreeConfig,
+        learned: Learned | None = None,
+        continuation: Sequence[int] = (),
     ) -> None:
-        """Settings of the next generation; what the cache holds stays."""
-        super().configure(sampler, tree, continuation)
+        """See SessionDrafter."""
+        super().configure(sampler, tree, learned, continuation)
         self._sampled = SampledChildren(sampler)
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:

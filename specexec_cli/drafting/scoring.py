@@ -74,7 +74,7 @@ class Trust:
 
     @property
     def sharpness(self) -> float:
-        """The current c."""
+        """The c that would have ranked the target's tokens best lately."""
         return float(_SHARPNESS[self.losses.argmin()])
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Trust:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Trust:
-        """From `state`.
+        """The object whose `state` this was.
 
         Raises:
             ValueError, KeyError, TypeError: it is not one.
@@ -122,7 +122,7 @@ class DraftScorer:
 
     @property
     def sharpness(self) -> float:
-        """The current c."""
+        """The c that scores are made with."""
         return self.trust.sharpness
 
     def utilities(self, logits: Tensor, positions: Sequence[int], context: Sequence[int]) -> Tensor:

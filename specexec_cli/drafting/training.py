@@ -39,7 +39,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds on this machine."""
+    """What the two models take on this machine, in seconds."""
 
     target_s: float  # a target pass
     draft_s: float  # a draft step
@@ -170,7 +170,7 @@ def latency(texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs) -> flo
 
 
 def f1(predicted: Bools, true: Bools) -> float:
-    """Of the positive class; 0 where nothing is found."""
+    """The F1 score of the positive class; 0 where nothing is found."""
     hits = float((predicted & true).sum())
     return 2.0 * hits / max(float(predicted.sum() + true.sum()), 1.0)
 

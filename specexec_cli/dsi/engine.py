@@ -230,12 +230,12 @@ class ModelDrafter:
 
 
 def load_target(spec: ModelSpec) -> ModelTarget:
-    """In a worker's process: the target."""
+    """Loads the target, in the process of the worker that serves it."""
     return ModelTarget(_load(spec))
 
 
 def load_drafter(spec: ModelSpec) -> ModelDrafter:
-    """In a worker's process: the draft model."""
+    """Loads the draft model, in the process of the worker that drafts with it."""
     return ModelDrafter(_load(spec), spec.vocab_size)
 
 

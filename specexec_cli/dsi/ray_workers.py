@@ -49,12 +49,12 @@ class Worker:
         self._epoch = 0
 
     def ready(self) -> Ready:
-        """Loaded, and what the pool must know."""
+        """Says that the model is loaded, and what the pool must know of it."""
         ready: Ready = self._server.ready()
         return ready
 
     def configure(self, sampling: SamplingConfig) -> None:
-        """How the next generation draws its tokens."""
+        """Tells the model how the next generation draws its tokens."""
         self._server.configure(sampling)
 
     def forget(self) -> None:
@@ -70,11 +70,11 @@ class Worker:
         self._epoch = max(self._epoch, epoch)
 
     def verify(self, task: Verify) -> Verified | Aborted | Failed:
-        """One verification task."""
+        """Does one verification task."""
         return run_task(self._server, self._number, task, self._epoch_since(task.epoch))
 
     def draft(self, order: Draft) -> Any:
-        """Tokens, one by one as they are drafted."""
+        """Yields tokens one by one, as they are drafted."""
         yield from run_draft(self._server, order, self._epoch_since(order.epoch))
 
     def _epoch_since(self, epoch: int) -> Callable[[], int]:
@@ -117,7 +117,7 @@ class RayCluster:
 
     @property
     def gpus(self) -> int:
-        """GPUs of all its machines."""
+        """How many GPUs its machines have together."""
         return int(self.ray.cluster_resources().get("GPU", 0))
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 transformers' layers hand queries, keys, values and the mask to a function named in the config. For
 devices with a tree-attention kernel ours takes a TreeMask, ancestor bits without any mask over the
 prefix, to the kernel, and every other mask to transformers' own function for PyTorch's attention.
-For CPUs without arithmetic in the compute dtype another of ours attends in float64.
+For two bytes on a CPU another of ours attends in float64.
 
 The kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums are
 grouped differently in passes of different shape: on such a device tokens may differ between methods
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from specexec_kernels import cpu_half, dispatch
+from specexec_kernels import dispatch
 from specexec_kernels.tree_attention import pack_ancestors
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -41,9 +41,8 @@ def implementation(device: torch.device, dtype: torch.dtype) -> str:
     """transformers' name for how layers without soft-capping attend."""
     if dispatch.uses_triton(device):
         return NAME
-    # PyTorch converts from and to such a dtype at every step, which is slower as well
-    emulated = device.type == "cpu" and cpu_half.is_emulated(dtype)
-    return _WIDE_NAME if emulated else "sdpa"
+    # PyTorch's own rounds a row's result in another way when the pass has other rows
+    return _WIDE_NAME if device.type == "cpu" and dtype != torch.float32 else "sdpa"
 
 
 def tree_mask(

@@ -8,8 +8,10 @@ tile at a time, which keeps the wide copy in the cache as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from specexec_kernels import cpu_half
+from specexec_kernels import cpu_dot, cpu_half
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -29,8 +31,9 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     Returns:
         (..., out_features) in the compute dtype.
     """
-    if _takes_kernel(rows.dtype, weight):
-        out = cpu_half.matmul(rows.reshape(-1, rows.shape[-1]).float(), weight)
+    kernel = _kernel(rows.dtype, weight)
+    if kernel is not None:
+        out = kernel(rows.reshape(-1, rows.shape[-1]), weight)
         if bias is not None:
             out += bias
         return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
@@ -46,16 +49,24 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out.view(*rows.shape[:-1], weight.shape[0])
 
 
-def _takes_kernel(dtype: torch.dtype, weight: Tensor) -> bool:
-    """Whether rows of this dtype are multiplied by the CPU's kernel, with sums in float32.
+def _kernel(dtype: torch.dtype, weight: Tensor) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """What multiplies rows of this dtype on a CPU, with float32 sums; None where PyTorch does.
 
-    It is made for weights too large to be worth a converted copy. Rows of two bytes take it for
-    every weight where the CPU has no arithmetic in them: PyTorch is several times slower there, and
-    rounds a row's result in another way when the pass has other rows.
+    Rows of two bytes take one for every weight that it reads: PyTorch rounds a row's result in
+    another way when the pass has other rows, and is several times slower where the CPU has no
+    arithmetic in the dtype. For float32 rows the kernel is made for weights too large to be worth
+    a converted copy.
     """
-    large = weight.numel() > TILE_ELEMENTS
-    wanted = large if dtype == torch.float32 else cpu_half.is_emulated(dtype)
-    return wanted and cpu_half.supports(weight)
+    if dtype == torch.bfloat16 and cpu_dot.supports(weight):
+        return cpu_dot.matmul
+    wanted = (
+        weight.numel() > TILE_ELEMENTS if dtype == torch.float32 else cpu_half.is_emulated(dtype)
+    )
+    return _widened if wanted and cpu_half.supports(weight) else None
+
+
+def _widened(rows: Tensor, weight: Tensor) -> Tensor:
+    return cpu_half.matmul(rows.float(), weight)
 
 
 def _tiled_product(rows: Tensor, weight: Tensor) -> Tensor:

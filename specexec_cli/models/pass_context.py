@@ -18,7 +18,9 @@ from specexec_cli.models.pass_rows import PassRows
 class LayerSource(Protocol):
     """Where a decoder layer's weights come from. Layers are asked for in cyclic order."""
 
-    bytes_streamed: int
+    @property
+    def bytes_streamed(self) -> int:
+        """Bytes that came over the link so far."""
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The layer's tensors by checkpoint name; valid inside the `with`."""

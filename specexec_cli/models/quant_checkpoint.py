@@ -34,7 +34,7 @@ class Quantization:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, notice: Notice) -> Quantization | None:
-        """None for a plain checkpoint.
+        """The quantization of a checkpoint, checked; None for a plain one.
 
         Raises:
             CheckpointError: a kind that cannot be read, or tensors that contradict the config.
@@ -54,8 +54,9 @@ class Quantization:
                 "weights (*.qweight). Are both files of the same model?"
             )
         for name in names:
-            for leaf in ("qzeros", "scales"):
-                _find(checkpoint, name, leaf)
+            for leaf in quant.spec.kind.tensors:
+                if leaf != "g_idx":
+                    _find(checkpoint, name, leaf)
         shuffled = _shuffled(checkpoint, names, quant)
         return cls(quant, checkpoint, _minus_one(checkpoint, names, quant, notice), shuffled)
 
@@ -68,7 +69,7 @@ class Quantization:
         if f"{name}.qweight" not in self.checkpoint:
             return None
         spec = _spec(self.config, name)
-        fmt = PackedFormat(spec.bits, awq=spec.method == "awq",
+        fmt = PackedFormat(spec.bits, awq=spec.kind.layout == "awq",
                            stored_minus_one=self.stored_minus_one)  # fmt: skip
         if in_features % fmt.input_multiple or out_features % fmt.output_multiple:
             raise CheckpointError(
@@ -176,16 +177,15 @@ def _minus_one(
     asymmetric v1 one can only be read if its writer kept zero points of 0 apart (see
     packing.unpack_zeros); AutoGPTQ's became 0xFFFFFFFF and overwrote their neighbours.
     """
-    if config.spec.method == "awq":
+    if not config.spec.kind.zeros_minus_one:
         return False
     labelled_v1 = not config.spec.v2
     seen = _seen_zeros(checkpoint, names, config) if config.spec.sym is not False else None
     if seen in ("v1", "v2"):
         if (seen == "v1") != labelled_v1:
-            label = "gptq" if labelled_v1 else "gptq_v2"
             notice(
-                f"{config.source} says format {label}, but the zero points of this symmetric "
-                f"checkpoint are stored as in {seen}: it is read as {seen}"
+                f"{config.source} says format {config.variant}, but the zero points of this "
+                f"symmetric checkpoint are stored as in {seen}: it is read as {seen}"
             )
         return seen == "v1"
     if seen == "mixed" and config.spec.sym:

@@ -12,16 +12,14 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.planning.packed_formats import PACKED_KINDS, PackedKind
 
 Notice = Callable[[str], None]
-Method = Literal["gptq", "awq"]
 
 _FILES = ("quantize_config.json", "quant_config.json")
-_BITS: Mapping[Method, tuple[int, ...]] = {"gptq": (2, 3, 4, 8), "awq": (4,)}
-_GPTQ_FORMATS = ("gptq", "gptq_v2")
 _TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points without loss
 
 
@@ -29,12 +27,17 @@ _TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points witho
 class QuantSpec:
     """How one linear is quantized."""
 
-    method: Method
+    method: str  # a name in PACKED_KINDS
     bits: int
     group_size: int  # inputs per group; -1: all of them
     desc_act: bool
     sym: bool | None  # None: the config does not say
-    v2: bool  # GPTQ: zero points are stored as they are, not minus one
+    v2: bool  # the variant's name says that zero points are stored as they are, not minus one
+
+    @property
+    def kind(self) -> PackedKind:
+        """The entry of its format."""
+        return PACKED_KINDS[self.method]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,7 @@ class QuantConfig:
 
     source: Path  # the file that says so
     spec: QuantSpec
+    variant: str  # of the format
     lossless_v1: bool  # written by a tool whose asymmetric v1 zero points can be restored
     rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> overrides, None: plain
 
@@ -100,61 +104,67 @@ def _config_files(folder: Path, config: Mapping[str, Any]) -> list[tuple[Path, A
 
 
 def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
-    method = _method(keys, path)
+    kind = _kind(keys, path)
     pack_dtype = keys.get("pack_dtype", "int32")
     if pack_dtype != "int32":
         raise CheckpointError(
             f"{path}: pack_dtype '{pack_dtype}' is not supported, only int32 is: "
             "use a checkpoint that was quantized with pack_dtype int32"
         )
-    stored_format = _format(keys, method, path)
+    variant = _variant(keys, kind, path)
     sym = keys.get("sym")
     if sym is None and "zero_point" in keys:
         sym = not keys["zero_point"]
     spec = QuantSpec(
-        method=method,
+        method=kind.method,
         bits=_integer(keys, ("bits", "w_bit", "wbits"), path),
         group_size=_integer(keys, ("group_size", "q_group_size"), path),
         desc_act=bool(keys.get("desc_act", False)),
         sym=sym,
-        v2=stored_format == "gptq_v2",
+        v2=kind.zeros_minus_one and variant.endswith("_v2"),
     )
     _check(spec, path)
     return QuantConfig(
-        source=path, spec=spec, lossless_v1=_is_lossless(keys.get("meta")), rules=_rules(keys, path)
+        source=path,
+        spec=spec,
+        variant=variant,
+        lossless_v1=_is_lossless(keys.get("meta")),
+        rules=_rules(keys, path),
     )
 
 
-def _method(keys: Mapping[str, Any], path: Path) -> Method:
+def _kind(keys: Mapping[str, Any], path: Path) -> PackedKind:
+    """The format that the config names or, naming none, looks like; the first one if none."""
     name = keys.get("quant_method", keys.get("method"))
     if name is None:
-        is_awq = path.name == "quant_config.json" or "version" in keys
-        name = "awq" if is_awq else "gptq"
-    name = str(name).lower()
-    if name not in ("gptq", "awq"):
+        known = PACKED_KINDS.values()
+        own = (k for k in known if path.name == k.own_file or (k.own_key and k.own_key in keys))
+        return next(own, next(iter(known)))
+    kind = PACKED_KINDS.get(str(name).lower())
+    if kind is None:
+        *others, last = PACKED_KINDS
         raise CheckpointError(
-            f"{path}: quantization method '{name}' is not supported. Supported are gptq and awq: "
-            "use such a checkpoint of the model, or the original weights"
+            f"{path}: quantization method '{str(name).lower()}' is not supported. Supported are "
+            f"{', '.join(others)} and {last}: use such a checkpoint of the model, or the original "
+            "weights"
         )
-    return name  # type: ignore[return-value]
+    return kind
 
 
-def _format(keys: Mapping[str, Any], method: Method, path: Path) -> str:
-    stored = str(keys.get("checkpoint_format", keys.get("format", "")) or "").lower()
-    if keys.get("is_marlin_format"):
-        stored = "marlin"
-    if method == "awq":
-        stored = str(keys.get("version") or stored or "gemm").lower()
-        supported: tuple[str, ...] = ("gemm",)
-    else:
-        stored = stored or "gptq"
-        supported = _GPTQ_FORMATS
-    if stored not in supported:
+def _variant(keys: Mapping[str, Any], kind: PackedKind, path: Path) -> str:
+    usual = (
+        "marlin"
+        if keys.get("is_marlin_format")
+        else keys.get("checkpoint_format", keys.get("format"))
+    )
+    named = [*(keys.get(key) for key in kind.variant_keys), usual, kind.variants[0]]
+    variant = str(next(name for name in named if name)).lower()
+    if variant not in kind.variants:
         raise CheckpointError(
-            f"{path}: {method} format '{stored}' is not supported. Supported: "
-            f"{', '.join(supported)}; convert the checkpoint with the tool that wrote it"
+            f"{path}: {kind.method} format '{variant}' is not supported. Supported: "
+            f"{', '.join(kind.variants)}; convert the checkpoint with the tool that wrote it"
         )
-    return stored
+    return variant
 
 
 def _integer(keys: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int:
@@ -168,8 +178,8 @@ def _integer(keys: Mapping[str, Any], names: tuple[str, ...], path: Path) -> int
 
 
 def _check(spec: QuantSpec, path: Path) -> None:
-    if spec.bits not in _BITS[spec.method]:
-        known = ", ".join(map(str, _BITS[spec.method]))
+    if spec.bits not in spec.kind.bits:
+        known = ", ".join(map(str, spec.kind.bits))
         raise CheckpointError(
             f"{path}: {spec.method} with {spec.bits} bits is not supported; supported: {known}"
         )

@@ -8,14 +8,16 @@ that stay.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
-from specexec_cli.models import attention
+from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, sliding_window
+from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
@@ -25,8 +27,11 @@ from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
 from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.offload.expert_scores import ExpertScores
+from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import CudaLink
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.mixture import MixtureStream
+from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.placement import converts_tables
 
@@ -41,7 +46,7 @@ class StreamedModel:
         dtype: torch.dtype,
         resident_dtype: torch.dtype | None = None,
     ) -> None:
-        """With what stays for any model.
+        """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
         Args:
             dtype: to compute in.
@@ -50,6 +55,7 @@ class StreamedModel:
         self.skeleton = skeleton
         self.device = device
         self.dtype = dtype
+        self.experts: ExpertStore | None = None  # where a mixture's experts come one by one
         self.context = PassContext(skeleton.config, device, dtype)
         # transformers hands a 4D mask on as it is; the layers replace it by their own
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
@@ -79,6 +85,7 @@ class StreamedModel:
         tiers: Tier | Sequence[Tier] | None,
         buffers: int = 3,
         device_buffers: int = 3,
+        expert_bytes: int = 0,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -89,6 +96,8 @@ class StreamedModel:
                 to stay, converted to the compute dtype.
             buffers: of the ring in RAM.
             device_buffers: of the ring on a GPU.
+            expert_bytes: that slots for experts may take; they then come one by one and `tiers` is
+                about the rest of each layer. 0 moves them with their layers.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -98,6 +107,9 @@ class StreamedModel:
         config = load_config(checkpoint)
         quantization = Quantization.read(checkpoint, notice)
         skeleton = build_skeleton(config, checkpoint, quantization)
+        split = split_layers(skeleton) if expert_bytes else []
+        if split:
+            skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
             converted = converts_tables(stays=tiers is None, on_gpu=device.type == "cuda")
             model = cls(skeleton, device, dtype, dtype if converted else None)
@@ -108,7 +120,28 @@ class StreamedModel:
             model.source = _open_source(
                 skeleton, each, device, buffers, device_buffers, notice, progress
             )
+        if split:
+            stream_experts(skeleton, split, model.context)
+            model._open_experts([parts.experts for parts in split], expert_bytes, notice)
         return model
+
+    def _open_experts(
+        self,
+        experts: Sequence[Sequence[Mapping[str, TensorRange]]],
+        cap_bytes: int,
+        notice: Callable[[str], None],
+    ) -> None:
+        """Takes the experts' slots; where that fails nothing stays open."""
+        assert isinstance(self.source, LayerStream), "experts come one by one on a CPU alone"
+        chosen = int(self.skeleton.config.num_experts_per_tok)
+        scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
+        ranges = [[list(expert.values()) for expert in layer] for layer in experts]
+        try:
+            self.experts = ExpertStore(ranges, cap_bytes, scores, notice=notice)
+        except BaseException:
+            self.source.close()
+            raise
+        self.source = MixtureStream(self.source, self.experts)
 
     @property
     def source(self) -> LayerSource | None:
@@ -173,6 +206,9 @@ class StreamedModel:
                 is to be cropped by the caller.
         """
         self.context.begin(rows)
+        if self.experts is not None:
+            count, chunk = len(rows.tokens), decoder_layer.CHUNK_ROWS
+            self.experts.expect(min(count, chunk), -(-count // chunk))
         return self._run(
             torch.tensor([list(rows.tokens)], device=self.device),
             torch.tensor([list(rows.positions)], device=self.device),

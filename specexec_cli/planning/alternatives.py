@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import OutOfMemoryError, SpecexecError
-from specexec_cli.planning.choice import ModelChoice, choose_models
+from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.site import Site
@@ -77,8 +77,8 @@ def _budgets(request: Request) -> Iterator[Change]:
     """Half as many nodes, and half of those, and so on."""
     if request.method == "autoregressive":
         return
-    choice = _choice(request)
-    nodes = request.tree.budget or choice.tree.budget
+    pair = _pair(request)
+    nodes = request.tree.budget or pair.tree.budget
     while (nodes := nodes // 2) >= _LEAST_BUDGET:
         depth = request.tree.depth and min(request.tree.depth, nodes)
         tree = replace(request.tree, budget=nodes, depth=depth)
@@ -101,17 +101,17 @@ def _drafts(request: Request) -> Iterator[Change]:
     """
     if request.method == "autoregressive":
         return
-    registry, choice = load_registry(request.models_file), _choice(request)
-    assert choice.draft is not None
-    drafts = [registry.resolve(name) for name in registry.drafts_for(choice.target.name)]
-    drafts.sort(key=lambda one: (one.chat == choice.target.chat, one.params or 0), reverse=True)
+    registry, pair = load_registry(request.models_file), _pair(request)
+    assert pair.draft is not None
+    drafts = [registry.resolve(name) for name in registry.drafts_for(pair.target.name)]
+    drafts.sort(key=lambda one: (one.chat == pair.target.chat, one.params or 0), reverse=True)
     for draft in drafts:
-        if (draft.size_bytes or 0) < (choice.draft.size_bytes or 0):
+        if (draft.size_bytes or 0) < (pair.draft.size_bytes or 0):
             yield Change(replace(request, draft=draft.name), f"--draft {draft.name}")
 
 
-def _choice(request: Request) -> ModelChoice:
-    return choose_models(
+def _pair(request: Request) -> ChosenPair:
+    return choose_pair(
         load_registry(request.models_file), pair=request.pair, target=request.target,
         draft=request.draft, method=request.method,
     )  # fmt: skip

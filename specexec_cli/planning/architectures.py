@@ -31,6 +31,7 @@ class Architecture:
     tied_by_default: bool = False  # the head is the embedding table unless config.json says no
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
+    shared_expert: bool = False  # an expert that every row goes through, with a gate of its own
     renames: tuple[Rename, ...] = ()
 
 
@@ -59,6 +60,14 @@ register(
     )
 )  # fmt: skip
 register(Architecture(model_type="qwen2", title="Qwen2", biases="qkv"))
+register(
+    Architecture(
+        model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
+        renames=(
+            (r"^mlp\.experts\.experts\.(\d+)\.(gate|up|down)\.", r"mlp.experts.\1.\2_proj."),
+        ),
+    )
+)  # fmt: skip
 register(Architecture(model_type="qwen3", title="Qwen3", query_key_norms=True))
 register(
     Architecture(

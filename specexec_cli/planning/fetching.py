@@ -10,7 +10,7 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import NotFetchedError
-from specexec_cli.planning.choice import choose_models
+from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.request import Request
 
 
@@ -18,16 +18,16 @@ def models_of(request: Request) -> list[ModelEntry]:
     """Target and draft model of the request, at the revisions it asks for.
 
     Raises:
-        UnknownModelError, ConfigError: see choose_models.
+        UnknownModelError, ConfigError: see choose_pair.
     """
-    choice = choose_models(
+    pair = choose_pair(
         load_registry(request.models_file), pair=request.pair, target=request.target,
         draft=request.draft, method=request.method,
     )  # fmt: skip
-    target = choice.target
+    target = pair.target
     if request.revision is not None:
         target = replace(target, revision=request.revision)
-    return [target, choice.draft] if choice.draft is not None else [target]
+    return [target, pair.draft] if pair.draft is not None else [target]
 
 
 def to_fetch(request: Request) -> list[Download]:

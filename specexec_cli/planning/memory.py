@@ -21,7 +21,7 @@ Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a session will ask for."""
+    """How large a session will be: the numbers that its memory follows from."""
 
     context_tokens: int = 2048  # prompt and text
     budget: int = 128  # most nodes of a draft tree
@@ -54,7 +54,7 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
 
 def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
-    """What must lie beside the arithmetic wherever the layers are."""
+    """What the memory of the device that computes must hold wherever the layers are."""
     slots = work.context_tokens + work.verify_rows
     parts = [
         ("embeddings and head", target.resident),

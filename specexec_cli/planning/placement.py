@@ -11,8 +11,9 @@ from typing import Literal
 
 from specexec_cli.config import OffloadMode, Tier
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
+from specexec_cli.planning.mixtures import mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Plan, buffer_bytes, make_plan, plan_of
+from specexec_cli.planning.tiers import Machine, Plan, make_plan, plan_of, ring_buffers
 
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
 
@@ -94,6 +95,8 @@ def place(
         mode == "auto" and not on_gpu and loaded < machine.ram_bytes // _STAY_SHARE
     ):
         return _all_loaded(target, draft, work, machine)
+    if target.experts is not None and not on_gpu and mode != "ram":
+        return mixture_plan(mode, target, draft, work, machine)
     if on_gpu or mode == "auto":
         plan = make_plan(target, draft, work, machine)
         if mode not in ("ram", "ssd"):
@@ -110,7 +113,7 @@ def place(
             max(2, plan.device_buffers),
         )
     each: Tier = "ram" if mode == "ram" else "ssd"
-    buffers = 3 if 4 * buffer_bytes(target.layers) < machine.ram_bytes else 2
+    buffers = ring_buffers(target, machine)
     return plan_of(target, draft, work, machine, [each] * len(target.layers), buffers, 0)
 
 
@@ -121,7 +124,10 @@ def without_ssd(
     if not found.ssd_bytes:
         return None
     slack = (len(target.layers) + 1) * (2 << 20)
-    enough = (found.peak_ram_bytes + found.ssd_bytes + slack) / (1 - machine.margin)
+    missing = found.ssd_bytes
+    if found.expert_bytes:  # a pass does not move all that is on the SSD
+        missing = sum(target.layers) - found.expert_bytes
+    enough = (found.peak_ram_bytes + missing + slack) / (1 - machine.margin)
     return make_plan(target, draft, work, replace(machine, ram_bytes=int(enough)))
 
 

@@ -17,8 +17,8 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
-from specexec_cli.planning.choice import ModelChoice, choose_models
 from specexec_cli.planning.memory import DoesNotFitError, Work
+from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
@@ -63,7 +63,7 @@ class SizedModel:
 class Decision:
     """Everything that is settled before weights are loaded."""
 
-    choice: ModelChoice  # its tree is the one that memory is planned for
+    pair: ChosenPair  # its tree is the one that memory is planned for
     recommended: TreeConfig  # the pair's, as far as nothing else was asked for
     target: SizedModel
     draft: SizedModel | None
@@ -78,7 +78,7 @@ class Decision:
     @property
     def tree(self) -> TreeConfig:
         """The largest draft tree that memory is planned for."""
-        return self.choice.tree
+        return self.pair.tree
 
     @property
     def tiers(self) -> tuple[Tier, ...] | None:
@@ -135,11 +135,11 @@ def resolve(
         SpecexecError: whatever is wrong, in one line.
     """
     registry = load_registry(request.models_file)
-    choice = choose_models(
+    pair = choose_pair(
         registry, pair=request.pair, target=request.target, draft=request.draft,
         method=request.method,
     )  # fmt: skip
-    tree = request.tree.resolve(choice.tree, request.method)
+    tree = request.tree.resolve(pair.tree, request.method)
 
     def find(entry: ModelEntry, revision: str | None) -> SizedModel:
         if not fetch_weights:
@@ -149,8 +149,8 @@ def resolve(
         check(checkpoint)
         return _of_files(entry, checkpoint)
 
-    target = find(choice.target, request.revision)
-    draft = find(choice.draft, None) if choice.draft is not None else None
+    target = find(pair.target, request.revision)
+    draft = find(pair.draft, None) if pair.draft is not None else None
     dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
     work = Work(
         context_tokens=_context_tokens(request, target, count_tokens),
@@ -169,11 +169,11 @@ def resolve(
         plan = placed(work, site.settings)
     except DoesNotFitError as error:
         # nodes beyond the recommended ones are welcome, not needed
-        fewer = replace(request.tree, budget=choice.tree.budget)
+        fewer = replace(request.tree, budget=pair.tree.budget)
         error.asked = Asked(request, site, work.context_tokens)
         if draft is None or request.tree.budget is not None or fewer.budget == tree.budget:
             raise
-        tree = fewer.resolve(choice.tree, request.method)
+        tree = fewer.resolve(pair.tree, request.method)
         work = replace(work, budget=tree.budget)
         try:
             plan = placed(work, site.settings)
@@ -185,8 +185,8 @@ def resolve(
         settings |= site.measure(target.checkpoint, plan)
         plan = placed(work, settings)
     return Decision(
-        choice=replace(choice, tree=tree),
-        recommended=replace(request.tree, policy="fixed").resolve(choice.tree, request.method),
+        pair=replace(pair, tree=tree),
+        recommended=replace(request.tree, policy="fixed").resolve(pair.tree, request.method),
         target=target,
         draft=draft,
         device=site.device,

@@ -7,16 +7,38 @@ the real models and compares. Knows no device.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture
+from specexec_cli.planning.packed_formats import PACKED_KINDS
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertBytes:
+    """The experts of a mixture. Bytes are as stored."""
+
+    layers: tuple[int, ...]  # bytes of all experts of each decoder layer; 0 where it has none
+    count: int  # experts of a layer
+    chosen: int  # of them, how many a row is routed to
+    largest: int  # bytes of the largest expert
+
+    @property
+    def in_all(self) -> int:
+        """Experts of all layers."""
+        return self.count * sum(size > 0 for size in self.layers)
+
+    def asked_for(self, rows: int) -> float:
+        """Bytes of the experts that so many rows need, if all experts are chosen equally often."""
+        share = 1.0 - (1.0 - self.chosen / self.count) ** rows
+        return share * sum(self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +55,15 @@ class ModelBytes:
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
+    experts: ExpertBytes | None = None  # None: not a mixture
+
+    @property
+    def dense(self) -> ModelBytes:
+        """The model without its experts: what every row of a pass needs."""
+        if self.experts is None:
+            return self
+        layers = zip(self.layers, self.experts.layers, strict=True)
+        return replace(self, layers=tuple(size - own for size, own in layers), experts=None)
 
     @property
     def total(self) -> int:
@@ -61,6 +92,7 @@ class _Linear:
     count: int = 1
     active: int = 1  # of `count`, how many a row goes through
     quantized: bool = True  # in a quantized checkpoint
+    expert: bool = False  # of the experts that rows are routed to
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +122,13 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     config = {**config, **config.get("text_config", {})}
     shape = _read_shape(config)
     item = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
-    layers, params, active, largest = [], 0, 0, 0
+    layers, experts, params, active, largest = [], [], 0, 0, 0
     for index in range(shape.layers):
         linears, others = _layer(shape, config, index)
         weights = others * item
+        experts.append(
+            sum(each.count * _linear_bytes(each, item, config) for each in linears if each.expert)
+        )
         for linear in linears:
             params += linear.inputs * linear.outputs * linear.count
             active += linear.inputs * linear.outputs * linear.active
@@ -108,6 +143,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         largest_matrix=largest, active_params=active,
         kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
+        experts=_experts(experts, config),
     )  # fmt: skip
 
 
@@ -116,14 +152,42 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
     resident = head = 0
+    each: dict[tuple[int, int], int] = {}  # bytes by layer and expert
     for name, tensor in checkpoint.items():
         found = _LAYER.search(name)
         if found and int(found[1]) < len(layers):
             layers[int(found[1])] += tensor.n_bytes
+            if expert := _EXPERT.search(name):
+                place = int(found[1]), int(expert[1])
+                each[place] = each.get(place, 0) + tensor.n_bytes
         else:
             resident += tensor.n_bytes
             head += tensor.n_bytes if name.startswith("lm_head.") else 0
-    return replace(model, layers=tuple(layers), resident=resident, head=head)
+    model = replace(model, layers=tuple(layers), resident=resident, head=head)
+    if model.experts is None or not each:
+        return model
+    by_layer = [0] * len(layers)
+    for (layer, _), size in each.items():
+        by_layer[layer] += size
+    experts = replace(model.experts, layers=tuple(by_layer), largest=max(each.values()))
+    return replace(model, experts=experts)
+
+
+def _experts(layers: Sequence[int], config: Mapping[str, Any]) -> ExpertBytes | None:
+    if not any(layers):
+        return None
+    count = _expert_count(config)
+    return ExpertBytes(
+        layers=tuple(layers), count=count, chosen=_chosen(config), largest=max(layers) // count
+    )
+
+
+def _expert_count(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_local_experts") or config.get("num_experts") or 8)
+
+
+def _chosen(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_experts_per_tok", 2))
 
 
 def _read_shape(config: Mapping[str, Any]) -> _Shape:
@@ -184,10 +248,12 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
 
 
 def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
-    def gated(width: int, experts: int = 1, active: int = 1) -> list[_Linear]:
+    def gated(
+        width: int, experts: int = 1, active: int = 1, *, expert: bool = False
+    ) -> list[_Linear]:
         return [
-            _Linear(shape.hidden, width, 2 * experts, 2 * active),
-            _Linear(width, shape.hidden, experts, active),
+            _Linear(shape.hidden, width, 2 * experts, 2 * active, expert=expert),
+            _Linear(width, shape.hidden, experts, active, expert=expert),
         ]
 
     if shape.kind.mlp == "plain":
@@ -198,15 +264,18 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
     sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
     if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
         return gated(shape.intermediate)
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 8)
-    active = int(config.get("num_experts_per_tok", 2))
+    experts = _expert_count(config)
     width = int(config.get("moe_intermediate_size", shape.intermediate))
     router = _Linear(shape.hidden, experts, quantized=False)
-    return [router, *gated(width, experts, active)]
+    shared = []
+    if shape.kind.shared_expert:
+        gate = _Linear(shape.hidden, 1, quantized=False)
+        shared = [gate, *gated(int(config["shared_expert_intermediate_size"]))]
+    return [router, *shared, *gated(width, experts, _chosen(config), expert=True)]
 
 
 def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
-    """Bytes of one stored weight matrix; GPTQ: codes, scales, zeros and group index."""
+    """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
     quantization = config.get("quantization_config") or {}
     bits = int(quantization.get("bits") or 0)
     if not bits or not linear.quantized:
@@ -215,7 +284,8 @@ def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
     groups = 1 if group == -1 else -(-linear.inputs // group)
     codes = linear.inputs * linear.outputs * bits // 8
     scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
-    group_index = 4 * linear.inputs if quantization.get("quant_method") == "gptq" else 0
+    kind = PACKED_KINDS.get(str(quantization.get("quant_method")))
+    group_index = 4 * linear.inputs if kind is not None and "g_idx" in kind.tensors else 0
     return codes + scales_and_zeros + group_index
 
 

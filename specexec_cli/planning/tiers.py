@@ -62,6 +62,9 @@ class Plan:
     knee_rows: int | None  # most rows whose arithmetic hides behind the stream
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
     on_gpu: bool = False  # whether a GPU computes
+    # What slots for experts take; `tiers` are then about the rest of each layer, and the bytes
+    # moved are those of a verification pass whose rows choose all experts equally often.
+    expert_bytes: int = 0
 
     @property
     def label(self) -> str:
@@ -202,6 +205,11 @@ def spread_order(count: int) -> list[int]:
 def buffer_bytes(layer_bytes: Sequence[int]) -> int:
     """Bytes of a ring buffer that holds any of these layers."""
     return -(-max(layer_bytes, default=0) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
+def ring_buffers(target: ModelBytes, machine: Machine) -> int:
+    """Buffers of a ring that all layers go through."""
+    return 3 if 4 * buffer_bytes(target.layers) < machine.ram_bytes else 2
 
 
 def _footprint(sizes: Sequence[int]) -> int:

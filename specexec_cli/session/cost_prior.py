@@ -23,6 +23,7 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
+from specexec_cli.planning.mixtures import pass_bytes
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.verify.verifier import LocalTarget
@@ -61,11 +62,16 @@ def measured_prior(
         lambda: draft.forward(chain, draft.new_cache(), [0]),
     )  # fmt: skip
     # on a CPU, layers in RAM are where they are computed
-    base_s = max(decision.plan.ssd_s, decision.plan.link_s, first_s)
+    plan, bytes_per_s = decision.plan, decision.machine.ssd_bytes_per_s
+    one, few = (pass_bytes(plan, sizes, decision.work, count) for count in (1, _FEW))
+    base_s = max(one / bytes_per_s, plan.link_s, first_s)
+    knee_rows = 1.0 + (base_s - first_s) / row_s if row_s else 0.0
+    if few > one:  # each row of a mixture brings experts of its own: none hides behind the stream
+        row_s, knee_rows = row_s + (few - one) / (_FEW - 1) / bytes_per_s, 1.0
     return CostModel(
         base_s=base_s,
         row_s=row_s,
-        knee_rows=1.0 + (base_s - first_s) / row_s if row_s else 0.0,
+        knee_rows=knee_rows,
         step_s=draft_first_s + (decision.tree.batch - 1) * draft_row_s,
     )
 
@@ -134,7 +140,7 @@ def _products_s(
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Until the result is known to the host."""
+    """Seconds of one run, until its result is known to the host."""
     started = time.perf_counter()
     run().flatten()[0].item()
     return time.perf_counter() - started

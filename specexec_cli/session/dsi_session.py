@@ -52,7 +52,7 @@ class DsiSession(TextSession):
 
     @property
     def method(self) -> Method:
-        """Over all devices."""
+        """dsi: drafting and verification overlapped over all devices."""
         return "dsi"
 
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
@@ -79,7 +79,7 @@ class DsiSession(TextSession):
         )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
-        """Passes are those begun, prefills and stale ones included, and bytes are theirs."""
+        """See TextSession; every pass that was begun counts, prefills and stale ones included."""
         super()._count(step, elapsed_s)
         self.stats.target_passes = self._orchestrator.passes - self._passes_before
         self.stats.bytes_streamed = self._orchestrator.bytes_streamed - self._bytes_before
@@ -119,7 +119,7 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
 
 
 def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
-    """Instances of the target: --sp, else as the devices allow."""
+    """How many instances of the target to run: --sp, or as many as the devices allow."""
     # from three devices on, the drafter has one to itself
     return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
 
@@ -202,7 +202,7 @@ def _share(gpus: int, workers: int) -> float:
 
 
 def _plan(workers: WorkerPool, lookahead: int | None) -> DsiPlan:
-    """From the slowest server's passes and the drafter's single rows, as measured at the start."""
+    """Plans with what the workers measured: the slowest server, and single rows of the drafter."""
     slowest: dict[int, float] = {}
     for server in workers.servers:
         for rows, seconds in workers.ready[server].pass_s.items():

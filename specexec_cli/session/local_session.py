@@ -16,11 +16,14 @@ from torch import Tensor
 from specexec_cli.config import BenchMethod, Method, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
-from specexec_cli.decoding.methods import SPECULATIVE
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
-from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.drafter import ModelDrafter, SessionDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.policies import policies_for
+from specexec_cli.drafting.sampled import SampledDrafter
+from specexec_cli.drafting.sources import SOURCES, DraftSetup
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
@@ -43,10 +46,11 @@ class LocalSession(TextSession):
         self._draft = draft
         self._decision = found.decision
         self._measured_cost: CostModel | None = None
-        self._drafter: ModelDrafter | None = None
+        self._drafter: SessionDrafter | None = None
         self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._learned_file: LearnedFile | None = None
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
+        self._experts_before = (0, 0)  # asked for and held, when the generation began
 
     def remember(self, notice: Notice) -> None:
         """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
@@ -55,18 +59,18 @@ class LocalSession(TextSession):
         nothing to learn.
         """
         if self._draft is not None:
-            assert self.choice.draft is not None
-            runs = runs_file(self.choice.target.repo, self.choice.draft.repo)
+            assert self.pair.draft is not None
+            runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
     @property
     def method(self) -> Method:
-        """Best-first trees where there is a draft model."""
+        """specexec where there is a draft model, autoregressive where there is none."""
         return "specexec" if self._draft is not None else "autoregressive"
 
     def cost_prior(self) -> CostModel:
-        """By the probed link and measured arithmetic; measured when first asked for, once."""
+        """What the cost policy begins with; measured once, when it is first asked for."""
         if self._measured_cost is None:
             self._measured_cost = measured_prior(self._decision, self._target, self._draft)
         return self._measured_cost
@@ -74,7 +78,9 @@ class LocalSession(TextSession):
     @property
     def reliability(self) -> Reliability:
         """How right the acceptance probabilities of the last generation were."""
-        return self._drafter.calibration.reliability if self._drafter else Reliability()
+        if isinstance(self._drafter, ModelDrafter):
+            return self._drafter.calibration.reliability
+        return Reliability()
 
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
         """Calls back after each target layer; see TextSession.on_layer."""
@@ -98,7 +104,7 @@ class LocalSession(TextSession):
             return
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: --draft MODEL")
-        if method not in SPECULATIVE:
+        if method not in SOURCES:
             raise ConfigError(f"this session runs on one device, which --method {method} does not")
         able = policies_for(method)
         if tree.policy not in able:
@@ -111,6 +117,7 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # what the cache shares with the prompt, whose last token must be run again, is kept
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
+        self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling)
         ends = request.prompt, request.max_tokens, self.eos_ids
@@ -118,25 +125,37 @@ class LocalSession(TextSession):
             yield from autoregressive(self._target, sampler, *ends)
         else:
             drafter = self._drafter_for(request, sampler)
-            decode = SPECULATIVE[request.method].decode
-            yield from decode(self._target, drafter, sampler, *ends)
+            if SOURCES[request.method].drawn:
+                assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
+                yield from rejection_sampling(self._target, drafter, sampler, *ends)
+            else:
+                yield from specexec(self._target, drafter, sampler, *ends)
 
-    def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> ModelDrafter:
+    def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
         assert self._draft is not None, "_check_method has seen to it"
         if self._drafter is None or self._drafter_method != request.method:
-            self._drafter = SPECULATIVE[request.method].new_drafter(
-                self._draft, sampler, request.tree, self.vocab_size, self.learned
-            )
+            self._drafter = SOURCES[request.method].make(
+                DraftSetup(
+                    model=self._draft, sampler=sampler, tree=request.tree,
+                    target_vocab_size=self.vocab_size, learned=self.learned,
+                )
+            )  # fmt: skip
             self._drafter_method = request.method
-        self._drafter.learned = self.learned
-        self._drafter.configure(sampler, request.tree, request.continuation)
+        self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
         return self._drafter
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
+        asked, held = self._experts_counted()
+        self.stats.experts_asked = asked - self._experts_before[0]
+        self.stats.experts_held = held - self._experts_before[1]
         if self._target.model.device.type == "cuda":
             self.stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+
+    def _experts_counted(self) -> tuple[int, int]:
+        experts = self._target.model.experts
+        return (experts.touched, experts.hits) if experts is not None else (0, 0)
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""

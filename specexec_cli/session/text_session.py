@@ -72,8 +72,8 @@ class TextSession(PromptEncoder, ABC):
     """
 
     def __init__(self, found: Prepared, window: int, settings: Mapping[str, str]) -> None:
-        super().__init__(found.tokenizer, found.choice.target.name)
-        self.choice = found.choice
+        super().__init__(found.tokenizer, found.pair.target.name)
+        self.pair = found.pair
         self.settings = settings
         self.eos_ids = found.eos_ids
         self.vocab_size = int(found.config.vocab_size)  # tokens that the target knows
@@ -93,7 +93,7 @@ class TextSession(PromptEncoder, ABC):
     @property
     @abstractmethod
     def method(self) -> Method:
-        """How it decodes unless told otherwise."""
+        """The method that is used unless a generation names another."""
 
     @abstractmethod
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
@@ -140,17 +140,17 @@ class TextSession(PromptEncoder, ABC):
     @property
     def pair_folder(self) -> Path:
         """Where what is learned about this target and draft model is kept."""
-        assert self.choice.draft is not None
-        return pair_folder(self.choice.target.repo, self.choice.draft.repo)
+        assert self.pair.draft is not None
+        return pair_folder(self.pair.target.repo, self.pair.draft.repo)
 
     def classifier(self) -> Classifier:
-        """The pair's, of --policy disco.
+        """The classifier of --policy disco that was trained for this pair.
 
         Raises:
             CheckpointError: there is none, or none that can be used; says how to train one.
         """
-        assert self.choice.draft is not None
-        return load_classifier(self.pair_folder, self.choice.target.repo, self.choice.draft.repo)
+        assert self.pair.draft is not None
+        return load_classifier(self.pair_folder, self.pair.target.repo, self.pair.draft.repo)
 
     def cost_prior(self) -> CostModel | None:
         """What is known of the cost of iterations before the first one: nothing."""
@@ -188,7 +188,7 @@ class TextSession(PromptEncoder, ABC):
             StreamError, NonFiniteLogitsError, OutOfMemoryError: a pass failed.
             WorkerError: no worker is left that could run one.
         """
-        generation, tree = generation or GenerationConfig(), tree or self.choice.tree
+        generation, tree = generation or GenerationConfig(), tree or self.pair.tree
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         room = self._room(tokens)
         method = method or self.method

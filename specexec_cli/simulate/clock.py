@@ -78,7 +78,7 @@ class VirtualWorkers:
         return tuple(self._alive)
 
     def now(self) -> float:
-        """Virtual seconds."""
+        """Seconds on the virtual clock."""
         return self._now
 
     def verify(self, server: int, message: Verify) -> None:

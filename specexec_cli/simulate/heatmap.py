@@ -47,7 +47,7 @@ def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
     return min((1.0, *usable))
 
 
-def compute(points: int, servers: int) -> Heatmap:
+def simulated_heatmap(points: int, servers: int) -> Heatmap:
     """Speedups on a grid of `points` drafter latencies (up to the target's) and acceptances."""
     if points < 2:
         raise ConfigError(f"--points must be 2 or more, not {points}")

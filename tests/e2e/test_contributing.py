@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import pytest
 import torch
 import transformers
 from checkpoints import chain_logits, open_float32, random_tokens, save_checkpoint
+from quantized_checkpoints import edit_quantization, save_quantized
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
+from specexec_cli.drafting import sources
 from specexec_cli.drafting.policies import POLICIES, policies_for, registry
-from specexec_cli.errors import ConfigError
+from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.errors import CheckpointError, ConfigError
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning import architectures
+from specexec_cli.planning import architectures, packed_formats
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.session import Session, TextSession
 
@@ -37,7 +41,9 @@ def example(name: str) -> str:
 @pytest.fixture(autouse=True)
 def own_tables() -> Iterator[None]:
     """Every registry is after a test as it was before."""
-    tables: list[dict[str, Any]] = [architectures._table, registry._table]
+    tables: list[dict[str, Any]] = [
+        architectures._table, registry._table, sources._table, packed_formats._table
+    ]  # fmt: skip
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -100,12 +106,63 @@ def test_help_shows_the_example_of_a_policy() -> None:
     assert "not one of auto, fixed, heuristic, disco, cost, half. Did you mean" in done.stdout
 
 
+def test_the_example_of_a_draft_source() -> None:
+    name = added_by("draft source", SOURCES)
+    assert policies_for(name) == ("fixed", "heuristic"), "those that suit whatever drafts"
+    with Session.open(pair="demo", device="cpu") as session:
+        plain = tokens_of(session, method="autoregressive")
+        tree = TreeConfig(budget=6, max_depth=6)
+        found: list[StepResult] = []
+        assert tokens_of(session, steps=found, tree=tree, method=name) == plain
+        assert tokens_of(session, tree=tree, method=name) == plain, "a second text"
+        assert sum(sum(step.drafted) for step in found) > 0
+        with pytest.raises(ConfigError, match=f"cannot size the trees of method {name}: use fixed"):
+            session.generate("x", tree=replace(tree, policy="cost"), method=name)
+
+
+def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:
+    """In a process of its own: help texts are made when the command line is imported."""
+    code = (
+        f"exec({example('draft source')!r})\n"
+        "from typer.testing import CliRunner\n"
+        "from specexec_cli.cli.main import app\n"
+        "print(CliRunner().invoke(app, ['bench', '--help'], env={'COLUMNS': '900'}).output)\n"
+        f"done = CliRunner().invoke(app, ['bench', '--method', 'lookup', '--max-tokens', '12',"
+        f" '--prompts', '1', '--speculation-length', '4', '--results', {str(tmp_path / 'b')!r},"
+        " '--device', 'cpu', '--quiet'])\n"
+        "print('RESULT', done.output, done.exception)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    shown, _, result = done.stdout.partition("RESULT")
+    assert "specinfer, beam, beam-pruned, lookup." in shown
+    assert "lookup 4" in result, result
+
+
+@torch.no_grad()
+def test_the_example_of_packed_weights(tmp_path: Path) -> None:
+    plain, packed = save_quantized(tmp_path)
+    keys = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    edit_quantization(packed, **keys, checkpoint_format=None, desc_act=None)
+    with pytest.raises(CheckpointError, match="'auto-round' is not supported"):
+        open_float32(packed)
+    assert added_by("packed weights", packed_formats.PACKED_KINDS) == "auto-round"
+    models = open_float32(plain), open_float32(packed)
+    tokens = random_tokens(20)
+    expected, found = (chain_logits(model, tokens) for model in models)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    for model in models:
+        model.close()
+    edit_quantization(packed, packing_format="auto_round:auto_awq")
+    with pytest.raises(CheckpointError, match="auto-round format 'auto_round:auto_awq' is not"):
+        open_float32(packed)
+
+
 def tokens_of(session: TextSession, steps: list[StepResult] | None = None, **how: Any) -> list[int]:
     found = [] if steps is None else steps
     found += session.generate(
-        "def f(x):",
+        "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return x + 1\n\n\ndef h(x):",
         sampling=SamplingConfig(temperature=0.7, seed=3),
-        generation=GenerationConfig(max_tokens=24),
+        generation=GenerationConfig(max_tokens=48),
         **how,
     )
     return [token for step in found for token in step.tokens]

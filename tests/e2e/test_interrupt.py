@@ -179,3 +179,24 @@ def test_mistakes_in_a_real_process(argv, code, word):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert word in err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize(
+    "command", [["models", "list"], ["plan", "--json"], ["generate", "x", "--max-tokens", "2"]]
+)
+def test_an_output_that_is_full_is_one_line(command: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "specexec_cli.cli.main", *command],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1] == (
+            "error: the output cannot be written (No space left on device): write it elsewhere"
+        )
+        assert "Traceback" not in done.stderr
+        silent = subprocess.run(
+            [sys.executable, "-m", "specexec_cli.cli.main", *command], stdout=full, stderr=full
+        )
+    assert silent.returncode == 1

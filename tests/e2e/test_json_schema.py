@@ -19,6 +19,8 @@ STATS = {
     "ttft_s": float, "tpot_s": float, "tokens_per_s": float, "draft_s": float, "verify_s": float,
     "bytes_streamed": int, "stream_bytes_per_s": float, "peak_ram_bytes": int,
     "peak_vram_bytes": int,
+    "experts_asked": int,
+    "experts_held": int,
 }  # fmt: skip
 CONFIG = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "budget", "max_depth",

@@ -11,8 +11,9 @@ from checkpoints import architecture, open_float32, random_tokens, save_checkpoi
 from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
 from specexec_cli.decoding.autoregressive import autoregressive
-from specexec_cli.decoding.methods import SPECULATIVE
+from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.sources import SOURCES, DraftSetup
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
@@ -58,14 +59,16 @@ def test_methods_write_the_plain_text(
     end = max(set(plain[:-1]), key=plain.index)  # comes latest for the first time
     until_end = plain[: plain.index(end) + 1]
     for method, policy in runs:
-        speculative = SPECULATIVE[method]
         tree = TreeConfig(budget=24, max_depth=6, batch=6, policy=policy)
         server, passes = LocalTarget(target), []
-        drafter = speculative.new_drafter(draft, sampler, tree, target.vocab_size, Learned())
+        drafter = SOURCES[method].make(
+            DraftSetup(model=draft, sampler=sampler, tree=tree,
+                       target_vocab_size=target.vocab_size, learned=Learned())
+        )  # fmt: skip
 
         def run(context: list[int], count: int, eos_ids: set[int]) -> list[int]:
             steps = list(
-                speculative.decode(server, drafter, sampler, context, count, eos_ids)  # noqa: B023
+                specexec(server, drafter, sampler, context, count, eos_ids)  # noqa: B023
             )
             passes.append(len(steps))  # noqa: B023
             return tokens_of(steps)

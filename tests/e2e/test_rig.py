@@ -32,6 +32,8 @@ def shape_text(**sizes: int) -> str:
 PLAIN = shape_text(hidden=256, layers=3, heads=8, kv_heads=8, head_dim=64, intermediate=200)
 # hidden/d = 5 and fewer KV heads: float32 norms, extra query heads that share live KV heads
 GROUPED = shape_text(hidden=320, layers=2, heads=16, kv_heads=4, head_dim=16, intermediate=96)
+MIXTURE = shape_text(hidden=256, layers=3, heads=8, kv_heads=8, head_dim=64, intermediate=96,
+                     experts=8, chosen=3)  # fmt: skip
 SAME = shape_text(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=96)
 
 
@@ -87,7 +89,7 @@ def assert_same_function(source: Path, rig: Path, vocab: int, count: int = 16) -
     assert greedy(ours, tokens[:5], count) == greedy(theirs, tokens[:5], count)
 
 
-@pytest.mark.parametrize("shape", [PLAIN, GROUPED, SAME])
+@pytest.mark.parametrize("shape", [PLAIN, GROUPED, SAME, MIXTURE])
 def test_logits_and_greedy_tokens_are_the_sources(source: Path, tmp_path: Path, shape: str) -> None:
     rig = make_rig.write_rig(source, shape, tmp_path / "rig")
     assert_same_function(source, rig, vocab=320)
@@ -173,6 +175,7 @@ def test_tensors_lie_as_in_checkpoints_of_the_hub(source: Path, tmp_path: Path) 
         ("hidden=4096,layers=1,heads=8,kv_heads=8,head_dim=64,intermediate=96", "layers 2"),
         ("hidden=256,layers=2,heads=4,kv_heads=2,head_dim=32,intermediate=96", "head_dim 32"),
         ("hidden=256,layers=2,heads=2,kv_heads=2,head_dim=16,intermediate=96", "4 KV heads"),
+        (MIXTURE.replace("chosen=3", "chosen=9"), "chooses some of several"),
         ("hidden=256,layers=2,heads=8,kv_heads=3,head_dim=16,intermediate=96", "multiple"),
     ],
 )

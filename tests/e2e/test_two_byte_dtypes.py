@@ -1,8 +1,8 @@
 """Sessions in bfloat16 and float16 beside plain decoding in the same dtype.
 
-On a CPU without arithmetic in the dtype, passes of any rows round alike and the texts are equal.
-Where the dtype has arithmetic of its own they may part at near-ties. Every machine can take both
-ways: PyTorch multiplies in these dtypes everywhere, if slowly.
+On a CPU without arithmetic in the dtype, and in bfloat16 on one that multiplies pairs of them,
+passes of any rows round alike and the texts are equal. Where PyTorch multiplies in the dtype they
+may part at near-ties. Every machine can take both ways: PyTorch does so everywhere, if slowly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from specexec_cli.verify.masks import verification_rows
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from count_dtype_differences import Comparison, compare, first_difference, main, token_gap
 
-TARGET = Path(specexec_cli.__file__).parent / "demo" / "target"
+DEMO = Path(specexec_cli.__file__).parent / "demo"
+needs_dot = pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
 DTYPES: tuple[DtypeName, ...] = ("bfloat16", "float16")
 PROMPTS = (
     "def read_lines(path):\n",
@@ -52,9 +53,11 @@ def arithmetic(there: bool) -> Iterator[None]:
         yield
 
 
-def compared(dtype: DtypeName, max_tokens: int, budgets: tuple[int, ...]) -> list[Comparison]:
+def compared(
+    dtype: DtypeName, max_tokens: int, budgets: tuple[int, ...], pair: str = "demo"
+) -> list[Comparison]:
     found = []
-    with Session.open(pair="demo", dtype=dtype, device="cpu") as session:
+    with Session.open(pair=pair, dtype=dtype, device="cpu") as session:
         assert session.settings["dtype"] == dtype
         for prompt in PROMPTS:
             for sampling in SAMPLINGS:
@@ -71,9 +74,18 @@ def test_without_arithmetic_in_the_dtype_texts_are_equal(dtype: DtypeName) -> No
     assert sum(text.tokens for text in texts) > 100
 
 
+@needs_dot
+@pytest.mark.parametrize("pair", ["demo", "demo-gptq"])
+def test_with_products_of_pairs_texts_are_equal(pair: str) -> None:
+    texts = compared("bfloat16", max_tokens=32, budgets=(24,), pair=pair)
+    assert [text for text in texts if text.differs_at is not None] == []
+    assert sum(text.tokens for text in texts) > 100
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_arithmetic_in_the_dtype_texts_part_at_near_ties(dtype: DtypeName) -> None:
-    with arithmetic(there=True):
+    with arithmetic(there=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_jit, "has_dot", lambda: False)
         texts = compared(dtype, max_tokens=24, budgets=(24,))
     gaps = [text.gap for text in texts if text.gap is not None]
     assert all(gap < NEAR_TIE[dtype] for gap in gaps), gaps
@@ -115,14 +127,22 @@ def one_by_one(model: StreamedModel, tokens: list[int], first: int) -> Tensor:
     return logits[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_without_arithmetic_in_the_dtype_a_row_has_the_same_bits_in_every_pass(
-    dtype: torch.dtype,
+@pytest.mark.parametrize(
+    ("dtype", "there", "folder"),
+    [
+        (torch.bfloat16, False, "target"),
+        (torch.float16, False, "target"),
+        pytest.param(torch.bfloat16, True, "target", marks=needs_dot),
+        pytest.param(torch.bfloat16, True, "target-gptq", marks=needs_dot),
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_pass(
+    dtype: torch.dtype, there: bool, folder: str
 ) -> None:
     context, tree = list(range(100, 137)), random_tree(29, seed=2)
-    with arithmetic(there=False):
+    with arithmetic(there):
         model = StreamedModel.open(
-            read_checkpoint(TARGET), device=torch.device("cpu"), dtype=dtype, tiers="ram"
+            read_checkpoint(DEMO / folder), device=torch.device("cpu"), dtype=dtype, tiers="ram"
         )
         try:
             rows = verification_rows(context, tree, 0)

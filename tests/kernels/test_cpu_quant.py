@@ -112,3 +112,13 @@ def test_what_is_left_to_the_reference() -> None:
     wide = random_weight(V1_4BIT, 64, 128, 32)
     assert cpu_quant.supports(wide)
     assert not cpu_quant.supports(replace(wide, scales=wide.scales.double()))
+
+
+@pytest.mark.parametrize("fmt", [V1_4BIT, PackedFormat(3), PackedFormat(4, awq=True)], ids=str)
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(fmt: PackedFormat, shuffled: bool) -> None:
+    weight = random_weight(fmt, 384, 160, 64, shuffled=shuffled)
+    x = torch.randn(129, 384, generator=torch.Generator().manual_seed(0))
+    together = cpu_quant.matmul(x, weight)
+    for rows in (1, 2, 3, 4, 6, 7, 13, 20, 64):
+        assert torch.equal(cpu_quant.matmul(x[-rows:], weight), together[-rows:])

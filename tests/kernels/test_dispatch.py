@@ -7,7 +7,7 @@ import subprocess
 import pytest
 import torch
 from packed import FORMATS, random_weight
-from specexec_kernels import cpu_jit, cpu_quant, dispatch
+from specexec_kernels import cpu_dot, cpu_jit, cpu_quant, dispatch
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight
 
@@ -15,35 +15,35 @@ V1 = PackedFormat(4, stored_minus_one=True)
 
 
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the cpu_quant products that are called."""
+    """Names of the CPU's products that are called."""
     calls: list[str] = []
-    for name in ("matmul", "tiled_matmul"):
-        product = getattr(cpu_quant, name)
+    for module in (cpu_quant, cpu_dot):
+        product = module.matmul
 
-        def record(x: torch.Tensor, weight: PackedWeight, name=name, product=product):  # type: ignore[no-untyped-def]
-            calls.append(f"{name} {str(x.dtype).removeprefix('torch.')}")
+        def record(x: torch.Tensor, weight: PackedWeight, module=module, product=product):  # type: ignore[no-untyped-def]
+            calls.append(f"{module.__name__.rpartition('.')[2]} {x.dtype}".replace("torch.", ""))
             return product(x, weight)
 
-        monkeypatch.setattr(cpu_quant, name, record)
+        monkeypatch.setattr(module, "matmul", record)
     return calls
 
 
+@pytest.mark.parametrize("rows", [3, 60])
 @pytest.mark.parametrize(
-    ("dtype", "fast_bf16", "rows", "path"),
+    ("dtype", "pairs", "path"),
     [
-        (torch.float32, False, 3, "matmul float32"),
-        (torch.float32, True, 60, "tiled_matmul float32"),
-        (torch.bfloat16, True, 3, "matmul bfloat16"),
-        (torch.bfloat16, True, 40, "tiled_matmul bfloat16"),
-        (torch.bfloat16, False, 60, "tiled_matmul float32"),
-        (torch.float16, True, 60, "tiled_matmul float32"),
+        (torch.float32, True, "cpu_quant float32"),
+        (torch.bfloat16, True, "cpu_dot bfloat16"),
+        (torch.bfloat16, False, "cpu_quant bfloat16"),
+        (torch.float16, True, "cpu_quant float16"),
     ],
 )
 def test_cpu_paths(
-    dtype: torch.dtype, fast_bf16: bool, rows: int, path: str, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, pairs: bool, path: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_jit, "has_bf16_matmul", lambda: fast_bf16)
-    monkeypatch.setitem(dispatch.CPU_TILED_ROWS, torch.float32, 50)
+    if pairs and not cpu_jit.has_dot():
+        pytest.skip("no instruction for pairs of bfloat16")
+    monkeypatch.setattr(cpu_jit, "has_dot", lambda: pairs)
     calls = taken(monkeypatch)
     weight = random_weight(V1, 64, 128, 32)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -10,13 +10,14 @@ import re
 import pytest
 from bench_rows import case, row, stats_of, step
 
-from specexec_cli.bench.cases import BASELINE, METHODS, Grid
+from specexec_cli.bench.cases import BASELINE, Grid, methods
 from specexec_cli.bench.metrics import improvement_factor, quantile, run_metrics, spread
 from specexec_cli.bench.results import ResultsFile, read_results
 from specexec_cli.bench.schema import problems
 from specexec_cli.bench.summary import summarize
 from specexec_cli.bench.tables import render
 from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError
 
 GREEDY = SamplingConfig()
@@ -58,9 +59,9 @@ def test_bad_grids():
 
 
 def test_every_method_has_an_implementation():
-    from specexec_cli.decoding.methods import SPECULATIVE
-
-    assert set(METHODS) == {BASELINE, *SPECULATIVE}
+    assert methods() == (BASELINE, "specexec", "chain", "chain-coupled", "specinfer", "beam",
+                         "beam-pruned")  # fmt: skip
+    assert set(methods()) == {BASELINE, *SOURCES}
 
 
 def test_run_metrics_by_hand():

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from specexec_cli.chat.blocks import is_open, unquoted
+from specexec_cli.chat.quoted import is_open, unquoted
 from specexec_cli.chat.thinking import Part, ThinkSplitter
 from specexec_cli.cli.chat_text import GrowingText, MarkdownText, PlainText
 

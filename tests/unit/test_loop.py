@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import byte_llama, open_float32, save_checkpoint
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from toys import ToyLM, ToyTarget
 
@@ -18,8 +22,10 @@ from specexec_cli.decoding import autoregressive as autoregressive_module
 from specexec_cli.decoding import loop as loop_module
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
+from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted
+from specexec_cli.verify.verifier import LocalTarget
 
 GREEDY = Sampler(SamplingConfig())
 # two children of the root, one of which has a child
@@ -149,3 +155,80 @@ def test_an_eos_as_the_last_token_there_is_room_for_ends_the_text_as_one(eos_ids
     end = GREEDY.token(torch.from_numpy(ToyLM(0).logits([1])), [1])
     found = list(autoregressive(plain, GREEDY, (1,), 1, {end} if eos_ids else ()))
     assert [step.finish_reason for step in found] == ["eos" if eos_ids else "length"]
+
+
+@dataclass
+class SpoiltTarget(ToyTarget):
+    """A row of a poisonous token, or behind one, spoils its whole pass: 0 times NaN is NaN."""
+
+    poison: int = 0
+
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        logits = super().verify(pending, tree)
+        rows = [*self.tokens, *pending, *tree.tokens.tolist()]
+        return torch.full_like(logits, torch.nan) if self.poison in rows else logits
+
+
+@dataclass
+class Poisoner(Told):
+    """Drafts the right token, or the poisonous one, in turns."""
+
+    model: ToyLM = field(default_factory=lambda: ToyLM(0))
+    poison: int = 0
+
+    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
+        if max_depth < 1:
+            return DraftTree.empty()
+        right = GREEDY.token(torch.from_numpy(self.model.logits(context)), context)
+        return DraftTree.chain([right if len(context) % 2 else self.poison])
+
+
+def test_a_wrong_draft_that_spoils_its_pass_costs_a_pass_and_no_token(clock: Clock) -> None:
+    model, prompt = ToyLM(0), (1, 2)
+    text = [t for step in autoregressive(ToyTarget(model), GREEDY, prompt, 12, ())
+            for t in step.tokens]  # fmt: skip
+    poison = next(token for token in range(8) if token not in (*prompt, *text))
+    target, drafter = SpoiltTarget(model, poison=poison), Poisoner(clock, poison=poison)
+    steps = list(specexec(target, drafter, GREEDY, prompt, 12, ()))
+    assert [token for step in steps for token in step.tokens] == text
+    spoilt = [step for step in steps if step.tree_nodes == 0 and step.finish_reason is None]
+    assert spoilt, "some drafts were poisonous"
+    assert any(len(step.tokens) == 2 for step in steps), "and others right"
+    assert target.passes == len(steps) + len(spoilt)
+    assert all(step.drafted == (False,) and step.tree_depth == 0 for step in spoilt)
+    assert [step.bytes_streamed for step in steps] == [0] * len(steps)
+
+
+def test_what_spoils_plain_decoding_ends_the_text(clock: Clock) -> None:
+    model, tokens = ToyLM(0), []
+    plain = autoregressive(ToyTarget(model), GREEDY, (1, 2), 12, ())
+    text = [token for step in plain for token in step.tokens]
+    poison = text[5]
+    target, drafter = SpoiltTarget(model, poison=poison), Poisoner(clock, poison=poison)
+    steps = specexec(target, drafter, GREEDY, (1, 2), 12, ())
+    with pytest.raises(NonFiniteLogitsError):
+        tokens.extend(token for step in steps for token in step.tokens)
+    assert tokens == text[: text.index(poison) + 1], "it is drawn, and nothing behind it"
+    with pytest.raises(NonFiniteLogitsError):
+        list(autoregressive(SpoiltTarget(model, poison=poison), GREEDY, (1, 2), 12, ()))
+
+
+def test_values_that_are_not_finite_in_a_wrong_draft_spoil_no_text(tmp_path: Path) -> None:
+    """With a real model: its keys and values reach every row of a pass by 0 times NaN."""
+    save_checkpoint(tmp_path, byte_llama(num_hidden_layers=2))
+    prompt = [20, 21, 22]
+    with closing(open_float32(tmp_path)) as model:
+        plain = [t for step in autoregressive(LocalTarget(model), GREEDY, prompt, 8, ())
+                 for t in step.tokens]  # fmt: skip
+    poison = next(token for token in range(99) if token not in (*prompt, *plain))
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][poison] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+    with closing(open_float32(tmp_path)) as model:
+        target = LocalTarget(model)
+        drafter = Poisoner(Clock(), model=ToyLM(0, vocab_size=3), poison=poison)
+        steps = list(specexec(target, drafter, GREEDY, prompt, 8, ()))
+        assert [token for step in steps for token in step.tokens] == plain
+        logits = target.verify([plain[0]], DraftTree.chain([poison]))
+        assert not torch.isfinite(logits[0]).all(), "the row in front of the draft is spoilt"

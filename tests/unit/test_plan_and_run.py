@@ -104,7 +104,7 @@ def test_rows_context_tiers_and_bytes_are_the_same(
             continue
         assert planned.exception is None, (card, planned.exception)
         told, plan = json.loads(planned.stdout), run.decision.plan
-        assert told["work"]["budget"] == run.decision.work.budget == run.choice.tree.budget
+        assert told["work"]["budget"] == run.decision.work.budget == run.pair.tree.budget
         assert told["work"]["context_tokens"] == run.decision.work.context_tokens
         assert told["work"]["item_bytes"] == run.dtype.itemsize
         assert told["tiers"] == list(plan.tiers)

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
-from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for, policy
 from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
+from specexec_cli.drafting.sources import SOURCES, draft_source
 from specexec_cli.planning.request import TreeRequest
 
 
@@ -26,7 +27,7 @@ def test_the_command_line_knows_the_policies_without_loading_numpy() -> None:
 
 
 def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
-    assert {method: policies_for(method) for method in DRAFTING_METHODS} == {
+    assert {method: policies_for(method) for method in SOURCES} == {
         "specexec": ("fixed", "heuristic", "disco", "cost"),
         "chain": ("fixed", "heuristic"),
         "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
@@ -36,10 +37,18 @@ def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
     }
 
 
+def test_plain_decoding_has_no_trees_to_size() -> None:
+    assert policies_for("autoregressive") == policies_for("dsi") == ()
+
+
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="'fixed' is registered twice"):
-        policy("fixed", help="", methods=())(Heuristic)
+        policy("fixed", help="")(Heuristic)
     assert POLICIES["fixed"].make is Fixed
+    beam = SOURCES["beam"].make
+    with pytest.raises(ValueError, match="'beam' is registered twice"):
+        draft_source("beam")(SOURCES["chain"].make)
+    assert SOURCES["beam"].make is beam
 
 
 @pytest.mark.parametrize("method", ["specexec", "autoregressive", "dsi"])

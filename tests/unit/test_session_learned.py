@@ -69,7 +69,7 @@ def test_a_cache_that_cannot_be_written_is_a_notice(cache: Path) -> None:
 
 def test_the_tree_that_memory_is_planned_for_becomes_the_session_s() -> None:
     with Session.open(pair="demo", tree=TreeRequest(budget=77, policy="fixed")) as session:
-        assert session.choice.tree.budget == 77
+        assert session.pair.tree.budget == 77
         steps = list(session.generate(PROMPT, generation=GenerationConfig(max_tokens=8)))
         assert max(step.tree_nodes for step in steps) <= 77
 

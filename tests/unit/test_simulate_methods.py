@@ -12,7 +12,7 @@ from dsi_toys import balanced
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed
 from specexec_cli.errors import ConfigError
 from specexec_cli.simulate.clock import Latencies
-from specexec_cli.simulate.heatmap import PANELS, best_dsi_s, best_si_s, compute, draw
+from specexec_cli.simulate.heatmap import PANELS, best_dsi_s, best_si_s, draw, simulated_heatmap
 from specexec_cli.simulate.methods import FakePair, run_dsi, run_speculative
 from specexec_cli.simulate.offload import Scenario, best_tree, compare, verdict
 from specexec_cli.simulate.table import PUBLISHED, geometric_mean, simulate_row
@@ -58,7 +58,7 @@ def test_impossible_pairs_are_refused(bad):
 
 
 def test_the_heatmap_peaks_where_the_papers_do():
-    heatmap = compute(points=20, servers=7)
+    heatmap = simulated_heatmap(points=20, servers=7)
     assert heatmap.maximum("DSI / better of both") == pytest.approx(1.55, abs=0.03)
     lowest = {panel: min(map(min, heatmap.speedups[panel])) for panel in PANELS}
     assert lowest["SI / non-SI"] < 0.6, "SI loses with slow or inaccurate drafters"
@@ -86,10 +86,10 @@ def test_best_si_is_the_best_of_all_lookaheads():
 def test_the_heatmap_is_drawn(tmp_path):
     pytest.importorskip("matplotlib", reason="the optional extra 'plots' is not installed")
     path = tmp_path / "map.png"
-    draw(compute(points=4, servers=7), path, 7)
+    draw(simulated_heatmap(points=4, servers=7), path, 7)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     with pytest.raises(ConfigError, match="cannot write"):
-        draw(compute(points=4, servers=7), tmp_path / "no" / "map.png", 7)
+        draw(simulated_heatmap(points=4, servers=7), tmp_path / "no" / "map.png", 7)
 
 
 def test_without_matplotlib_the_mend_is_named(tmp_path, monkeypatch):
@@ -98,7 +98,7 @@ def test_without_matplotlib_the_mend_is_named(tmp_path, monkeypatch):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'specexec-cli\[plots\]'.*--json"):
-        draw(compute(points=2, servers=7), tmp_path / "map.png", 7)
+        draw(simulated_heatmap(points=2, servers=7), tmp_path / "map.png", 7)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 12])

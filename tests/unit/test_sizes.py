@@ -25,6 +25,8 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {"head_dim": 16}),
     ("gemma3_text", {"head_dim": 16}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+                   "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
     ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}),
     ("starcoder2", {}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.policies.registry import policy
 
 if TYPE_CHECKING:
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from specexec_cli.drafting.search import Expand, Search, SearchResult
 
 
-@policy("fixed", help="all of it", methods=DRAFTING_METHODS)
+@policy("fixed", help="all of it")
 class Fixed:
     """Every tree as large as it may be."""
 

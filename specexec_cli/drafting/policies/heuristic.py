@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from specexec_cli.config import DRAFTING_METHODS, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.policies.registry import policy
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specexec_cli.drafting.search import Expand, Search, SearchResult
 
 
-@policy("heuristic", help="deeper after a tree accepted whole", methods=DRAFTING_METHODS)
+@policy("heuristic", help="deeper after a tree accepted whole")
 class Heuristic:
     """Depth by transformers' schedule; a tree gets its share of the budget with it."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from specexec_cli.config import BenchMethod
+from specexec_cli.drafting.sources import SOURCES
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
@@ -57,7 +57,7 @@ class PolicyEntry:
 
     name: str  # as --policy takes it
     help: str  # how much of the budget a tree uses, in words that fit into brackets
-    methods: tuple[BenchMethod, ...]  # whose trees it can size
+    methods: tuple[str, ...] | None  # whose trees it can size; None: of all that draft
     needs: Need | None
     make: Callable[..., BudgetPolicy]  # (TreeConfig, and what it needs, if anything) -> a policy
 
@@ -69,7 +69,7 @@ _Policy = TypeVar("_Policy", bound=type[Any])
 
 
 def policy(
-    name: str, *, help: str, methods: tuple[BenchMethod, ...], needs: Need | None = None
+    name: str, *, help: str, methods: tuple[str, ...] | None = None, needs: Need | None = None
 ) -> Callable[[_Policy], _Policy]:
     """Registers the class below as a policy; see PolicyEntry for the arguments.
 
@@ -92,4 +92,10 @@ def policy(
 
 def policies_for(method: str) -> tuple[str, ...]:
     """The names of the policies that can size a method's trees."""
-    return tuple(entry.name for entry in POLICIES.values() if method in entry.methods)
+    if method not in SOURCES:  # it drafts nothing
+        return ()
+    return tuple(
+        entry.name
+        for entry in POLICIES.values()
+        if entry.methods is None or method in entry.methods
+    )

@@ -13,8 +13,8 @@ _TIMES_SMALLER = 8  # than its target, a draft model should be
 
 
 @dataclass(frozen=True, slots=True)
-class ModelChoice:
-    """Which models a session runs, resolved from --pair, --target and --draft."""
+class ChosenPair:
+    """The models that a session runs and the tree for them, from --pair, --target and --draft."""
 
     name: str  # the pair's, or the target's reference
     target: ModelEntry
@@ -22,9 +22,9 @@ class ModelChoice:
     tree: TreeConfig  # recommended
 
 
-def choose_models(
+def choose_pair(
     registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
-) -> ModelChoice:
+) -> ChosenPair:
     """Resolves references to a target and, where the method needs one, a draft model.
 
     A target that no pair names takes the best draft model of its tokenizer.
@@ -45,12 +45,12 @@ def choose_models(
     target_entry = registry.resolve(target)
     tree = known.tree if known is not None else TreeConfig()
     if method == "autoregressive":
-        return ModelChoice(name, target_entry, None, tree)
+        return ChosenPair(name, target_entry, None, tree)
     if draft is None:
         if known is None:
-            return ModelChoice(name, target_entry, best_draft(registry, target), tree)
+            return ChosenPair(name, target_entry, best_draft(registry, target), tree)
         draft = known.draft
-    return ModelChoice(name, target_entry, registry.resolve(draft), tree)
+    return ChosenPair(name, target_entry, registry.resolve(draft), tree)
 
 
 def best_draft(registry: Registry, target: str) -> ModelEntry:

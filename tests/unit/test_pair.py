@@ -11,7 +11,7 @@ from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import complete
 from specexec_cli.errors import UnknownModelError
-from specexec_cli.planning.choice import best_draft, choose_models
+from specexec_cli.planning.pair import best_draft, choose_pair
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(own_places: Path) -> None:
     registry = load_registry()
     assert registry.pair_for_target("qwen2.5-7b-instruct") is None
-    found = choose_models(
+    found = choose_pair(
         registry, pair=None, target="qwen2.5-7b-instruct", draft=None, method="specexec"
     )
     assert found.draft is not None

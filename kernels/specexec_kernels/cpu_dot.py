@@ -1,0 +1,155 @@
+"""bfloat16 rows times weights on a CPU that multiplies pairs of bfloat16 (see cpu_dot_ir).
+
+Reads weights stored in bfloat16 and packed ones; sums are float32, and a row's result depends on
+neither the other rows nor the number of threads. `supports` says which weights it reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_kernels import cpu_jit, cpu_quant
+from specexec_kernels.cpu_dot_ir import (
+    LANES,
+    X_PAIRS,
+    StoredArg,
+    StoredSpec,
+    build_packed,
+    build_stored,
+)
+from specexec_kernels.cpu_ir_unpack import KernelSpec
+from specexec_kernels.packing import PackedWeight
+
+_LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
+_FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
+_MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
+_names = itertools.count()
+
+
+def supports(weight: Tensor | PackedWeight) -> bool:
+    """Whether the kernels multiply with this weight on this CPU.
+
+    Args:
+        weight: (outputs, inputs) as stored, or packed.
+    """
+    if not (cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)):
+        return False
+    if isinstance(weight, PackedWeight):
+        return cpu_quant.supports(weight) and _block(weight) > 0
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and weight.shape[0] % (2 * LANES) == 0
+        and weight.shape[1] % (2 * LANES) == 0
+    )
+
+
+def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+    """x times a weight that `supports` accepts.
+
+    Args:
+        x: (rows, inputs) bfloat16.
+    Returns:
+        (rows, outputs) float32, unrounded sums.
+    """
+    if isinstance(weight, PackedWeight):
+        return _packed(x, weight)
+    (rows, inputs), outputs = x.shape, weight.shape[0]
+    spec = StoredSpec(chunk_rows(rows), 2)
+    packed = _arrange(x, spec.rows, 2)
+    out = torch.empty(packed.shape[0] * spec.rows, outputs)
+    values = {
+        StoredArg.COUNTER: 0,
+        StoredArg.WEIGHT: weight.data_ptr(),
+        StoredArg.X: packed.data_ptr(),
+        StoredArg.CHUNKS: packed.shape[0],
+        StoredArg.OUT: out.data_ptr(),
+        StoredArg.OUT_STRIDE: outputs,
+        StoredArg.UNITS: inputs // (2 * LANES),
+        StoredArg.X_BLOCKS: packed.shape[1],
+        StoredArg.FIRST_STRIP: 0,
+        StoredArg.END_STRIP: outputs // spec.strip,
+    }
+    args = torch.tensor([values[arg] for arg in StoredArg], dtype=torch.int64)
+    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), outputs // spec.strip)
+    return out[:rows]
+
+
+def _packed(x: Tensor, weight: PackedWeight) -> Tensor:
+    spec = packed_spec(x.shape[0], weight)
+    packed = _arrange(x, spec.rows, spec.unit_codes)
+    strips = cpu_quant.strip_count(spec, weight)
+    out = torch.empty(packed.shape[0] * spec.rows, strips * spec.strip)
+    cpu_quant.run(
+        spec, weight, out, range(strips), x=packed, kernel=_packed_kernel(spec, _block(weight))
+    )
+    return cpu_quant.in_order(out[: x.shape[0]], spec, weight)
+
+
+def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
+    """What the kernel for this many rows is compiled for."""
+    widths = cpu_quant.widths(weight)
+    widest = max((v for v in widths if v <= 4), default=0)
+    if widest and rows <= _FEW[-1]:
+        size = next(size for size in _FEW if size >= rows)
+        spec = cpu_quant.spec_for("few", weight, size, widest)
+    else:
+        vectors = min((v for v in widths if v > 1), default=1)
+        spec = cpu_quant.spec_for("many", weight, chunk_rows(rows), vectors)
+    return replace(spec, awq_rows=8)
+
+
+def chunk_rows(rows: int) -> int:
+    """Rows of a chunk: as few rows too many as possible, and then large chunks."""
+    if rows <= _MANY[-1]:
+        return next(size for size in _MANY if size >= rows)
+    return min(_MANY[-3:], key=lambda size: (-(-rows // size) * size, -size))
+
+
+def _block(weight: PackedWeight) -> int:
+    """Inputs of a block: whole units, all in one group; 0 where groups are not such runs."""
+    unit = 8 if weight.format.awq else weight.format.input_multiple
+    if weight.g_idx is not None or weight.group_size % unit or weight.in_features % unit:
+        return 0
+    if weight.group_size <= _LONGEST_BLOCK:
+        return weight.group_size
+    return _LONGEST_BLOCK if weight.group_size % _LONGEST_BLOCK == 0 else 0
+
+
+def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
+    """Rows as the kernels read them.
+
+    Args:
+        x: (rows, inputs) bfloat16.
+        size: rows of a chunk.
+        unit: inputs j and j + unit / 2 of each run of this many are a pair.
+    Returns:
+        (chunks, blocks, size, 2 * X_PAIRS) bfloat16, at least one chunk; rows and inputs too many
+        are zero.
+    """
+    (rows, inputs), width = x.shape, 2 * X_PAIRS
+    chunks, blocks = max(-(-rows // size), 1), -(-inputs // width)
+    if chunks * size != rows or blocks * width != inputs:
+        x = torch.nn.functional.pad(x, (0, blocks * width - inputs, 0, chunks * size - rows))
+    if unit > 2:
+        x = x.reshape(chunks * size, -1, 2, unit // 2).transpose(2, 3)
+    return x.reshape(chunks, size, blocks, width).transpose(1, 2).contiguous()
+
+
+@cache
+def _stored_kernel(spec: StoredSpec) -> Any:
+    name = f"specexec_dot_{next(_names)}"
+    return cpu_jit.compile_ir(build_stored(spec, name), name)
+
+
+@cache
+def _packed_kernel(spec: KernelSpec, block: int) -> Any:
+    name = f"specexec_packed_dot_{next(_names)}"
+    return cpu_jit.compile_ir(build_packed(spec, block, name), name)

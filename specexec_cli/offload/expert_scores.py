@@ -1,0 +1,65 @@
+"""Which experts are worth keeping: counts of what routing asked for. Knows no bytes, no torch.
+
+An expert's score is how often it was asked for, every layer visit counting a little less than the
+next one. What was measured of other rules is told in docs/experiments.md, "Expert caches".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+DECAY = 0.98  # of a count, from one visit of its layer to the next
+_PRIOR_VISITS = 4.0  # visits that an even use of all experts counts as
+_VISITS = 1.0 / (1.0 - DECAY)  # that all counts of a layer add up to in the long run
+
+
+class ExpertScores:
+    """Counts of a model's experts, by layer and expert."""
+
+    def __init__(self, layers: int, experts: int, chosen: int) -> None:
+        """Begins with nothing known.
+
+        Args:
+            experts: of the layer that has the most.
+            chosen: experts that one row is routed to.
+        """
+        self.counts: Floats = np.zeros((layers, experts))
+        self._rows: Floats = np.zeros(layers)  # whose choices the counts are
+        self._chosen = chosen
+
+    def used(self, layer: int, rows_by_expert: Sequence[tuple[int, int]], rows: int) -> None:
+        """One visit of a layer.
+
+        Args:
+            rows_by_expert: the experts asked for, each with the rows that are routed to it.
+            rows: of the visit.
+        """
+        self.counts[layer] *= DECAY
+        self._rows[layer] *= DECAY
+        self._rows[layer] += 1.0
+        for expert, count in rows_by_expert:
+            self.counts[layer, expert] += count / rows
+
+    def likely(self, rows: int) -> Floats:
+        """How likely each expert is to be asked for by so many rows, (layers, experts)."""
+        experts = self.counts.shape[1]
+        even = _PRIOR_VISITS * self._chosen / experts
+        shares = (self.counts + even) / (self._rows[:, None] + _PRIOR_VISITS)
+        likely: Floats = 1.0 - (1.0 - np.minimum(shares, 1.0)) ** rows
+        return likely
+
+    def restore(self, counts: Floats) -> None:
+        """Goes on from the counts of an earlier session.
+
+        Raises:
+            ValueError: they are of another model, or no counts.
+        """
+        if counts.shape != self.counts.shape or not np.isfinite(counts).all() or counts.min() < 0:
+            raise ValueError("these are not counts of this model's experts")
+        self.counts = np.minimum(counts, _VISITS)
+        self._rows = self.counts.sum(axis=1) / self._chosen

@@ -1,0 +1,365 @@
+"""Experts of a mixture, one by one: from the SSD into equal slots of RAM that keep those in use.
+
+    consumer:  for expert, tensors in store.take(layer, wanted): ...     as they arrive
+    readers:   what was asked for, in file order; when that is done, what is expected
+
+A slot is free, being read into, or holds an expert. Readers alone give slots to experts, under the
+lock; the consumer only says what it wants. So Ctrl-C, which comes to the consumer's thread, cannot
+leave a slot that holds something else than it says. A slot is never taken from an expert that the
+consumer has asked for and has not done with. Where fewer slots are free than experts are wanted,
+slots are read into anew as the consumer comes to the end of what they held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.expert_scores import ExpertScores
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import (
+    BLOCK_BYTES,
+    PIECE_BYTES,
+    DirectFile,
+    Extent,
+    Layout,
+    Notice,
+    lay_out,
+    once,
+)
+from specexec_cli.offload.resident import as_blob, check_free, open_files, views
+from specexec_cli.offload.store import TensorRange
+
+READER_THREADS = 4  # experts are small: see docs/experiments.md, "Expert caches"
+LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
+_MEND = "Stream whole layers instead: --offload ssd"
+_FREE = -1
+_EXPECTED = 1e9  # more than any score
+
+
+class ExpertStore:
+    """The experts of all layers; those in slots are handed out at once, others are read.
+
+    One consumer thread. After an aborted pass call restart(); at the end close().
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Sequence[Sequence[TensorRange]]],
+        cap_bytes: int,
+        scores: ExpertScores,
+        *,
+        notice: Notice = lambda text: None,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        """Allocate the slots and open the files; nothing is read yet.
+
+        Args:
+            layers: by layer and expert, the expert's tensors; no experts for a dense layer.
+            cap_bytes: that all slots together may take, in whole huge pages.
+            scores: of the experts, which begin with what is known and learn what is asked for.
+            notice: told in one line when something will be slower than it could be.
+        Raises:
+            StreamError: a file cannot be opened.
+            OutOfMemoryError: the slots do not fit into free memory.
+            ValueError: not one expert fits under the cap.
+        """
+        self.scores = scores
+        self.touched = self.hits = 0  # experts asked for so far; of those, in a slot by then
+        self.bytes_read = 0  # of experts, what the files were asked for
+        self.wait_s = 0.0  # the consumer waited for a reader
+        # An expert is known by a number: layer * width + its index in the layer.
+        self._width = max(map(len, layers))
+        self._layouts: dict[int, Layout] = {
+            layer * self._width + index: lay_out(tensors)
+            for layer, experts in enumerate(layers)
+            for index, tensors in enumerate(experts)
+        }
+        places = {key: _place(layout) for key, layout in self._layouts.items()}
+        self._rank = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
+        self._pieces = {key: layout.pieces(piece_bytes) for key, layout in self._layouts.items()}
+        self.slot_bytes = slot_bytes([layout.buffer_bytes for layout in self._layouts.values()])
+        self.slots = min(cap_bytes // self.slot_bytes, len(self._layouts))
+        if not self.slots:
+            raise ValueError(f"no slot of {self.slot_bytes} bytes fits into {cap_bytes}")
+        self._files: dict[Path, DirectFile] = {}
+        self._threads: list[threading.Thread] = []
+        self._buffer: HugeBuffer | None = None
+        self._slot_of: dict[int, int] = {}  # expert -> slot, read or being read
+        self._held: NDArray[np.int64] = np.full(self.slots, _FREE)  # slot -> expert
+        self._missing = [0] * self.slots  # pieces not there yet
+        self._failed: list[BaseException | None] = [None] * self.slots
+        self._read_for: list[object | None] = [None] * self.slots  # the request, if there was one
+        self._tensors: list[dict[str, Tensor]] = [{} for _ in range(self.slots)]
+        self._ready = np.zeros(self.slots, dtype=np.bool_)  # holds all of an expert
+        self._pinned = np.zeros(self.slots, dtype=np.bool_)  # asked for, and not done with
+        # by expert, how often the present pass is still expected to ask for it
+        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self._width, dtype=np.int64)
+        # a generator that is dropped ends its request wherever it is dropped, also under the lock
+        self._lock = threading.RLock()
+        self._arrived = threading.Condition(self._lock)
+        self._work = threading.Condition(self._lock)
+        self._wanted: deque[int] = deque()  # experts asked for that have no slot yet
+        self._expected: deque[int] = deque()  # those that this pass is likely to ask for
+        self._usual: deque[int] = deque()  # those that earlier sessions asked for, for free slots
+        self._to_read: deque[tuple[int, Extent]] = deque()  # slot and piece
+        self._request: object | None = None  # of each take() its own
+        self._error: BaseException | None = None
+        self._closing = False
+        try:
+            self._open(notice)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, notice: Notice) -> None:
+        size = self.slots * self.slot_bytes
+        check_free(size, f"slots for {self.slots} experts", _MEND)
+        open_files(self._files, list(self._layouts.values()), once(notice))
+        self._buffer = HugeBuffer(size, "the expert slots", _MEND)
+        self._blob = as_blob(self._buffer)
+        self._threads = [
+            threading.Thread(target=self._read_loop, name=f"specexec-experts-{n}", daemon=True)
+            for n in range(READER_THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # The consumer's side
+
+    def take(
+        self, layer: int, wanted: Mapping[int, int], rows: int
+    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """Each wanted expert once, as they arrive.
+
+        Args:
+            wanted: expert -> rows of the pass that are routed to it.
+            rows: of the pass.
+        Yields:
+            (expert, its tensors by name), valid until the next one is asked for.
+        Raises:
+            StreamError: an expert could not be read, by file and offset.
+        """
+        request = object()
+        left = [layer * self._width + expert for expert in wanted]
+        self.scores.used(layer, list(wanted.items()), rows)
+        try:
+            self._ask(request, left)
+            while left:
+                key, slot = self._wait_for_one(left)
+                yield key - layer * self._width, self._tensors[slot]
+                left.remove(key)
+                self._done_with(request, key, slot)
+        finally:
+            # where Ctrl-C aborted the pass, this may run behind restart(), and behind new requests
+            if self._request is request:
+                self._end_request()
+
+    def _ask(self, request: object, keys: Sequence[int]) -> None:
+        with self._lock:
+            if self._closing or self._request is not None:
+                raise RuntimeError("the store is closed, or a request is under way")
+            self._request = request
+            missing = []
+            for key in keys:
+                slot = self._slot_of.get(key)
+                if slot is None:
+                    missing.append(key)
+                else:
+                    self._pinned[slot] = True
+                    self.hits += int(self._ready[slot])
+            self.touched += len(keys)
+            self._wanted.extend(sorted(missing, key=self._rank.__getitem__))
+            self._work.notify_all()
+
+    def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
+        """The first of these experts that is there, and its slot."""
+        started = time.perf_counter()
+        with self._lock:
+            while True:
+                if isinstance(self._error, StreamError):
+                    raise StreamError(str(self._error))
+                if self._error is not None:
+                    raise RuntimeError("a reader thread died") from self._error
+                for key in keys:
+                    slot = self._slot_of.get(key)
+                    if slot is not None and self._ready[slot]:
+                        self.wait_s += time.perf_counter() - started
+                        return key, slot
+                self._arrived.wait()
+
+    def _done_with(self, request: object, key: int, slot: int) -> None:
+        with self._lock:
+            if self._request is request:
+                self._pinned[slot] = False
+                self._ahead[key] = max(0, self._ahead[key] - 1)
+                self._work.notify_all()
+
+    def _end_request(self) -> None:
+        with self._lock:
+            self._wanted.clear()
+            self._pinned[:] = False
+            self._request = self._error = None
+            self._work.notify_all()
+
+    def expect(self, rows: int, visits: int) -> None:
+        """A pass begins: what it is almost sure to need is read ahead, layer by layer.
+
+        Args:
+            rows: of each visit of a layer.
+            visits: of each layer in this pass.
+        """
+        likely = self.scores.likely(rows) >= LIKELY
+        with self._lock:
+            self._expected.clear()
+            self._ahead[:] = 0
+            for layer in np.flatnonzero(likely.any(axis=1)).tolist():
+                keys = [
+                    layer * self._width + expert
+                    for expert in np.flatnonzero(likely[layer]).tolist()
+                ]
+                keys = sorted((key for key in keys if key in self._rank), key=self._rank.get)  # type: ignore[arg-type]
+                self._expected.extend(keys)
+                self._ahead[keys] = visits
+            self._work.notify_all()
+
+    def warm(self) -> None:
+        """Begin to read the experts with the highest scores into free slots."""
+        counts = self.scores.counts.ravel()
+        best = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] > 0.0]
+        chosen = [key for key in best if key in self._rank][: self.slots]
+        with self._lock:
+            self._usual.extend(sorted(chosen, key=self._rank.__getitem__))
+            self._work.notify_all()
+
+    def restart(self) -> None:
+        """Forget the request and the expectations of an aborted pass; what is in slots stays."""
+        with self._lock:
+            self._expected.clear()
+            self._ahead[:] = 0
+        self._end_request()
+
+    def close(self) -> None:
+        """Stop the readers, close the files, give the memory back. Idempotent."""
+        with self._lock:
+            self._closing = True
+            self._work.notify_all()
+        for thread in self._threads:
+            thread.join()
+        for file in self._files.values():
+            file.close()
+        self._tensors = []
+        self._blob = None  # type: ignore[assignment]
+        if self._buffer is not None:
+            self._buffer.close()
+
+    # The readers' side
+
+    def _read_loop(self) -> None:
+        while (work := self._next_piece()) is not None:
+            slot, piece = work
+            error: BaseException | None = None
+            count = 0
+            try:
+                assert self._buffer is not None
+                start = slot * self.slot_bytes + piece.offset
+                target = self._buffer.view[start : start + piece.stop - piece.start]
+                count = self._files[piece.path].read_into(target, piece.start, piece.stop)
+                del target
+            except BaseException as caught:  # handed to the consumer, which raises it
+                error = caught
+            self._piece_done(slot, count, error)
+
+    def _next_piece(self) -> tuple[int, Extent] | None:
+        """Take the next piece to read; waits for work; None when the store is closed."""
+        with self._lock:
+            while not self._closing:
+                if self._to_read:
+                    work = self._to_read.popleft()
+                    self._work.notify()  # where there is more, another reader goes on with it
+                    return work
+                if not self._give_slot():
+                    self._work.wait()
+            return None
+
+    def _give_slot(self) -> bool:
+        """A slot for the next expert to read; False if there is none to read, or no slot."""
+        for queue in (self._wanted, self._expected, self._usual):
+            while queue and queue[0] in self._slot_of:
+                queue.popleft()
+        queue = self._wanted or self._expected or self._usual
+        slot = self._free_slot(queue) if queue else None
+        if slot is None:
+            return False
+        key = queue.popleft()
+        old = int(self._held[slot])
+        if old != _FREE:
+            del self._slot_of[old]
+        self._slot_of[key] = slot
+        self._held[slot] = key
+        self._ready[slot] = False
+        self._failed[slot] = None
+        self._pinned[slot] = queue is self._wanted
+        self._read_for[slot] = self._request if queue is self._wanted else None
+        self._tensors[slot] = {}
+        self._missing[slot] = len(self._pieces[key])
+        self._to_read.extend((slot, piece) for piece in self._pieces[key])
+        return True
+
+    def _free_slot(self, queue: deque[int]) -> int | None:
+        """A free slot, or that of the expert which is least worth keeping, for a queue's next."""
+        if len(self._slot_of) < self.slots:
+            return int(np.flatnonzero(self._held == _FREE)[0])
+        if queue is self._usual:
+            return None
+        worth = self.scores.counts.ravel()[self._held] + _EXPECTED * (self._ahead[self._held] > 0)
+        worth[~self._ready | self._pinned] = np.inf
+        slot = int(np.argmin(worth))
+        return slot if worth[slot] < (np.inf if queue is self._wanted else _EXPECTED) else None
+
+    def _piece_done(self, slot: int, count: int, error: BaseException | None) -> None:
+        with self._lock:
+            self.bytes_read += count
+            self._missing[slot] -= 1
+            if error is not None:
+                # a traceback's frames would keep views of the buffer alive
+                self._failed[slot] = error.with_traceback(None)
+            if not self._missing[slot]:
+                self._arrive(slot)
+
+    def _arrive(self, slot: int) -> None:
+        """The last piece of an expert has been read, or has failed."""
+        key = int(self._held[slot])
+        failed, self._failed[slot] = self._failed[slot], None
+        if failed is None:
+            self._tensors[slot] = views(self._layouts[key], self._blob, slot * self.slot_bytes)
+            self._ready[slot] = True
+        else:
+            # a read that was begun for nobody, or for a pass that was aborted, is tried again
+            if self._pinned[slot] and self._read_for[slot] is not self._request:
+                self._wanted.appendleft(key)
+            elif self._pinned[slot]:
+                self._error = failed
+            del self._slot_of[key]
+            self._held[slot] = _FREE
+            self._pinned[slot] = False
+        self._arrived.notify_all()
+        self._work.notify()  # a slot that may be taken
+
+
+def slot_bytes(expert_bytes: Sequence[int]) -> int:
+    """Bytes of a slot that holds any of these experts, a multiple of the disk's blocks."""
+    return -(-max(expert_bytes) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _place(layout: Layout) -> tuple[str, int]:
+    first = layout.extents[0]
+    return str(first.path), first.start

@@ -1,0 +1,112 @@
+"""Where a mixture's weights go on a CPU: dense parts first, experts in what memory is left.
+
+Every row needs a layer's dense part (attention, norms, router, shared experts), and few of its
+experts. So the dense parts stay in RAM as far as they fit, and a cache of single experts takes the
+rest of it. Where all layers fit, whole ones stay, and there is no cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specexec_cli.config import OffloadMode, Tier
+from specexec_cli.planning.memory import FLOAT32_BYTES, Work
+from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
+from specexec_cli.planning.tiers import (
+    HUGE_PAGE_BYTES,
+    Machine,
+    Plan,
+    buffer_bytes,
+    make_plan,
+    plan_of,
+    ring_buffers,
+)
+
+
+def mixture_plan(
+    mode: OffloadMode, target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
+) -> Plan:
+    """Chooses the tier of each layer's dense part, and how much experts may take.
+
+    Args:
+        mode: auto fills the memory; ssd streams every dense part and gives the experts no more
+            than whole layers would take in their ring.
+    Raises:
+        DoesNotFitError: not even the least of it fits.
+    """
+    experts, dense = target.experts, target.dense
+    assert experts is not None, "only mixtures have experts"
+    if mode == "ssd":
+        ring = ring_buffers(target, machine)
+        tiers: list[Tier] = ["ssd"] * len(target.layers)
+        plan = plan_of(dense, draft, work, machine, tiers, ring, 0)
+        cap = ring * (buffer_bytes(target.layers) - buffer_bytes(dense.layers))
+        return _with_experts(plan, target, experts, work, machine, cap)
+    whole = _whole_layers(target, draft, work, machine)
+    if whole is not None:
+        return whole
+    reserved = _least(experts) + _outputs(target, experts, work)
+    less = replace(
+        machine, ram_bytes=max(0, machine.ram_bytes - round(reserved / (1 - machine.margin)))
+    )
+    plan = make_plan(dense, draft, work, less)
+    cap = machine.usable(machine.ram_bytes) - plan.peak_ram_bytes - _outputs(target, experts, work)
+    return _with_experts(plan, target, experts, work, machine, cap)
+
+
+def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
+    """Bytes from the SSD that a pass of so many rows is expected to move."""
+    if target.experts is None or not plan.expert_bytes:
+        return plan.ssd_bytes
+    dense = plan.ssd_bytes - _missing(target.experts, plan.expert_bytes, work.verify_rows)
+    return dense + _missing(target.experts, plan.expert_bytes, rows)
+
+
+def _missing(experts: ExpertBytes, cap_bytes: int, rows: int) -> int:
+    """Bytes of the experts that so many rows ask for and the cache does not hold."""
+    kept = min(1.0, cap_bytes / max(1, sum(experts.layers)))
+    return round((1.0 - kept) * experts.asked_for(rows))
+
+
+def _whole_layers(
+    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
+) -> Plan | None:
+    """All layers in RAM, if they fit."""
+    tiers: list[Tier] = ["ram"] * len(target.layers)
+    plan = plan_of(target, draft, work, machine, tiers, 0, 0)
+    return plan if plan.peak_ram_bytes <= machine.usable(machine.ram_bytes) else None
+
+
+def _least(experts: ExpertBytes) -> int:
+    """Slots for twice the experts of one row: some are read into while others are computed."""
+    return buffer_bytes([2 * experts.chosen * (experts.largest + HUGE_PAGE_BYTES // 8)])
+
+
+def _outputs(target: ModelBytes, experts: ExpertBytes, work: Work) -> int:
+    """What the experts of a layer add to their rows, kept until all have been computed."""
+    rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
+    return rows * experts.chosen * target.hidden * FLOAT32_BYTES
+
+
+def _with_experts(
+    plan: Plan,
+    target: ModelBytes,
+    experts: ExpertBytes,
+    work: Work,
+    machine: Machine,
+    cap_bytes: int,
+) -> Plan:
+    """The plan of the dense parts with a cache of experts beside them."""
+    most = buffer_bytes([experts.in_all * (experts.largest + HUGE_PAGE_BYTES // 8)])
+    cap = max(_least(experts), min(cap_bytes, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    asked_for = experts.asked_for(work.verify_rows)
+    ssd_bytes = plan.ssd_bytes + _missing(experts, cap, work.verify_rows)
+    outputs = _outputs(target, experts, work)
+    return replace(
+        plan,
+        ram=(*plan.ram, ("expert cache", cap), ("experts' outputs", outputs)),
+        ssd_bytes=ssd_bytes,
+        ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
+        memory_s=(target.dense.total + asked_for) / machine.memory_bytes_per_s,
+        expert_bytes=cap,
+    )

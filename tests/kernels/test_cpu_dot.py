@@ -1,0 +1,142 @@
+"""Products of bfloat16 pairs against double precision, and a row's bits being its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from packed import FORMATS, random_weight
+from specexec_kernels import cpu_dot, cpu_jit
+from specexec_kernels.cpu_dot_ir import StoredSpec, build_packed, build_stored
+from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.packing import PackedFormat, PackedWeight
+from torch import Tensor
+
+needs_dot = pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
+V1_4BIT = PackedFormat(4, stored_minus_one=True)
+# one strip and one unit; less than a block; several blocks, the last shorter
+STORED_SHAPES = [(32, 32), (96, 96), (64, 608)]
+# whole strips; one strip and a bit, a last group that is shorter; groups of several blocks
+PACKED_SHAPES = [(256, 512, 64), (96, 224, 32), (288, 136, 96), (544, 160, 256)]
+PASSES = (1, 2, 3, 4, 5, 8, 13, 14, 40, 64, 129)
+
+
+def rows_of(count: int, inputs: int) -> Tensor:
+    generator = torch.Generator().manual_seed(inputs)
+    return torch.randn(count, inputs, generator=generator).bfloat16()
+
+
+def stored(outputs: int, inputs: int) -> Tensor:
+    return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def packed(fmt: PackedFormat, inputs: int, outputs: int, group: int) -> PackedWeight:
+    outputs = -(-outputs // fmt.output_multiple) * fmt.output_multiple
+    return random_weight(fmt, inputs, outputs, group)
+
+
+def weights() -> list[tuple[Tensor | PackedWeight, Tensor]]:
+    """Weights of every form, and their values as (inputs, outputs)."""
+    found: list[tuple[Tensor | PackedWeight, Tensor]] = []
+    for outputs, inputs in STORED_SHAPES:
+        weight = stored(outputs, inputs)
+        found.append((weight, weight.t()))
+    for fmt in FORMATS:
+        for inputs, outputs, group in PACKED_SHAPES:
+            quantized = packed(fmt, inputs, outputs, group)
+            if inputs % (8 if fmt.awq else fmt.input_multiple) == 0:
+                found.append((quantized, dequantize_ref(quantized)))
+    return found
+
+
+@needs_dot
+@pytest.mark.parametrize("rows", [1, 3, 5, 13, 65])
+def test_products(rows: int) -> None:
+    for weight, dense in weights():
+        assert cpu_dot.supports(weight)
+        x, dense = rows_of(rows, dense.shape[0]), dense.double()
+        # a sum of n rounded products in any order is this close, with a constant well below n
+        allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
+        assert ((cpu_dot.matmul(x, weight) - x.double() @ dense).abs() <= allowed).all()
+
+
+@needs_dot
+def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
+    for weight, dense in weights():
+        x = rows_of(max(PASSES), dense.shape[0])
+        together = cpu_dot.matmul(x, weight)
+        for rows in PASSES:
+            assert torch.equal(cpu_dot.matmul(x[-rows:], weight), together[-rows:])
+
+
+@needs_dot
+def test_same_bits_on_any_number_of_threads() -> None:
+    before = torch.get_num_threads()
+    for weight in (stored(640, 512), packed(V1_4BIT, 256, 2048, 64)):
+        inputs = 512 if isinstance(weight, Tensor) else 256
+        for rows in (1, 20):
+            x = rows_of(rows, inputs)
+            try:
+                found = []
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    found.append(cpu_dot.matmul(x, weight))
+            finally:
+                torch.set_num_threads(before)
+            assert torch.equal(found[0], found[1])
+            assert torch.equal(found[0], found[2])
+
+
+@needs_dot
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_every_code_and_zero_point_is_exact(bits: int) -> None:
+    """A product with 1 gives each weight unrounded."""
+    fmt = PackedFormat(bits)
+    weight = packed(fmt, 256, 256, 32)
+    exact = dequantize_ref(weight)
+    for first in range(0, 256, 64):
+        x = torch.eye(256)[first : first + 64].bfloat16()
+        assert torch.equal(cpu_dot.matmul(x, weight), exact[first : first + 64])
+
+
+@needs_dot
+def test_rows_may_be_a_view_that_is_not_contiguous() -> None:
+    x = rows_of(64, 5).t()
+    for weight in (stored(32, 64), packed(V1_4BIT, 64, 128, 32)):
+        assert torch.equal(cpu_dot.matmul(x, weight), cpu_dot.matmul(x.contiguous(), weight))
+
+
+@needs_dot
+def test_no_rows() -> None:
+    for weight in (stored(32, 64), packed(V1_4BIT, 64, 128, 32)):
+        assert cpu_dot.matmul(rows_of(0, 64), weight).shape[0] == 0
+
+
+@needs_dot
+def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    fits, quantized = stored(32, 64), packed(V1_4BIT, 128, 128, 32)
+    assert cpu_dot.supports(fits)
+    assert not cpu_dot.supports(fits.half())
+    assert not cpu_dot.supports(fits[:-1])
+    assert not cpu_dot.supports(stored(32, 128)[:, ::2])
+    assert not cpu_dot.supports(fits.to("meta"))
+    assert cpu_dot.supports(quantized)
+    order = torch.zeros(128, dtype=torch.int32)
+    assert not cpu_dot.supports(replace(quantized, g_idx=order))
+    assert not cpu_dot.supports(replace(quantized, group_size=12))  # groups end inside a word
+    assert not cpu_dot.supports(replace(quantized, group_size=192))  # and are no whole blocks
+    monkeypatch.setattr(cpu_jit, "has_dot", lambda: False)
+    assert not cpu_dot.supports(fits)
+    assert not cpu_dot.supports(quantized)
+
+
+def test_the_code_is_made_on_any_machine() -> None:
+    """Without the instruction nothing is run, but the text is valid."""
+    weight = packed(V1_4BIT, 128, 128, 32)
+    for rows in (1, 20):
+        spec = replace(cpu_dot.packed_spec(rows, weight), lanes=16)
+        texts = build_packed(spec, 32, "kernel"), build_stored(StoredSpec(13, 2), "kernel")
+        for text in texts:
+            assert "dpbf16ps" in text
+            cpu_jit.llvm.parse_assembly(text).verify()

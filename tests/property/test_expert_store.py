@@ -1,0 +1,295 @@
+"""Whatever is asked for, expected, interrupted or unreadable: an expert is its own bytes."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from faults import Interruption, points
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.expert_scores import ExpertScores
+from specexec_cli.offload.experts import ExpertStore
+from specexec_cli.offload.reader import DirectFile
+from specexec_cli.offload.store import TensorRange, read_header
+
+Layers = list[list[list[TensorRange]]]
+LAYERS, EXPERTS = 3, 5
+DEADLINE_S = 60.0
+
+
+def write(folder: Path, seed: int, gap: int) -> Layers:
+    """Experts of two tensors each, in a random order with gaps; the second layer is dense."""
+    rng = np.random.default_rng(seed)
+    header, data = {}, bytearray()
+    for place in rng.permutation(LAYERS * EXPERTS):
+        layer, expert = divmod(int(place), EXPERTS)
+        for leaf in "ab":
+            data += bytes(int(rng.integers(0, gap + 1)))
+            size = int(rng.integers(1, 9000))
+            offsets = [len(data), len(data) + size]
+            header[f"{layer}.{expert}.{leaf}"] = {
+                "dtype": "U8", "shape": [size], "data_offsets": offsets,
+            }  # fmt: skip
+            data += rng.bytes(size)
+    raw = json.dumps(header).encode()
+    path = folder / "experts.safetensors"
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+    stored = read_header(path)
+    return [
+        [[stored[f"{layer}.{expert}.{leaf}"] for leaf in "ab"] for expert in range(EXPERTS)]
+        if layer != 1
+        else []
+        for layer in range(LAYERS)
+    ]
+
+
+def opened(layers: Layers, slots: int) -> ExpertStore:
+    scores = ExpertScores(LAYERS, EXPERTS, chosen=2)
+    probe = ExpertStore(layers, 1 << 24, scores, piece_bytes=4096)
+    each = probe.slot_bytes
+    probe.close()
+    return ExpertStore(layers, slots * each, scores, piece_bytes=4096)
+
+
+class Disk:
+    """Files as they are, but for ranges that cannot be read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bad: set[int] = set()  # first bytes of experts
+        self.reads = 0
+        real = DirectFile.read_into
+
+        def read_into(file: DirectFile, target: memoryview, start: int, stop: int) -> int:
+            self.reads += 1
+            if any(start <= byte < stop for byte in self.bad):
+                raise StreamError(f"reading {file.path} failed at byte {start}: bad")
+            return real(file, target, start, stop)
+
+        monkeypatch.setattr(DirectFile, "read_into", read_into)
+
+
+class Machine:
+    """A consumer that knows what every expert holds."""
+
+    def __init__(self, store: ExpertStore, layers: Layers) -> None:
+        self.store, self.layers = store, layers
+        self.raw = layers[0][0][0].path.read_bytes()
+
+    def check(self, layer: int, expert: int, tensors: dict[str, torch.Tensor]) -> None:
+        ranges = self.layers[layer][expert]
+        assert set(tensors) == {tensor.name for tensor in ranges}
+        for tensor in ranges:
+            held = tensors[tensor.name].numpy().tobytes()
+            assert held == self.raw[tensor.start : tensor.stop], "an expert of other bytes"
+
+    def take(self, layer: int, wanted: list[int], most: int) -> None:
+        """Takes `most` of the wanted experts, then ends as an aborted pass would."""
+        seen = []
+        for expert, tensors in self.store.take(layer, dict.fromkeys(wanted, 1), 1):
+            if len(seen) == most:
+                self.store.restart()
+                return
+            self.check(layer, expert, tensors)
+            seen.append(expert)
+            self.check(layer, expert, tensors)  # readers have had time to do wrong
+        assert sorted(seen) == sorted(wanted)
+
+
+def within_deadline(run: Iterator[None]) -> None:
+    """Runs it in a thread, so that a deadlock is a failure and not a hang."""
+    caught: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            list(run)
+        except BaseException as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), "a deadlock"
+    if caught:
+        raise caught[0]
+
+
+wanted_sets = st.lists(st.integers(0, EXPERTS - 1), min_size=1, max_size=EXPERTS, unique=True)
+steps = st.one_of(
+    st.tuples(st.just("take"), st.sampled_from([0, 2]), wanted_sets, st.integers(1, 9)),
+    st.tuples(st.just("expect"), st.integers(1, 50), st.integers(1, 3)),
+    st.tuples(st.just("break"), st.sampled_from([0, 2]), st.integers(0, EXPERTS - 1)),
+    st.tuples(st.just("mend")),
+    st.tuples(st.just("warm")),
+    st.tuples(st.just("restart")),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    seed=st.integers(0, 99),
+    gap=st.sampled_from([0, 5000, 300_000]),
+    slots=st.integers(1, 2 * EXPERTS),
+    program=st.lists(steps, min_size=1, max_size=25),
+)
+def test_a_random_machine(seed: int, gap: int, slots: int, program: list[tuple]) -> None:  # type: ignore[type-arg]
+    threads = threading.active_count()
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        layers = write(Path(name), seed, gap)
+        disk = Disk(patch)
+        store = opened(layers, slots)
+        machine = Machine(store, layers)
+        within_deadline(run(machine, disk, program))
+        assert not machine.store._pinned.any()
+        # what is left is right, and every slot can still be used
+        disk.bad.clear()
+        within_deadline(iter_take(machine, [(layer, list(range(EXPERTS))) for layer in (0, 2)]))
+        store.close()
+    assert threading.active_count() <= threads + 1  # the one of within_deadline may still end
+
+
+def run(machine: Machine, disk: Disk, program: list[tuple]) -> Iterator[None]:  # type: ignore[type-arg]
+    store = machine.store
+    for name, *args in program:
+        if name == "take":
+            layer, wanted, most = args
+            # a block of the disk may hold the ends of two experts
+            broken = any(
+                piece.start <= byte < piece.stop
+                for expert in wanted
+                for piece in store._pieces[layer * EXPERTS + expert]
+                for byte in disk.bad
+            )
+            try:
+                machine.take(layer, wanted, most)
+            except StreamError as error:
+                failed = str(error)
+                store.restart()
+                assert broken
+                assert f"reading {machine.layers[0][0][0].path} failed at byte" in failed
+        elif name == "expect":
+            store.expect(*args)
+        elif name == "break":
+            layer, expert = args
+            disk.bad.add(machine.layers[layer][expert][0].start)
+        elif name == "mend":
+            disk.bad.clear()
+        elif name == "warm":
+            store.warm()
+        else:
+            store.restart()
+        yield
+
+
+def iter_take(machine: Machine, requests: list[tuple[int, list[int]]]) -> Iterator[None]:
+    for layer, wanted in requests:
+        machine.take(layer, wanted, EXPERTS + 1)
+        yield
+
+
+def test_ctrl_c_at_any_line_leaves_the_store_right(tmp_path: Path) -> None:
+    layers = write(tmp_path, 1, 100)
+
+    def work(machine: Machine) -> None:
+        machine.store.expect(40, 1)
+        for layer, wanted in ((0, [0, 1, 2, 3, 4]), (2, [1, 3]), (0, [0, 4])):
+            machine.take(layer, wanted, EXPERTS + 1)
+
+    recorded = Interruption()
+    store = opened(layers, 3)
+    with recorded:
+        work(Machine(store, layers))
+    store.close()
+    store = opened(layers, 3)
+    machine = Machine(store, layers)
+    fired = 0
+    for point in points(recorded.sites):
+        interruption = Interruption(point)
+        try:
+            with interruption:
+                work(machine)
+        except KeyboardInterrupt:
+            fired += 1
+        store.restart()
+        within_deadline(iter_take(machine, [(0, [0, 1, 2, 3, 4]), (2, [0, 2])]))
+    store.close()
+    assert fired > 30
+
+
+def test_what_is_kept_is_not_read_again(tmp_path: Path) -> None:
+    layers = write(tmp_path, 3, 0)
+    store = opened(layers, 2 * EXPERTS)
+    machine = Machine(store, layers)
+    for _ in range(3):
+        machine.take(0, [0, 1, 2], 9)
+    assert (store.touched, store.hits) == (9, 6)
+    read = store.bytes_read
+    machine.take(0, [2, 1], 9)
+    assert store.bytes_read == read
+    store.close()
+
+
+def test_an_expert_in_use_is_not_evicted(tmp_path: Path) -> None:
+    """One slot: the next expert is not read before the consumer asks for it."""
+    layers = write(tmp_path, 3, 0)
+    store = opened(layers, 1)
+    machine = Machine(store, layers)
+    taken = store.take(0, {0: 1, 1: 1, 2: 1}, 1)
+    for _ in range(3):
+        expert, tensors = next(taken)
+        held = {name: tensor.clone() for name, tensor in tensors.items()}
+        threading.Event().wait(0.05)
+        assert all(torch.equal(held[name], tensors[name]) for name in held)
+        machine.check(0, expert, tensors)
+    assert next(taken, None) is None
+    store.close()
+
+
+def test_what_is_likely_is_read_before_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = write(tmp_path, 3, 0)
+    store = opened(layers, 2 * EXPERTS)
+    store.expect(100, 1)
+    for _ in range(200):
+        if store._ready.all():
+            break
+        threading.Event().wait(0.01)
+    Machine(store, layers).take(2, [0, 1, 2, 3, 4], 9)
+    assert store.hits == 5
+    store.close()
+
+
+def test_counts_warm_a_new_store(tmp_path: Path) -> None:
+    layers = write(tmp_path, 3, 0)
+    store = opened(layers, 2)
+    for _ in range(5):
+        Machine(store, layers).take(2, [1, 4], 9)
+    counts = store.scores.counts.copy()
+    store.close()
+    again = opened(layers, 2)
+    again.scores.restore(counts)
+    again.warm()
+    for _ in range(200):
+        if again._ready.all():
+            break
+        threading.Event().wait(0.01)
+    Machine(again, layers).take(2, [1, 4], 9)
+    assert again.hits == 2
+    again.close()
+    with pytest.raises(ValueError, match="not counts"):
+        again.scores.restore(counts[:, :2])
+
+
+def test_not_even_one_expert_fits(tmp_path: Path) -> None:
+    layers = write(tmp_path, 3, 0)
+    with pytest.raises(ValueError, match="no slot"):
+        ExpertStore(layers, 4095, ExpertScores(LAYERS, EXPERTS, 2))

@@ -1,0 +1,112 @@
+"""A mixture's plan keeps to the memory it is given, and is never slower for having more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.planning.memory import Work, fixed_parts
+from specexec_cli.planning.placement import place, without_ssd
+from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
+from specexec_cli.planning.tiers import Machine, Plan
+
+MB, GB = 10**6, 10**9
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> ModelBytes:
+    count, largest = draw(st.integers(2, 64)), draw(st.integers(10_000, 20 * MB))
+    dense = draw(st.lists(st.integers(1, 200 * MB), min_size=1, max_size=12))
+    own = tuple(draw(st.sampled_from([0, count * largest])) for _ in dense)
+    if not any(own):
+        own = (count * largest, *own[1:])
+    layers = tuple(size + more for size, more in zip(dense, own, strict=True))
+    experts = ExpertBytes(
+        layers=own, count=count, chosen=draw(st.integers(1, count)), largest=largest
+    )
+    return ModelBytes(
+        layers=layers, resident=draw(st.integers(0, GB)), layer_params=sum(layers) // 2 + 1,
+        largest_matrix=MB, active_params=sum(dense), kv_elements=draw(st.integers(1, 100_000)),
+        hidden=draw(st.integers(1, 4096)), intermediate=1000, vocab=1000, experts=experts,
+    )  # fmt: skip
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ModelBytes, Work, Machine]:
+    target = draw(mixtures())
+    work = Work(context_tokens=draw(st.integers(1, 4096)), budget=draw(st.integers(0, 256)))
+    fixed = sum(size for _, size in fixed_parts(target, None, work))
+    room = draw(st.floats(0, 1.3)) * sum(target.layers) + draw(st.integers(0, 500 * MB))
+    return target, work, Machine(ram_bytes=int((room + 500 * MB + fixed) / 0.96))
+
+
+def plan_or_none(target: ModelBytes, work: Work, machine: Machine) -> Plan | None:
+    try:
+        return place("auto", target, None, work, machine)
+    except OutOfMemoryError:
+        return None
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=cases(), more=st.integers(0, 4 * GB) | st.integers(0, 50 * MB))
+def test_memory_is_kept_to_and_more_of_it_is_never_slower(
+    case: tuple[ModelBytes, Work, Machine], more: int
+) -> None:
+    target, work, machine = case
+    plan = plan_or_none(*case)
+    if plan is None or plan.stays:
+        return
+    assert plan.peak_ram_bytes <= machine.ram_bytes
+    assert len(plan.tiers) == len(target.layers)
+    assert target.experts is not None
+    if plan.expert_bytes:
+        assert plan.expert_bytes >= 2 * target.experts.chosen * target.experts.largest
+        assert ("expert cache", plan.expert_bytes) in plan.ram
+    else:
+        assert set(plan.tiers) == {"ram"}
+        assert plan.ssd_bytes == 0
+    richer = plan_or_none(target, work, replace(machine, ram_bytes=machine.ram_bytes + more))
+    assert richer is not None
+    assert richer.stays or richer.ssd_bytes <= plan.ssd_bytes + MB
+
+
+def test_qwen3_30b_moves_experts_and_not_layers() -> None:
+    target, work = architecture_bytes(QWEN3_30B), Work(context_tokens=4096, budget=0)
+    assert target.experts is not None
+    assert target.experts.in_all == 48 * 128
+    assert sum(target.experts.layers) == 48 * 128 * 3 * 2048 * 768 * 2
+    plan = place("auto", target, None, work, Machine(ram_bytes=32 * GB))
+    assert set(plan.tiers) == {"ram"}
+    assert 0.4 < plan.expert_bytes / sum(target.experts.layers) < 0.6
+    routed = 48 * 8 * target.experts.largest
+    assert plan.ssd_bytes < 0.6 * routed
+    more = without_ssd(target, None, work, Machine(ram_bytes=32 * GB), plan)
+    assert more is not None
+    assert more.ssd_bytes == more.expert_bytes == 0
+
+
+@pytest.mark.parametrize("mode", ["ssd", "ram", "none", "auto"])
+def test_every_mode_places_a_mixture(mode: str) -> None:
+    target, work = architecture_bytes(QWEN3_30B), Work(context_tokens=4096, budget=0)
+    ram = 32 * GB if mode in ("ssd", "auto") else 300 * GB
+    plan = place(mode, target, None, work, Machine(ram_bytes=ram))  # type: ignore[arg-type]
+    assert (plan.expert_bytes > 0) == (mode in ("ssd", "auto"))
+    if mode == "ssd":
+        assert set(plan.tiers) == {"ssd"}
+        assert plan.expert_bytes < 6 * GB
+
+
+def test_a_gpu_takes_whole_layers_for_now() -> None:
+    target, work = architecture_bytes(QWEN3_30B), Work(context_tokens=4096, budget=0)
+    plan = place("auto", target, None, work, Machine(ram_bytes=32 * GB, vram_bytes=16 * GB))
+    assert plan.expert_bytes == 0
