@@ -30,6 +30,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rig_gptq import GptqRig
+from rig_routing import Routers, Routing
 from rig_shapes import SHAPES, parse_shape
 from rig_tensors import RandomPool, Rig, Source
 from specexec_kernels.packing import BITS
@@ -42,6 +43,7 @@ SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
+TEXTS = DEMO.parent / "heldout_prompts.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ def write_rig(
     bits: int = 16,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
+    routing: Routing | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
     """Write the checkpoint to `out`, which appears when it is complete.
@@ -124,6 +127,7 @@ def write_rig(
         shape_name: see parse_shape().
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
+        routing: of a mixture on the held-out prompts; random routers unless given.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
         CheckpointError: the source cannot be used.
@@ -134,7 +138,17 @@ def write_rig(
     if out.exists():
         raise ConfigError(f"{out} exists: give another --out, or remove it first")
     source, pool = Source(source_folder), RandomPool(seed)
-    rig = Rig(source, shape, pool) if bits == 16 else GptqRig(source, shape, pool, bits)
+    routers = None
+    if routing is not None:
+        if shape.experts == 1:
+            raise ConfigError(f"--shape {shape_name} has no experts to choose: leave --skew away")
+        texts = [prompt["prompt"] for prompt in json.loads(TEXTS.read_text("utf-8"))]
+        routers = Routers(source_folder, texts, shape.experts, shape.chosen, routing, seed)
+    rig: Rig | GptqRig
+    if bits == 16:
+        rig = Rig(source, shape, pool, routers)
+    else:
+        rig = GptqRig(source, shape, pool, bits, routers)
     shards = cut_shards(rig, shard_bytes)
     total = sum(entry.n_bytes for shard in shards for entry in shard)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -202,6 +216,15 @@ def main(argv: list[str] | None = None) -> int:
         help="per weight; below 16 in GPTQ format",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
+    parser.add_argument("--skew", type=float, metavar="SHARE",
+                        help="of a mixture's experts, which hold 80 %% of the choices")  # fmt: skip
+    parser.add_argument(
+        "--locality",
+        type=float,
+        default=0.3,
+        metavar="SHARE",
+        help="with --skew: of a token's experts, which the next token uses again",
+    )
     args = parser.parse_args(argv)
     console = Console(stderr=True)
     bar = Progress(TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
@@ -212,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
             write_rig(
                 args.source, args.shape, args.out, layers=args.layers, bits=args.bits,
                 seed=args.seed,
+                routing=args.skew and Routing(skew=args.skew, locality=args.locality),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),
             )  # fmt: skip
     except SpecexecError as error:

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from quantize_rtn import GROUP_SIZE, LINEARS, quantization_config
+from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source, Words, source_name
 from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros
@@ -71,13 +72,22 @@ class _ScalePlane(_Plane):
 class GptqRig:
     """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
 
-    def __init__(self, source: Source, shape: Shape, pool: RandomPool, bits: int) -> None:
+    def __init__(
+        self,
+        source: Source,
+        shape: Shape,
+        pool: RandomPool,
+        bits: int,
+        routers: Routers | None = None,
+    ) -> None:
         """Quantize the source.
 
+        Args:
+            routers: of a mixture; random ones unless given.
         Raises:
             ConfigError: it does not fit into the shape, or groups do not.
         """
-        self._plain = Rig(source, shape, pool)
+        self._plain = Rig(source, shape, pool, routers)
         self.source, self.bits = source, bits
         self.norms_in_float32 = self._plain.norms_in_float32
         self.group_size = math.gcd(GROUP_SIZE, shape.head_dim, shape.hidden, shape.intermediate)

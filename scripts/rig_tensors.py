@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from rig_routing import Routers
 from rig_shapes import Shape, place_dims, place_heads
 
 from specexec_cli.errors import CheckpointError, ConfigError
@@ -144,13 +145,17 @@ class RandomPool:
 class Rig:
     """What every tensor of the rig holds."""
 
-    def __init__(self, source: Source, shape: Shape, pool: RandomPool) -> None:
+    def __init__(
+        self, source: Source, shape: Shape, pool: RandomPool, routers: Routers | None = None
+    ) -> None:
         """Check that the source fits into the shape.
 
+        Args:
+            routers: of a mixture; random ones unless given.
         Raises:
             ConfigError: it does not.
         """
-        self.source, self.shape, self._pool = source, shape, pool
+        self.source, self.shape, self._pool, self._routers = source, shape, pool, routers
         small = source.shape
         for name in ("hidden", "layers", "intermediate"):
             if getattr(shape, name) < getattr(small, name):
@@ -238,7 +243,11 @@ class Rig:
         # an extra layer must add zero: its values and up units are, for live input
         if leaf in ("v_proj", "up_proj"):
             array[:, : self.source.shape.hidden] = 0
-        if live and leaf != "gate":  # a router may be anything
+        if leaf == "gate":  # a router may be anything
+            if self._routers is not None:
+                weights = self._routers.weights(int(layer)).astype(np.float32)
+                array[:, : self.source.shape.hidden] = weights.view(np.uint32) >> 16
+        elif live:
             fill: Callable[[Words, str], None] = getattr(self, f"_fill_{leaf}")
             fill(array, name)
         return array
@@ -248,6 +257,8 @@ class Rig:
         weight = (array.astype(np.uint32) << 16).view(np.float32)
         if live:
             weight[: self.source.shape.hidden] = self.source.scaled(name, self._norm_scale)
+        elif self._routers is not None:  # which were made for what all dimensions weigh alike in
+            weight[: self.source.shape.hidden] = self._norm_scale
         if self.norms_in_float32:
             return weight
         return (weight.view(np.uint32) >> 16).astype(np.uint16)  # exact: a power of two

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _TRIAL = 8  # iterations with trees before they are judged
 _SHORT_TRIAL = 3  # where they are slower by far, or were before
+_ONE = 1  # where the cost model expects no better of them either
 _SHORTEST, _LONGEST = 8, 128  # passes of a rest
 # Trees are given up where tokens come at less than this share of the plain rate, after a trial and
 # after a short one.
@@ -31,6 +32,7 @@ class Rests:
         self._left = 0  # passes of this rest
         self._next = _SHORTEST
         self._woke = False  # the draft model has the tokens of a rest to catch up on
+        self._doubted = False  # the cost model expected the last tree to be slower than none
 
     def rests(self, expected_plain_s: float) -> bool:
         """Whether the next pass goes without a tree.
@@ -41,9 +43,10 @@ class Rests:
         if self._left:
             self._left = self._left - 1 if self._slow(expected_plain_s) else 0
             return self._left > 0
-        if self._trees < _SHORT_TRIAL:
+        if self._trees < (_ONE if self._doubted else _SHORT_TRIAL):
             return False
-        long_enough = self._trees >= _TRIAL or self._next > _SHORTEST  # it was slow before
+        slow_before = self._next > _SHORTEST
+        long_enough = self._trees >= _TRIAL or slow_before or self._doubted
         slow = self._slow(expected_plain_s, _MARGIN if long_enough else _FAR)
         self._left = self._next if slow else 0
         self._next = min(2 * self._next, _LONGEST) if slow else _SHORTEST
@@ -51,12 +54,14 @@ class Rests:
             self._woke = True
         return slow
 
-    def observe(self, step: StepResult, tokens: float) -> None:
+    def observe(self, step: StepResult, tokens: float, doubted: bool) -> None:
         """One iteration; not one that carried a prompt.
 
         Args:
             tokens: expected of its tree and the bonus token: those that came are a matter of luck.
+            doubted: the cost model expected the tree to be slower than none.
         """
+        self._doubted = doubted
         seconds = step.draft_s + step.verify_s
         if not step.tree_nodes:
             before = seconds if self._plain_s is None else self._plain_s

@@ -1,7 +1,7 @@
 """Which experts are worth keeping: counts of what routing asked for. Knows no bytes, no torch.
 
-An expert's score is how often it was asked for, every layer visit counting a little less than the
-next one. What was measured of other rules is told in docs/experiments.md, "Expert caches".
+An expert's score is how many rows were routed to it, each row counting a little less than the next
+one. What was measured of other rules is told in docs/experiments.md, "Expert caches".
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-DECAY = 0.98  # of a count, from one visit of its layer to the next
-_PRIOR_VISITS = 4.0  # visits that an even use of all experts counts as
-_VISITS = 1.0 / (1.0 - DECAY)  # that all counts of a layer add up to in the long run
+DECAY = 0.995  # of a count, from one row to the next
+_PRIOR_ROWS = 4.0  # rows that an even use of all experts counts as
+_MOST_ROWS = 1.0 / (1.0 - DECAY)  # that one expert's count comes to in the long run
 
 
 class ExpertScores:
@@ -39,17 +39,17 @@ class ExpertScores:
             rows_by_expert: the experts asked for, each with the rows that are routed to it.
             rows: of the visit.
         """
-        self.counts[layer] *= DECAY
-        self._rows[layer] *= DECAY
-        self._rows[layer] += 1.0
+        decay = DECAY**rows
+        self.counts[layer] *= decay
+        self._rows[layer] = self._rows[layer] * decay + rows
         for expert, count in rows_by_expert:
-            self.counts[layer, expert] += count / rows
+            self.counts[layer, expert] += count
 
     def likely(self, rows: int) -> Floats:
         """How likely each expert is to be asked for by so many rows, (layers, experts)."""
         experts = self.counts.shape[1]
-        even = _PRIOR_VISITS * self._chosen / experts
-        shares = (self.counts + even) / (self._rows[:, None] + _PRIOR_VISITS)
+        even = _PRIOR_ROWS * self._chosen / experts
+        shares = (self.counts + even) / (self._rows[:, None] + _PRIOR_ROWS)
         likely: Floats = 1.0 - (1.0 - np.minimum(shares, 1.0)) ** rows
         return likely
 
@@ -61,5 +61,5 @@ class ExpertScores:
         """
         if counts.shape != self.counts.shape or not np.isfinite(counts).all() or counts.min() < 0:
             raise ValueError("these are not counts of this model's experts")
-        self.counts = np.minimum(counts, _VISITS)
+        self.counts = np.minimum(counts, _MOST_ROWS)
         self._rows = self.counts.sum(axis=1) / self._chosen

@@ -152,18 +152,18 @@ class ExpertStore:
         left = [layer * self._width + expert for expert in wanted]
         self.scores.used(layer, list(wanted.items()), rows)
         try:
-            self._ask(request, left)
+            self._ask(request, layer, left)
             while left:
                 key, slot = self._wait_for_one(left)
                 yield key - layer * self._width, self._tensors[slot]
                 left.remove(key)
-                self._done_with(request, key, slot)
+                self._done_with(request, slot)
         finally:
             # where Ctrl-C aborted the pass, this may run behind restart(), and behind new requests
             if self._request is request:
                 self._end_request()
 
-    def _ask(self, request: object, keys: Sequence[int]) -> None:
+    def _ask(self, request: object, layer: int, keys: Sequence[int]) -> None:
         with self._lock:
             if self._closing or self._request is not None:
                 raise RuntimeError("the store is closed, or a request is under way")
@@ -177,6 +177,11 @@ class ExpertStore:
                     self._pinned[slot] = True
                     self.hits += int(self._ready[slot])
             self.touched += len(keys)
+            # what a visit did not ask for, it will not ask for later
+            first = layer * self._width
+            self._ahead[:first] = 0
+            visited = self._ahead[first : first + self._width]
+            np.maximum(visited - 1, 0, out=visited)
             self._wanted.extend(sorted(missing, key=self._rank.__getitem__))
             self._work.notify_all()
 
@@ -196,11 +201,10 @@ class ExpertStore:
                         return key, slot
                 self._arrived.wait()
 
-    def _done_with(self, request: object, key: int, slot: int) -> None:
+    def _done_with(self, request: object, slot: int) -> None:
         with self._lock:
             if self._request is request:
                 self._pinned[slot] = False
-                self._ahead[key] = max(0, self._ahead[key] - 1)
                 self._work.notify_all()
 
     def _end_request(self) -> None:
@@ -293,7 +297,9 @@ class ExpertStore:
     def _give_slot(self) -> bool:
         """A slot for the next expert to read; False if there is none to read, or no slot."""
         for queue in (self._wanted, self._expected, self._usual):
-            while queue and queue[0] in self._slot_of:
+            while queue and (
+                queue[0] in self._slot_of or (queue is self._expected and not self._ahead[queue[0]])
+            ):
                 queue.popleft()
         queue = self._wanted or self._expected or self._usual
         slot = self._free_slot(queue) if queue else None
@@ -320,7 +326,10 @@ class ExpertStore:
             return int(np.flatnonzero(self._held == _FREE)[0])
         if queue is self._usual:
             return None
-        worth = self.scores.counts.ravel()[self._held] + _EXPECTED * (self._ahead[self._held] > 0)
+        # what the pass will need soon is worth more than what it will need late
+        layers_left = 1 + (len(self._ahead) - self._held) // self._width
+        worth = self.scores.counts.ravel()[self._held]
+        worth += _EXPECTED * layers_left * (self._ahead[self._held] > 0)
         worth[~self._ready | self._pinned] = np.inf
         slot = int(np.argmin(worth))
         return slot if worth[slot] < (np.inf if queue is self._wanted else _EXPECTED) else None

@@ -69,7 +69,10 @@ class Plan:
     @property
     def label(self) -> str:
         """The tiers in use joined by +, or none where the whole target is loaded to stay."""
-        return "none" if self.stays else "+".join(sorted(set(self.tiers)))
+        if self.stays:
+            return "none"
+        experts = {"ssd"} if self.expert_bytes else set()
+        return "+".join(sorted({*self.tiers, *experts}))
 
     @property
     def peak_ram_bytes(self) -> int:

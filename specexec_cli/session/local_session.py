@@ -31,6 +31,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
+from specexec_cli.session.expert_counts import ExpertCounts
 from specexec_cli.session.learned_file import LearnedFile
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 from specexec_cli.verify.verifier import LocalTarget
@@ -49,15 +50,19 @@ class LocalSession(TextSession):
         self._drafter: SessionDrafter | None = None
         self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._learned_file: LearnedFile | None = None
+        self._expert_counts: ExpertCounts | None = None
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
         self._experts_before = (0, 0)  # asked for and held, when the generation began
 
     def remember(self, notice: Notice) -> None:
         """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
 
-        It changes how many passes a text takes, never the text. Without a draft model there is
-        nothing to learn.
+        It changes how many passes a text takes and which experts are in memory, never the text.
         """
+        experts = self._target.model.experts
+        if experts is not None:
+            self._expert_counts = ExpertCounts(self.choice.target.repo, notice)
+            self._expert_counts.load(experts)
         if self._draft is not None:
             assert self.pair.draft is not None
             runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
@@ -193,6 +198,8 @@ class LocalSession(TextSession):
     def _close(self) -> None:
         if self._learned_file is not None:
             self._learned_file.save(self.learned, self._run())
+        if self._expert_counts is not None and self._target.model.experts is not None:
+            self._expert_counts.save(self._target.model.experts)
         self._target.close()
         if self._draft is not None:
             self._draft.close()

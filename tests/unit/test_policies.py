@@ -394,3 +394,33 @@ def test_a_wrong_guess_of_the_plain_pass_costs_a_few_passes_at_most() -> None:
         COST, lambda rows, steps: 1.0 + 0.05 * max(0, rows - 64) + 0.05 * steps, [0.6, 0.2], 300
     )
     assert sum(drafted) > 270
+
+
+@pytest.mark.parametrize(
+    ("row_s", "chances", "most"),
+    [
+        (0.9, [0.3, 0.2], 0.1),  # a row costs nearly a pass, and brings a third of a token
+        (0.0, [0.3, 0.2], 1.0),  # rows are free
+        (0.1, [0.8, 0.1], 1.0),
+    ],
+)
+def test_where_no_tree_pays_there_is_none(row_s: float, chances: list[float], most: float) -> None:
+    """As on a sparse mixture, whose rows each read experts of their own."""
+    prior = CostModel(base_s=1.0, row_s=row_s, knee_rows=1.0, step_s=0.01)
+    cost, text = IterationCost(prior), Text(chances, seed=4)
+    policy = Cost(TreeConfig(budget=64, max_depth=16, batch=8, policy="cost"), cost)
+    trees, spent_s, tokens = 0, 0.0, 0
+    for _ in range(200):
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, 16, no_signals).tree
+        accepted = text.accepted(tree)
+        total_s = 1.0 + row_s * len(tree) + 0.01 * text.steps
+        policy.observe(outcome(tree, accepted, 0.01 * text.steps, total_s))
+        trees += len(tree) > 0
+        spent_s, tokens = spent_s + total_s, tokens + 1 + accepted
+    if most < 1.0:
+        assert trees < most * 200
+        assert tokens / spent_s > 0.96  # passes without a tree give one token a second
+    else:
+        assert trees > 0.95 * 200
+        assert tokens / spent_s > 1.1

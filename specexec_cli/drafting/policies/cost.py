@@ -60,6 +60,7 @@ class Cost:
         self._drawn: Floats | None = None  # probabilities of the nodes under way
         self._known = 0  # nodes before their children
         self._tree_expects = 0.0
+        self._doubted = False  # the tree is the best there is, and expected to be slower than none
         self._rests = Rests()
 
     @property
@@ -74,7 +75,8 @@ class Cost:
 
         from specexec_cli.drafting.search import SearchResult
 
-        if self._rests.rests(float(self._cost.seconds(np.array([float(pending)]), 0)[0])):
+        plain_s = float(self._cost.seconds(np.array([float(pending)]), 0)[0])
+        if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._pending = pending
         self._steps, self._drawn = 1, None
@@ -83,6 +85,9 @@ class Cost:
         depth = min(max_depth, self._tree.max_depth)
         result = search(expand, self._tree, depth, self)
         self._tree_expects = float(np.exp(result.tree.log_probs).sum())
+        if len(result.tree):
+            _, rate = self._best(result.tree.log_probs, self._steps)
+            self._doubted = rate * plain_s < 1.0
         return result
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
@@ -139,7 +144,7 @@ class Cost:
         """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
         if step.pending_rows > 1:
             return
-        self._rests.observe(step, 1.0 + self._trust * self._tree_expects)
+        self._rests.observe(step, 1.0 + self._trust * self._tree_expects, self._doubted)
         if step.tree_nodes == 0:
             return
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)

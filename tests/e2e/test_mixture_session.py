@@ -1,0 +1,102 @@
+"""Whole sessions over a mixture whose experts come one by one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import BYTE_VOCAB, architecture, save_pair
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.errors import StreamError
+from specexec_cli.offload.reader import DirectFile
+from specexec_cli.session import expert_counts
+from specexec_cli.session.factory import Session
+from specexec_cli.session.text_session import TextSession
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    return save_pair(tmp_path_factory.mktemp("pair"), target=config)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(expert_counts, "user_cache_path", lambda *a, **k: tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def opened(pair: tuple[Path, Path], **options: object) -> TextSession:
+    target, draft = map(str, pair)
+    return Session.open(target=target, draft=draft, offload="ssd", **options)
+
+
+def text(session: TextSession, method: str, seed: int = 3) -> list[int]:
+    steps = session.generate(
+        "def f(x):", method=method,  # type: ignore[arg-type]
+        sampling=SamplingConfig(temperature=1.0, seed=seed),
+        generation=GenerationConfig(max_tokens=24),
+    )  # fmt: skip
+    return [token for step in steps for token in step.tokens]
+
+
+def test_trees_give_the_text_of_plain_decoding(pair: tuple[Path, Path]) -> None:
+    with opened(pair) as session:
+        for seed in range(3):
+            assert text(session, "specexec", seed) == text(session, "autoregressive", seed)
+        assert session.stats.experts_asked > 0
+        assert 0 < session.stats.experts_held <= session.stats.experts_asked
+        assert session.settings["offload"] == "ssd"
+
+
+def test_what_was_used_most_is_kept_and_read_first(pair: tuple[Path, Path], cache: Path) -> None:
+    with opened(pair, remember=True) as session:
+        expected = text(session, "autoregressive")
+    (kept,) = cache.rglob("*.npy")
+    counts = np.load(kept)
+    assert counts.shape == (3, 4)
+    assert counts.sum() > 0
+    with opened(pair, remember=True) as session:
+        assert text(session, "autoregressive") == expected
+    assert np.load(kept).sum() > counts.sum() / 2
+
+
+@pytest.mark.parametrize("damage", [b"", b"no numbers", None])
+def test_damaged_counts_are_counted_anew(
+    pair: tuple[Path, Path], cache: Path, damage: bytes | None
+) -> None:
+    with opened(pair, remember=True) as session:
+        expected = text(session, "autoregressive")
+    (kept,) = cache.rglob("*.npy")
+    if damage is None:
+        np.save(kept, np.array(["of", "another", "kind"]))
+    else:
+        kept.write_bytes(damage)
+    with opened(pair, remember=True) as session:
+        assert text(session, "autoregressive") == expected
+    assert np.load(kept).shape == (3, 4)
+
+
+def test_an_expert_that_cannot_be_read_ends_the_pass_and_no_more(
+    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = DirectFile.read_into
+    with opened(pair) as session:
+        expected = text(session, "autoregressive")
+    with opened(pair) as session:
+
+        def broken(file: DirectFile, target: memoryview, start: int, stop: int) -> int:
+            if threading.current_thread().name.startswith("specexec-experts"):
+                raise StreamError(f"reading {file.path} failed at byte {start}: bad")
+            return real(file, target, start, stop)
+
+        monkeypatch.setattr(DirectFile, "read_into", broken)
+        with pytest.raises(StreamError, match="failed at byte"):
+            text(session, "autoregressive")
+        monkeypatch.setattr(DirectFile, "read_into", real)
+        assert text(session, "autoregressive") == expected
