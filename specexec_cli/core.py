@@ -86,6 +86,9 @@ class PassProgress:
     draft_nodes: int  # of the tree in this pass
 
 
+_TELLING_PASSES = 4  # without a tree, before they are compared with those that had one
+
+
 @dataclass(slots=True)
 class GenerationStats:
     """Sums over the steps of one generation."""
@@ -133,7 +136,8 @@ class GenerationStats:
     @property
     def drafting_loss(self) -> tuple[float, float] | None:
         """Seconds of a token with trees and without, where trees made tokens slower."""
-        if not self.tree_tokens or not self.plain_passes:
+        # the last pass of a text has no room for a tree, whatever drafting is worth
+        if not self.tree_tokens or self.plain_passes < _TELLING_PASSES:
             return None
         drafted_s, plain_s = self.tree_s / self.tree_tokens, self.plain_s / self.plain_passes
         return (drafted_s, plain_s) if drafted_s > plain_s else None

@@ -17,6 +17,7 @@ from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import machine, options
+from specexec_cli.cli.complete import names
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
 from specexec_cli.planning.fits import Fit, fits, recommended
@@ -149,7 +150,9 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
 
 @app.command("show")
 def show_command(
-    name: Annotated[str, typer.Argument(help="Name of a model or of a pair.")],
+    name: Annotated[
+        str, typer.Argument(help="Name of a model or of a pair.", autocompletion=names)
+    ],
     models_file: ModelsFile = None,
     as_json: AsJson = False,
 ) -> None:

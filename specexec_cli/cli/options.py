@@ -15,6 +15,7 @@ from typing import Annotated, Any, cast, get_args, get_type_hints
 
 import typer
 
+from specexec_cli.cli.complete import among, model_names, pair_names
 from specexec_cli.config import (
     DraftScoring,
     DsiOptions,
@@ -27,63 +28,61 @@ from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 
-_MODELS, _TREE, _SAMPLING, _MACHINE, _OUTPUT = (
-    "Models", "Draft tree", "Sampling", "Machine", "Output",
+_COMMON, _TREE, _SAMPLING, _MEMORY, _ADVANCED, _DSI, _OUTPUT = (
+    "Common", "Draft tree", "Sampling", "Memory", "Advanced", "Several devices (--method dsi)",
+    "Output",
 )  # fmt: skip
 
 Pair = Annotated[
     str | None,
     typer.Option(
-        help="Target and draft model by the pair's name in models.toml. Default: demo.",
-        rich_help_panel=_MODELS,
+        help="A pair of models.toml. Default: demo.", rich_help_panel=_COMMON,
+        autocompletion=pair_names,
     ),
-]
+]  # fmt: skip
 Target = Annotated[
     str | None,
     typer.Option(
-        help="Target: a models.toml name, a folder, or a hub id (org/name[@revision]).",
-        rich_help_panel=_MODELS,
+        help="A name of models.toml, a folder, or a hub id: org/name or org/name@revision.",
+        rich_help_panel=_COMMON, autocompletion=model_names,
     ),
-]
+]  # fmt: skip
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise. Default: the pair's that names the target.",
-        rich_help_panel=_MODELS,
+        help="Draft model, likewise. Default: the target's pair's, or the best that is known.",
+        rich_help_panel=_COMMON, autocompletion=model_names,
     ),
-]
-MethodName = Annotated[
-    str,
-    typer.Option(
-        help="specexec (draft trees), autoregressive (one token per pass) or dsi (several devices "
-        "at once). The text is the same.",
-        rich_help_panel=_MODELS,
-    ),
-]
-ModelsFile = Annotated[
-    Path | None,
-    typer.Option(help="Entries that override models.toml.", rich_help_panel=_MODELS),
-]
-Revision = Annotated[
-    str | None,
-    typer.Option(help="Branch, tag or commit of the target on the hub.", rich_help_panel=_MODELS),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder of a tokenizer, for a target that ships none.", rich_help_panel=_MODELS
-    ),
-]
-Offline = Annotated[
-    bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_MODELS)
-]
+]  # fmt: skip
 Yes = Annotated[
     bool,
     typer.Option(
         "--yes", "-y", help="Fetch models that are not here without asking.",
-        rich_help_panel=_MODELS,
+        rich_help_panel=_COMMON,
     ),
 ]  # fmt: skip
+MethodName = Annotated[
+    str,
+    typer.Option(
+        help="specexec, autoregressive (a token a pass), dsi. The text is the same.",
+        rich_help_panel=_ADVANCED, autocompletion=among(*get_args(Method)),
+    ),
+]  # fmt: skip
+ModelsFile = Annotated[
+    Path | None,
+    typer.Option(help="Entries that override models.toml.", rich_help_panel=_ADVANCED),
+]
+Revision = Annotated[
+    str | None,
+    typer.Option(help="Branch, tag or commit of the target.", rich_help_panel=_ADVANCED),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(help="Folder of a tokenizer, for targets without.", rich_help_panel=_ADVANCED),
+]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_ADVANCED)
+]
 # What a chat template adds to a turn, at most, when memory is planned.
 TEMPLATE_TOKENS = 128
 
@@ -91,14 +90,13 @@ Context = Annotated[
     int | None,
     typer.Option(
         min=64,
-        help="Most tokens of the conversation; memory is planned for them. Default: the model's "
-        "window, planned for 4096.",
-        rich_help_panel=_MACHINE,
+        help="Most tokens of the conversation. Default: the window, memory planned for 4096.",
+        rich_help_panel=_MEMORY,
     ),
 ]
 Budget = Annotated[
     int | None,
-    typer.Option(help="Most nodes of a draft tree. Default: the pair's.", rich_help_panel=_TREE),
+    typer.Option(help="Most nodes. Default: the pair's.", rich_help_panel=_TREE),
 ]
 Depth = Annotated[
     int | None,
@@ -106,15 +104,14 @@ Depth = Annotated[
 ]
 Batch = Annotated[
     int | None,
-    typer.Option(
-        help="Nodes the draft model expands at once. Default: the pair's.", rich_help_panel=_TREE
-    ),
+    typer.Option(help="Nodes expanded at once. Default: the pair's.", rich_help_panel=_TREE),
 ]
 Scoring = Annotated[
     str,
     typer.Option(
-        help="Rank draft tokens by the sampling noise the target will use (noise), or not (probs).",
+        help="Rank draft tokens by the target's sampling noise: noise, or probs.",
         rich_help_panel=_TREE,
+        autocompletion=among(*get_args(DraftScoring)),
     ),
 ]
 PolicyName = Annotated[
@@ -125,12 +122,13 @@ PolicyName = Annotated[
         + ", ".join(f"{name} ({POLICIES[name].help})" for name in policies_for("specexec"))
         + ". auto is cost, and fixed for other methods than specexec.",
         rich_help_panel=_TREE,
+        autocompletion=among("auto", *policies_for("specexec")),
     ),
 ]
 Calibration = Annotated[
     bool,
     typer.Option(
-        help="Correct the draft's probabilities by how often its tokens were accepted.",
+        help="Correct draft probabilities by what was accepted.",
         rich_help_panel=_TREE,
     ),
 ]
@@ -154,52 +152,60 @@ RepetitionPenalty = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option(
-        help="Same seed, same text, whatever the method or tree.", rich_help_panel=_SAMPLING
-    ),
+    typer.Option(help="Same seed, same text.", rich_help_panel=_SAMPLING),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End before this text. May be repeated.")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_COMMON)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(help="End before this text. May be repeated.", rich_help_panel=_SAMPLING),
+]
 Offload = Annotated[
     str,
     typer.Option(
-        help="Where the target's layers stream from: ssd, ram, none (stay loaded), or auto.",
-        rich_help_panel=_MACHINE,
+        help="Where layers stream from: ssd, ram, none (they stay), or auto.",
+        rich_help_panel=_MEMORY,
+        autocompletion=among(*get_args(OffloadMode)),
     ),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MACHINE)]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MEMORY,
+        autocompletion=among("auto", "cpu", "cuda"),
+    ),
+]  # fmt: skip
 Dtype = Annotated[
     str,
     typer.Option(
-        help="What to compute in: float32, bfloat16, float16, or auto.", rich_help_panel=_MACHINE
+        help="float32, bfloat16, float16, or auto.",
+        rich_help_panel=_MEMORY,
+        autocompletion=among(*get_args(DtypeName)),
     ),
 ]
 Sp = Annotated[
     str,
-    typer.Option(
-        help="With --method dsi: target servers at once, or auto.", rich_help_panel=_MACHINE
-    ),
+    typer.Option(help="Target servers at once, or auto.", rich_help_panel=_DSI),
 ]
 Lookahead = Annotated[
     str,
     typer.Option(
-        help="With --method dsi: draft tokens before each verification, or auto.",
-        rich_help_panel=_MACHINE,
+        help="Draft tokens before each verification, or auto.",
+        rich_help_panel=_DSI,
     ),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
-        help="With --method dsi: devices of the workers, as in cuda:0,cuda:1. Default: every GPU.",
-        rich_help_panel=_MACHINE,
+        help="Of the workers, as in cuda:0,cuda:1. Default: every GPU.",
+        rich_help_panel=_DSI,
     ),
 ]
 Ray = Annotated[
     str | None,
     typer.Option(
         metavar="ADDRESS",
-        help="With --method dsi: run the workers on a Ray cluster (auto, host:port, or local).",
-        rich_help_panel=_MACHINE,
+        help="Run them on a Ray cluster: auto, host:port, or local.",
+        rich_help_panel=_DSI,
     ),
 ]
 Stats = Annotated[

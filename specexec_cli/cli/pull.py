@@ -12,6 +12,7 @@ from specexec_cli.catalog.downloads import cached, missing, remove, survey
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.registry import Registry, load_registry
 from specexec_cli.cli import options
+from specexec_cli.cli.complete import names
 from specexec_cli.cli.fetching import agree, fetch_all, fit_line, planned, said_yes
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.device import format_bytes
@@ -20,7 +21,10 @@ from specexec_cli.planning.request import Request
 
 Name = Annotated[
     str,
-    typer.Argument(help="A pair or model of models.toml, or a hub id (org/name[@revision])."),
+    typer.Argument(
+        help="A pair or model of models.toml, or a hub id: org/name or org/name@revision.",
+        autocompletion=names,
+    ),
 ]
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
 from specexec_cli.config import Method, TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
+
+_TIMES_SMALLER = 8  # than its target, a draft model should be
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,8 @@ def choose_pair(
     registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
 ) -> ChosenPair:
     """Resolves references to a target and, where the method needs one, a draft model.
+
+    A target that no pair names takes the best draft model of its tokenizer.
 
     Raises:
         UnknownModelError: a name is not known, or no draft is known for the target.
@@ -43,11 +48,33 @@ def choose_pair(
         return ChosenPair(name, target_entry, None, tree)
     if draft is None:
         if known is None:
-            drafts = registry.drafts_for(target)
-            hint = f"--draft {' or '.join(drafts)}" if drafts else "--draft MODEL"
-            raise UnknownModelError(
-                f"no pair names '{target}' as its target, so the draft model is not known: "
-                f"give {hint}, or run without one: --method autoregressive"
-            )
+            return ChosenPair(name, target_entry, best_draft(registry, target), tree)
         draft = known.draft
     return ChosenPair(name, target_entry, registry.resolve(draft), tree)
+
+
+def best_draft(registry: Registry, target: str) -> ModelEntry:
+    """The draft model for a target that no pair names.
+
+    Of those that models.toml knows for its tokenizer, one that is on this machine comes before one
+    that is not; then one made for chat, or not, as the target is; then the largest that is small
+    beside the target.
+
+    Raises:
+        UnknownModelError: none is known.
+    """
+    entry = registry.resolve(target)
+    drafts = [registry.resolve(name) for name in registry.drafts_for(target)]
+    if not drafts:
+        raise UnknownModelError(
+            f"no pair names '{target}' as its target, so the draft model is not known: "
+            "give --draft MODEL, or run without one: --method autoregressive"
+        )
+
+    def rank(draft: ModelEntry) -> tuple[bool, bool, bool, int]:
+        here = draft.folder is not None or cached_snapshot(draft) is not None
+        params = draft.params or 0
+        small = params * _TIMES_SMALLER <= (entry.params or 0)
+        return here, draft.chat == entry.chat, small, params if small else -params
+
+    return max(drafts, key=rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 
 import pytest
 from bench_rows import case, row, stats_of, step
@@ -221,3 +222,16 @@ def test_json_and_csv_hold_every_metric():
     assert [line["label"] for line in lines] == ["autoregressive", "specexec 8/4", "chain 4"]
     assert float(lines[1]["tokens_per_s_mean"]) == 2.0
     assert float(lines[1]["speedup"]) == pytest.approx(3.0)
+
+
+def test_the_table_divides_the_numbers_that_it_shows():
+    """Fast and slow prompts: the mean of rates is not the rate of all."""
+    plain = [row(case("autoregressive"), [step(1, 0)] * 8, seconds, prompt=f"{n}")
+             for n, seconds in enumerate((1.0, 8.0))]  # fmt: skip
+    ours = [row(case("specexec", 8, 4), [step(2, 8)] * 4, seconds, prompt=f"{n}")
+            for n, seconds in enumerate((0.1, 8.0))]  # fmt: skip
+    lines = render(summarize([*plain, *ours]), "table", []).splitlines()
+    header = re.split(r"  +", lines[0])
+    cells = [dict(zip(header, re.split(r"  +", line), strict=True)) for line in lines[1:3]]
+    shown = [float(cell["tok/s"].split()[0]) for cell in cells]
+    assert float(cells[1]["speedup"].rstrip("x")) == pytest.approx(shown[1] / shown[0], abs=0.01)

@@ -120,3 +120,25 @@ def test_plan_shows_what_a_run_reached_beside_the_prediction() -> None:
     text = run_cli("plan").out
     assert "reached here" in text
     assert "DSI" not in text
+
+
+def test_the_line_of_statistics_says_where_drafting_does_not_pay() -> None:
+    from specexec_cli.cli.render import stats_line
+    from specexec_cli.core import GenerationStats, StepResult
+
+    def step(nodes: int, tokens: int, seconds: float) -> StepResult:
+        return StepResult(
+            tokens=(0,) * tokens, drafted=(False,) * tokens, tree_nodes=nodes, tree_depth=1,
+            draft_s=0.0, verify_s=seconds, bytes_streamed=0, pending_rows=1,
+        )  # fmt: skip
+
+    stats = GenerationStats()
+    for one in [step(8, 2, 0.2)] * 3 + [step(0, 1, 0.04)] * 3:
+        stats.add(one)
+    assert "does not pay" not in stats_line(stats), "three passes tell nothing"
+    stats.add(step(0, 1, 0.04))
+    told = "a token took 100 ms with trees and 40 ms without, so 4 passes went without"
+    assert told in stats_line(stats)
+    for _ in range(20):
+        stats.add(step(8, 8, 0.1))
+    assert "does not pay" not in stats_line(stats)

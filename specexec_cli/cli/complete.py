@@ -1,0 +1,49 @@
+"""What TAB offers for the values of options, once `specexec --install-completion` has been run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.errors import SpecexecError
+
+Complete = Callable[[str], list[str]]
+
+
+def pair_names(incomplete: str) -> list[str]:
+    """Pairs of models.toml that begin so."""
+    try:
+        return _beginning(load_registry().pairs, incomplete)
+    except SpecexecError:  # a models file of the user's that cannot be read: nothing to offer
+        return []
+
+
+def model_names(incomplete: str) -> list[str]:
+    """Models of models.toml that begin so; folders where a path has been begun."""
+    if incomplete.startswith((".", "/", "~")):
+        folder, begun = Path(incomplete).expanduser().parent, Path(incomplete).name
+        if incomplete.endswith("/"):
+            folder, begun = Path(incomplete).expanduser(), ""
+        if not folder.is_dir():
+            return []
+        found = (path for path in folder.iterdir() if path.is_dir())
+        return sorted(f"{path}/" for path in found if path.name.startswith(begun))
+    try:
+        return _beginning(load_registry().models, incomplete)
+    except SpecexecError:
+        return []
+
+
+def names(incomplete: str) -> list[str]:
+    """Pairs and models."""
+    return sorted({*pair_names(incomplete), *model_names(incomplete)})
+
+
+def among(*words: str) -> Complete:
+    """One of a few words."""
+    return lambda incomplete: _beginning(words, incomplete)
+
+
+def _beginning(words: Iterable[str], incomplete: str) -> list[str]:
+    return [word for word in words if word.startswith(incomplete)]
