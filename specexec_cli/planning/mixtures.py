@@ -62,6 +62,17 @@ def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
     return dense + _missing(target.experts, plan.expert_bytes, rows)
 
 
+def stream_seconds(
+    plan: Plan, target: ModelBytes, work: Work, machine: Machine, rows: int
+) -> float:
+    """Seconds of a pass of so many rows without arithmetic."""
+    if target.experts is None or not plan.expert_bytes:
+        return plan.stream_s
+    ssd_s = pass_bytes(plan, target, work, rows) / machine.ssd_bytes_per_s
+    read = target.dense.total + target.experts.asked_for(rows)
+    return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
+
+
 def _missing(experts: ExpertBytes, cap_bytes: int, rows: int) -> int:
     """Bytes of the experts that so many rows ask for and the cache does not hold."""
     kept = min(1.0, cap_bytes / max(1, sum(experts.layers)))

@@ -23,7 +23,9 @@ class Placed:
     """One row of the placement table: a part of a model, and where its weights wait."""
 
     model: Literal["target", "draft"]
-    part: Literal["embeddings", "layer", "head"]  # the final norm goes with the embeddings
+    # The final norm goes with the embeddings. A layer's experts are a row of their own where they
+    # come one by one: those in use are kept in RAM, see Plan.expert_bytes.
+    part: Literal["embeddings", "layer", "experts", "head"]
     index: int | None = None  # of a decoder layer, from 0
     tier: Tier
     converted: bool  # its matrices, to the compute dtype, when loaded; otherwise as in the file
@@ -32,7 +34,14 @@ class Placed:
 
 def placement_table(target: ModelBytes, draft: ModelBytes | None, plan: Plan) -> tuple[Placed, ...]:
     """Every part of both models, the target's first, each from the embeddings to the head."""
-    rows = _rows("target", target, plan.tiers, plan.stays, plan.on_gpu)
+    split = target.experts if plan.expert_bytes else None
+    rows = _rows("target", target.dense if split else target, plan.tiers, plan.stays, plan.on_gpu)
+    if split is not None:
+        rows[-1:-1] = [
+            Placed(model="target", part="experts", index=index, tier="ssd", converted=False,
+                   stored_bytes=size)
+            for index, size in enumerate(split.layers)
+        ]  # fmt: skip
     if draft is not None:
         rows += _rows("draft", draft, ["resident"] * len(draft.layers), True, plan.on_gpu)
     return tuple(rows)

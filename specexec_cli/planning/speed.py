@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from specexec_cli.config import TreeConfig
 from specexec_cli.planning.arithmetic import compute_seconds
 from specexec_cli.planning.memory import Work
+from specexec_cli.planning.mixtures import stream_seconds
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -81,7 +82,8 @@ def predict(
 
     def pass_s(rows: int) -> float:
         compute_s = compute_seconds(target.active_params, rows, machine.flops)
-        return max(plan.stream_s, compute_s) + layer_s * len(target.layers)
+        stream_s = stream_seconds(plan, target, work, machine, rows)
+        return max(stream_s, compute_s) + layer_s * len(target.layers)
 
     plain = 1.0 / pass_s(1)
     if draft is None or rate is None:

@@ -162,3 +162,16 @@ def test_one_table_says_where_every_part_of_both_models_is(
     assert stored == [found.target.sizes.total, found.draft.sizes.total]
     assert rows[5].stored_bytes > 0, "a head of its own"
     assert rows[-1].stored_bytes == 0, "the head is the table of embeddings"
+
+
+def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
+    found = resolve(Request(pair="qwen3-30b-a3b"), site(32 * 10**9, 0))
+    rows = [row for row in found.placement if row.model == "target"]
+    assert found.plan.expert_bytes > 0
+    assert {(row.part, row.tier) for row in rows} == {
+        ("embeddings", "resident"), ("layer", "ram"), ("experts", "ssd"), ("head", "resident")
+    }  # fmt: skip
+    assert sum(row.stored_bytes for row in rows) == found.target.sizes.total
+    whole = resolve(Request(pair="qwen3-30b-a3b"), site(96 * 10**9, 0))
+    assert not whole.plan.expert_bytes
+    assert "experts" not in {row.part for row in whole.placement}

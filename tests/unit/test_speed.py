@@ -70,6 +70,18 @@ def test_a_draft_model_too_large_for_the_cpu_does_not_pay() -> None:
     assert speed.draft_s > 30
 
 
+def test_a_row_of_a_mixture_waits_for_its_own_experts_alone() -> None:
+    """Where 8 of 128 experts are chosen and 15 GB of them are kept, for a fortieth of all."""
+    decision = resolve(Request(pair="qwen3-30b-a3b"), described_site(ram_bytes=24 * 10**9))
+    plan, speed = decision.plan, predicted(decision, None)
+    assert plan.expert_bytes > 10**10
+    assert 10 * plan.pass_s > speed.pass_s > plan.pass_s / 2
+    assert speed.plain > 15 / plan.pass_s
+    experts = decision.target.sizes.experts
+    assert experts is not None
+    assert speed.plain < 2e9 / (experts.asked_for(1) * 0.5), "of which half at most are kept"
+
+
 def test_tokens_per_pass_are_the_papers_until_something_was_learned_here() -> None:
     site = described_site(vram_bytes=24 * 10**9, ram_bytes=64 * 10**9)
     decision = resolve(Request(pair="llama2-70b-chat-gptq"), site)
