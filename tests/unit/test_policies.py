@@ -14,6 +14,7 @@ from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
 from specexec_cli.drafting.policies.oracle import Oracle
 from specexec_cli.drafting.search import Frontier, Search, grow_tree
@@ -296,6 +297,15 @@ def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
         lengths.append(len(grown))
         policy.observe(outcome(grown, accepted, 0.0, 1.0))
     assert lengths == [3, 8]
+
+
+def test_a_fixed_tree_is_as_large_as_it_may_be() -> None:
+    text = Text([0.9], seed=0)  # drafts token 0 and nothing else
+    policy = Fixed(TreeConfig(budget=9, max_depth=4))
+    lengths = [
+        len(policy.grow(grow_chain, text.expand, limit, no_signals).tree) for limit in (9, 2, 9)
+    ]
+    assert lengths == [4, 2, 4]
 
 
 def test_a_heuristic_tree_has_its_depth_s_share_of_the_budget() -> None:
