@@ -55,7 +55,7 @@ def packed_bytes(weight: PackedWeight) -> int:
 
 
 def cpu_linear(weight: PackedWeight, rows: int) -> Case:
-    """A product on the CPU in both dtypes, with packed weights and with wider ones."""
+    """A product on the CPU in both dtypes: packed, and with the same weight in wider dtypes."""
     dense = dequantize_ref(weight).T.contiguous()
     runs: dict[str, Run] = {}
     for dtype in (torch.float32, torch.bfloat16):
