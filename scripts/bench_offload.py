@@ -27,7 +27,7 @@ from memory_cap import KIND_VARIABLE, cgroup_peak_bytes, run_capped
 from offload_report import Samples, environment, results, show
 from offload_setup import DEMO, Config, Setup, tell
 
-from specexec_cli.cli.plan import parse_bytes
+from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.config import Method
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError

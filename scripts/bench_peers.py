@@ -32,7 +32,7 @@ from specexec_cli.bench.datasets import load_dataset
 from specexec_cli.bench.environment import environment
 from specexec_cli.bench.metrics import spread
 from specexec_cli.bench.tables import aligned
-from specexec_cli.cli.plan import parse_bytes
+from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
 from specexec_cli.models.tokenizer import load_tokenizer
 

@@ -22,10 +22,12 @@ class Terminal:
         self, command: list[str], *, environment: dict[str, str], columns: int = 80, lines: int = 24
     ) -> None:
         # this emulator does not wrap lines anew when it is resized, which is what xterm does
-        env = {**os.environ, "TERM": "xterm-256color", "XTERM_VERSION": "1", **environment}
-        for name in ("TMUX", "NO_COLOR", "COLUMNS", "LINES"):  # pytest-xdist sets the last two
+        env = {**os.environ, "TERM": "xterm-256color", "XTERM_VERSION": "1"}
+        for name in ("TMUX", "NO_COLOR"):
             env.pop(name, None)
         env.update(environment)
+        for name in ("COLUMNS", "LINES"):  # pytest-xdist sets them, and programs believe them
+            env.pop(name, None)
         self.process = pexpect.spawn(
             command[0], command[1:], env=env, dimensions=(lines, columns), timeout=60,
             cwd=str(Path(__file__).parents[1]),

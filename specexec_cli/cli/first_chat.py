@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from platformdirs import user_state_path
@@ -31,11 +33,11 @@ def offered_pair() -> str | None:
     if not found:
         return None
     _remember(asked)
-    print(
-        "Only the demo pair is on this machine: it is small, and answers about Python's standard\n"
-        f"library. Best for this machine: {described(found[0])}.",
-        file=sys.stderr,
+    offer = (
+        "Only the demo pair is on this machine: it is small, and answers about Python's standard "
+        f"library. Best for this machine: {described(found[0])}."
     )
+    print(textwrap.fill(offer, min(shutil.get_terminal_size().columns, 100)), file=sys.stderr)
     return found[0].pair.name if said_yes("Use that one?") else None
 
 

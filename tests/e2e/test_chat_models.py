@@ -236,7 +236,7 @@ def test_bad_arguments_are_one_line_before_any_model_loads(tmp_path: Path) -> No
 
 
 def test_a_chat_with_the_demo_pair_in_a_terminal(tmp_path: Path) -> None:
-    chat = Terminal(MAIN, environment=environment(tmp_path))
+    chat = Terminal([*MAIN, "--pair", "demo"], environment=environment(tmp_path))
     try:
         chat.prompt(180)
         assert "demo-target with draft demo-draft" in chat.text()

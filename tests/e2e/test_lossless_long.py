@@ -60,7 +60,7 @@ def test_methods_write_the_plain_text(
     until_end = plain[: plain.index(end) + 1]
     for method, policy in runs:
         tree = TreeConfig(budget=24, max_depth=6, batch=6, policy=policy)
-        server, passes = LocalTarget(target), []
+        server, with_trees = LocalTarget(target), []
         drafter = SOURCES[method].make(
             DraftSetup(model=draft, sampler=sampler, tree=tree,
                        target_vocab_size=target.vocab_size, learned=Learned())
@@ -70,14 +70,16 @@ def test_methods_write_the_plain_text(
             steps = list(
                 specexec(server, drafter, sampler, context, count, eos_ids)  # noqa: B023
             )
-            passes.append(len(steps))  # noqa: B023
+            # the cost policy goes without where a busy machine makes trees slow
+            with_trees.extend(step for step in steps if step.tree_nodes)  # noqa: B023
             return tokens_of(steps)
 
         text = run(prompt, TEXT_TOKENS, {end})
         assert text == until_end, (method, policy)
         text += run([*prompt, *text], TEXT_TOKENS - len(text), set())
         assert text == plain, (method, policy)
-        assert len(text) > 1.3 * sum(passes), "trees that are never right would prove nothing"
+        committed = sum(len(step.tokens) for step in with_trees)
+        assert committed > 1.3 * len(with_trees) > 0, "trees never right would prove nothing"
 
 
 def tokens_of(steps: Iterable[StepResult]) -> list[int]:

@@ -93,7 +93,9 @@ def test_a_target_four_times_larger_than_its_memory(tmp_path: Path) -> None:
     result = json.loads(ran.stdout)
     assert result["offload"] == "ssd"
     assert set(result["refused"]) == {"ram", "none"}, "the limit does bite"
-    assert all("--offload ssd" in message for message in result["refused"].values())
+    # what is left by then may be too little for streaming as well, and then that is not named
+    assert "--offload" in result["refused"]["ram"]
+    assert any(mend in result["refused"]["none"] for mend in ("--offload auto", "smaller"))
     own = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "target", dtype=torch.float32
     )
