@@ -8,11 +8,16 @@ time, which keeps the wide copy in the cache as well.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 import torch
 from specexec_kernels import cpu_linear
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 # Elements of one converted tile: 2 MiB in float32, small enough for a shared L2/L3 slice and large
 # enough that the matrix product runs at full rate (docs/experiments.md, "Tiles").
@@ -86,6 +91,36 @@ class MixedLinear(nn.Module):
         if self.bias is not None:
             output += self.bias
         return output.view(*rows.shape[:-1], self.out_features)
+
+
+class _MixedLinears(TorchFunctionMode):
+    """Inside the `with`, functional.linear is mixed_linear."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is functional.linear:
+            rows, weight, *bias = args
+            return mixed_linear(rows, weight, bias[0] if bias else None)
+        return func(*args, **(kwargs or {}))
+
+
+def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a module that multiplies by functional.linear, as transformers' routers do.
+
+    A row's choice of experts must not depend on how PyTorch rounds in passes with other rows.
+    """
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _MixedLinears():
+            return forward(*args, **kwargs)
+
+    return run
 
 
 class MixedEmbedding(nn.Module):

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.linear import MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedLinear, PerExpert, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.planning.architectures import ARCHITECTURES, Rename
@@ -146,6 +146,8 @@ def _replace_modules(layer: nn.Module) -> None:
         elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
             replacement = _per_expert(module)
         else:
+            if type(module).__name__.endswith("TopKRouter"):  # multiplies without an nn.Linear
+                module.forward = with_mixed_linears(module.forward)
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)
