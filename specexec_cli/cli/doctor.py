@@ -52,7 +52,7 @@ def _show(report: Report, slow: list[str]) -> None:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold")
     table.add_column(overflow="fold")
-    for name, value in rows(report):
+    for name, value in named_findings(report):
         table.add_row(name, value)
     console.print(table)
     console.print("\n[bold]What will be slow, and why[/bold]")
@@ -74,7 +74,7 @@ def _dsi_advice(report: Report) -> str:
     return advise(_7B_BYTES, _DRAFT_BYTES, memories, _GPU_BYTES_PER_S)
 
 
-def rows(report: Report) -> list[tuple[str, str]]:
+def named_findings(report: Report) -> list[tuple[str, str]]:
     """The report as (name, value) lines."""
     rates = report.rates
     versions = [f"{name} {version}" for name, version in report.versions.items()]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from specexec_cli.cli import doctor as doctor_module
 from specexec_cli.cli import doctor_report
-from specexec_cli.cli.doctor import doctor, rows
+from specexec_cli.cli.doctor import doctor, named_findings
 from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
@@ -89,13 +89,13 @@ def test_a_cpu_without_fast_bfloat16() -> None:
 
 
 def test_every_fact_has_a_line() -> None:
-    lines = dict(rows(HEALTHY))
+    lines = dict(named_findings(HEALTHY))
     assert "23.0 GB free of 24.0 GB, PCIe 4 x16, driver 570" in lines["GPU 0"]
     assert lines["RAM to GPU"] == "25.0 GB/s"
     assert lines["disk there"] == "reads 4.0 GB/s (O_DIRECT), 500 GB free"
     assert lines["hub"] == "https://hub, reachable"
     bare = replace(HEALTHY, gpus=(), rates=Rates(host="here", measured="today"), hub_error="no")
-    lines = dict(rows(bare))
+    lines = dict(named_findings(bare))
     assert lines["GPU"] == "none"
     assert lines["disk there"] == "500 GB free"
     assert lines["hub"] == "https://hub: no"
