@@ -243,9 +243,11 @@ def _fill(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) ->
     two, three = most_that_stay(2), most_that_stay(3)
     if two < 0:
         raise _shortage(sizes, usable_bytes, memory, fixed)
-    # A third buffer evens out jitter and is worth one layer. Both counts rise with memory, and so
-    # does what is returned: more memory never predicts a slower pass.
-    one_less = max(two - 1, 0)
+    # A third buffer evens out jitter and is worth one layer, but for one whose leaving would make
+    # the ring larger. Both counts rise with memory, and so does what is returned: more memory never
+    # predicts a slower pass.
+    grows = two > 0 and buffer_bytes(sizes[two - 1 :]) > buffer_bytes(sizes[two:])
+    one_less = two if grows else max(two - 1, 0)
     return (three, 3) if three >= one_less else (one_less, 2)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.cli.mends import with_mend
@@ -82,6 +82,23 @@ def plan_or_none(case: tuple[ModelBytes, ModelBytes, Work, Machine]) -> Plan | N
         return None
 
 
+def small_model(*layers: int) -> ModelBytes:
+    return ModelBytes(
+        layers=layers, resident=0, layer_params=sum(layers) // 2 + 1, largest_matrix=1,
+        active_params=1, kv_elements=1, hidden=1, intermediate=1, vocab=1,
+    )  # fmt: skip
+
+
+# Of the layers the large one alone stays, and a ring that it went through would be too large.
+UNEVEN = (
+    small_model(29360129, 1, 2097151, 2097152),
+    small_model(1),
+    Work(context_tokens=1, budget=0),
+    Machine(ram_bytes=641303806),
+)
+
+
+@example(case=UNEVEN)
 @settings(max_examples=400, deadline=None)
 @given(case=cases())
 def test_memory_is_never_exceeded_and_every_layer_is_placed(

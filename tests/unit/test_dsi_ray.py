@@ -38,7 +38,7 @@ try:
 except WorkerError as error:
     refused = str(error)
 servers = [partial(ToyServer, 5, RandomDelay(0.0, 0.006, n)) for n in range(2)]
-servers.append(partial(ToyServer, 5, RandomDelay(0.0, 0.006), exits_at=3))
+servers.append(partial(ToyServer, 5, RandomDelay(0.0, 0.006), exits_at=1))
 workers = RayWorkers(cluster, servers, drafter, gpus=0, load_timeout_s=100)
 reports, equal = [], []
 orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
