@@ -8,6 +8,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -132,15 +133,23 @@ class ModelsFile:
 
 
 def read_models_file(path: Path) -> ModelsFile:
-    """Read and check one models.toml.
+    """Read and check one models.toml; one that has not changed is not parsed again.
 
     Raises:
         ConfigError: not readable, not TOML (with the line), or an entry that is not right.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        status = path.stat()
+        return _parsed(path, status.st_mtime_ns, status.st_size)
     except OSError as error:
         raise ConfigError(f"cannot read the models file {path}: {error.strerror}") from error
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
+    """The entries of a file that was last written then and is so long."""
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"

@@ -134,10 +134,9 @@ def resolve(
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
-    registry = load_registry(request.models_file)
     pair = choose_pair(
-        registry, pair=request.pair, target=request.target, draft=request.draft,
-        method=request.method,
+        load_registry(request.models_file), pair=request.pair, target=request.target,
+        draft=request.draft, method=request.method,
     )  # fmt: skip
     tree = request.tree.resolve(pair.tree, request.method)
 
@@ -151,39 +150,29 @@ def resolve(
 
     target = find(pair.target, request.revision)
     draft = find(pair.draft, None) if pair.draft is not None else None
-    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
-    work = Work(
-        context_tokens=_context_tokens(request, target, count_tokens),
-        budget=tree.budget if draft is not None else 0,
-        item_bytes=_DTYPE_BYTES[dtype],
-        widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
-    )
-
     draft_sizes = draft.sizes if draft is not None else None
+    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
+    context_tokens = _context_tokens(request, target, count_tokens)
+    settings = dict(site.settings)
 
-    def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
+    def plan_for(tree: TreeConfig) -> tuple[Work, Plan]:
+        work = Work(
+            context_tokens=context_tokens,
+            budget=tree.budget if draft is not None else 0,
+            item_bytes=_DTYPE_BYTES[dtype],
+            widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
+        )
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
-        return place(request.offload, target.sizes, draft_sizes, work, machine)
+        return work, place(request.offload, target.sizes, draft_sizes, work, machine)
 
     try:
-        plan = placed(work, site.settings)
+        tree, work, plan = _fitted(tree, request, pair, plan_for)
     except DoesNotFitError as error:
-        # nodes beyond the recommended ones are welcome, not needed
-        fewer = replace(request.tree, budget=pair.tree.budget)
-        error.asked = Asked(request, site, work.context_tokens)
-        if draft is None or request.tree.budget is not None or fewer.budget == tree.budget:
-            raise
-        tree = fewer.resolve(pair.tree, request.method)
-        work = replace(work, budget=tree.budget)
-        try:
-            plan = placed(work, site.settings)
-        except DoesNotFitError as again:
-            again.asked = error.asked
-            raise
-    settings = dict(site.settings)
+        error.asked = Asked(request, site, context_tokens)
+        raise
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
-        plan = placed(work, settings)
+        work, plan = plan_for(tree)
     return Decision(
         pair=replace(pair, tree=tree),
         recommended=replace(request.tree, policy="fixed").resolve(pair.tree, request.method),
@@ -197,6 +186,26 @@ def resolve(
         plan=plan,
         placement=placement_table(target.sizes, draft_sizes, plan),
     )
+
+
+def _fitted(
+    tree: TreeConfig,
+    request: Request,
+    pair: ChosenPair,
+    plan_for: Callable[[TreeConfig], tuple[Work, Plan]],
+) -> tuple[TreeConfig, Work, Plan]:
+    """The tree and its plan; one of the recommended budget where memory ends before that.
+
+    Nodes beyond the recommended ones are welcome, not needed.
+    """
+    try:
+        return tree, *plan_for(tree)
+    except DoesNotFitError:
+        asked_for_budget = request.tree.budget is not None
+        if pair.draft is None or asked_for_budget or tree.budget == pair.tree.budget:
+            raise
+    smaller = replace(request.tree, budget=pair.tree.budget).resolve(pair.tree, request.method)
+    return smaller, *plan_for(smaller)
 
 
 def sized(entry: ModelEntry, offline: bool) -> SizedModel:
