@@ -78,7 +78,7 @@ def tokens_per_s(
     tokens, clock = 0.0, 0.0
     for iteration in range(iterations):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
         rows, steps = len(tree) + 1, text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
         if iteration >= warm_up:
@@ -129,7 +129,7 @@ def passes(cost: IterationCost, text: Text, seconds: Seconds, count: int) -> lis
     policy, rates = Cost(config, cost), []
     for _ in range(count):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
         rows, steps = len(tree) + 1, text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
         rates.append((1.0 + float(np.exp(tree.log_probs).sum())) / STREAMED(rows, steps))
@@ -185,7 +185,7 @@ def test_with_a_measured_prior_the_first_text_is_near_the_best_fixed_budget(
         tokens, total_s = 0.0, 0.0
         while tokens < 64:
             text.steps = 0
-            tree = one.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+            tree = one.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
             rows, steps = len(tree) + 1, text.steps
             took = seconds(rows, steps) * float(rng.lognormal(0.0, noise))
             one.observe(outcome(tree, text.accepted(tree), 0.01 * steps, took))
@@ -213,7 +213,7 @@ def test_the_heuristic_schedule() -> None:
     depths = []
     text = Text([0.9], seed=0)
     for reached in (True, True, False, False, True):
-        tree = policy.grow(grow_tree, text.expand, 8, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
         depth = int(tree.depths.max())
         depths.append(depth)
         policy.observe(outcome(tree, depth if reached else depth - 1, 0.0, 1.0))
@@ -242,7 +242,7 @@ def test_trees_stay_within_budget_and_depth(name: str) -> None:
     policy = Learned().policy(TreeConfig(budget=20, max_depth=6, policy=name))
     text = Text([0.6, 0.3], seed=3)
     for limit in (9, 3, 1):
-        tree = policy.grow(grow_tree, text.expand, limit, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, limit, no_signals, 1).tree
         assert 1 <= len(tree) <= 20
         assert int(tree.depths.max()) <= min(limit, 6)
 
@@ -277,7 +277,7 @@ def test_disco_drafts_until_the_classifier_doubts(search: Search) -> None:
     def depth(classifier: Classifier, max_depth: int = 20) -> int:
         tree = TreeConfig(budget=20, max_depth=20, policy="disco")
         policy = Learned(lambda: classifier).policy(tree)
-        return int(policy.grow(search, text.expand, max_depth, signals).tree.depths.max())
+        return int(policy.grow(search, text.expand, max_depth, signals, 1).tree.depths.max())
 
     # the doubtful token has been drafted when it is found doubtful
     assert depth(eager(0.5)) == 5
@@ -293,7 +293,7 @@ def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
     policy = Learned().policy(tree, continuation=[0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     lengths = []
     for accepted in (2, 8):
-        grown = policy.grow(grow_chain, text.expand, 8, no_signals).tree
+        grown = policy.grow(grow_chain, text.expand, 8, no_signals, 1).tree
         lengths.append(len(grown))
         policy.observe(outcome(grown, accepted, 0.0, 1.0))
     assert lengths == [3, 8]
@@ -303,7 +303,7 @@ def test_a_fixed_tree_is_as_large_as_it_may_be() -> None:
     text = Text([0.9], seed=0)  # drafts token 0 and nothing else
     policy = Fixed(TreeConfig(budget=9, max_depth=4))
     lengths = [
-        len(policy.grow(grow_chain, text.expand, limit, no_signals).tree) for limit in (9, 2, 9)
+        len(policy.grow(grow_chain, text.expand, limit, no_signals, 1).tree) for limit in (9, 2, 9)
     ]
     assert lengths == [4, 2, 4]
 
@@ -312,25 +312,25 @@ def test_a_heuristic_tree_has_its_depth_s_share_of_the_budget() -> None:
     policy, text = Heuristic(TreeConfig(budget=64, max_depth=8)), Text([0.3, 0.3, 0.3], seed=0)
     sizes = []
     for reached in (True, True, False, False):
-        tree = policy.grow(grow_tree, text.expand, 8, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
         sizes.append(len(tree))
         policy.observe(outcome(tree, int(tree.depths.max()) if reached else 0, 0.0, 1.0))
     assert sizes == [40, 56, 64, 56], "of depths 5, 7, 8 and 7 of 8"
     narrow = Heuristic(TreeConfig(budget=9, max_depth=8))
-    assert len(narrow.grow(grow_tree, text.expand, 8, no_signals).tree) == 5, "room for one path"
+    assert len(narrow.grow(grow_tree, text.expand, 8, no_signals, 1).tree) == 5, "room for one path"
 
 
 def test_the_heuristic_depth_stays_between_one_and_the_tree_s() -> None:
     policy, text = Heuristic(TreeConfig(budget=9, max_depth=9)), Text([0.9], seed=0)
     depths = []
     for reached in [False] * 6 + [True] * 6:
-        tree = policy.grow(grow_chain, text.expand, 9, no_signals).tree
+        tree = policy.grow(grow_chain, text.expand, 9, no_signals, 1).tree
         depths.append(len(tree))
         policy.observe(outcome(tree, len(tree) if reached else 0, 0.0, 1.0))
+        policy.observe(outcome(DraftTree.empty(), 0, 0.0, 1.0))  # nothing was drafted: no news
     assert depths == [5, 4, 3, 2, 1, 1, 1, 3, 5, 7, 9, 9]
-    policy.observe(outcome(DraftTree.empty(), 0, 0.0, 1.0))  # nothing was drafted: no news
-    assert len(policy.grow(grow_chain, text.expand, 9, no_signals).tree) == 9
-    assert len(policy.grow(grow_chain, text.expand, 4, no_signals).tree) == 4, "no room for more"
+    assert len(policy.grow(grow_chain, text.expand, 9, no_signals, 1).tree) == 9
+    assert len(policy.grow(grow_chain, text.expand, 4, no_signals, 1).tree) == 4, "no room for more"
     assert Heuristic(TreeConfig(budget=3, max_depth=3))._depth == 3
 
 
@@ -339,7 +339,7 @@ def test_the_oracle_keeps_to_depth_and_text() -> None:
     policy = Oracle(TreeConfig(budget=4, max_depth=4, policy="oracle"), [0] * 6)
     lengths = []
     for limit in (9, 2, 9):
-        grown = policy.grow(grow_chain, text.expand, limit, no_signals).tree
+        grown = policy.grow(grow_chain, text.expand, limit, no_signals, 1).tree
         lengths.append(len(grown))
         policy.observe(outcome(grown, 1, 0.0, 1.0))
     assert lengths == [4, 2, 3], "the third ends at its first wrong token"
@@ -351,7 +351,7 @@ def clock_of(config: TreeConfig, seconds: Seconds, chances: list[float], count: 
     tokens, clock, drafted = 0, 0.0, []
     for _ in range(count):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
         accepted = text.accepted(tree)
         draft_s = seconds(len(tree) + 1, text.steps) - seconds(len(tree) + 1, 0)
         spent = seconds(len(tree) + 1, text.steps)
@@ -384,7 +384,7 @@ def test_drafting_goes_on_again_where_the_machine_has_changed() -> None:
     for iteration in range(500):
         steps_s = 2.0 if iteration < 100 else 0.01
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, COST.max_depth, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, COST.max_depth, no_signals, 1).tree
         spent = seconds(len(tree) + 1, text.steps)
         policy.observe(outcome(tree, text.accepted(tree), steps_s * text.steps, spent))
         drafted.append(len(tree) > 0)
@@ -422,7 +422,7 @@ def test_where_no_tree_pays_there_is_none(row_s: float, chances: list[float], mo
     trees, spent_s, tokens = 0, 0.0, 0
     for _ in range(200):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, 16, no_signals).tree
+        tree = policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree
         accepted = text.accepted(tree)
         total_s = 1.0 + row_s * len(tree) + 0.01 * text.steps
         policy.observe(outcome(tree, accepted, 0.01 * text.steps, total_s))

@@ -68,7 +68,7 @@ class Cost:
         return self._accepted / self._expected
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """See BudgetPolicy; the search is the best-first one."""
         import numpy as np

@@ -34,7 +34,7 @@ class Disco:
         self._classifier = classifier
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """See BudgetPolicy."""
         self._signals = signals

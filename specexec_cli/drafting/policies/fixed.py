@@ -21,7 +21,7 @@ class Fixed:
         self._tree = tree
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """See BudgetPolicy."""
         return search(expand, self._tree, min(max_depth, self._tree.max_depth), None)

@@ -29,11 +29,11 @@ class Heuristic:
         self._depth = min(self._START, tree.max_depth)
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """See BudgetPolicy."""
         full = self._tree
-        budget = max(self._depth, full.budget * self._depth // full.max_depth)
+        budget = full.budget * self._depth // full.max_depth  # room for one path at least
         tree = replace(full, budget=budget, max_depth=self._depth)
         return search(expand, tree, min(max_depth, self._depth), None)
 

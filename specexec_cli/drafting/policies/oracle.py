@@ -36,7 +36,7 @@ class Oracle:
         self._continuation = list(continuation)
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """See BudgetPolicy; the search is one of single paths."""
         return search(expand, self._tree, min(max_depth, self._tree.max_depth), self)

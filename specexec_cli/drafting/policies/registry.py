@@ -35,7 +35,7 @@ class BudgetPolicy(Protocol):
     """Grows each tree to the size it finds right, and learns from what became of it."""
 
     def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int = 1
+        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
     ) -> SearchResult:
         """The next tree, of at most the budget and depth that were given.
 
