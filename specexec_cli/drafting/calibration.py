@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from specexec_cli.drafting.kept import numbers
 from specexec_cli.drafting.search import Floats, Ints
+from specexec_cli.kept import numbers
 
 CHILDREN = 16  # of a settled position that are learned from, the most probable ones
 

@@ -9,7 +9,6 @@ al., arXiv:2405.04304, section 3). drafting/training.py makes it, policies/disco
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,9 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from specexec_cli.drafting.kept import read_json
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.errors import CheckpointError
+from specexec_cli.kept import read_json, write_json
 
 FEATURES = 12  # the signals, and the position
 SCHEMA = 1
@@ -73,8 +72,7 @@ class Classifier:
         partial.replace(weights)
         text = {"schema": SCHEMA, **about, "threshold": self.threshold,
                 "max_length": self.max_length, "sha256": digest}  # fmt: skip
-        partial.write_text(json.dumps(text, indent=2) + "\n")
-        partial.replace(folder / "disco.json")
+        write_json(folder / "disco.json", text, indent=2)
 
 
 def load_classifier(folder: Path, target: str, draft: str) -> Classifier:

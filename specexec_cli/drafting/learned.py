@@ -6,8 +6,6 @@ takes.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -18,9 +16,9 @@ from platformdirs import user_cache_path
 from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.classifier import Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
-from specexec_cli.drafting.kept import numbers, read_json
 from specexec_cli.drafting.policies import POLICIES, BudgetPolicy
 from specexec_cli.drafting.scoring import Trust
+from specexec_cli.kept import file_name, numbers, read_json, write_json
 
 SCHEMA = 2
 _KEPT_ITERATIONS = 32  # few enough that a machine that has changed is soon known anew
@@ -30,8 +28,7 @@ _LEAST_S, _MOST = 1e-9, 1e6  # seconds, and rows
 
 def pair_folder(target: str, draft: str) -> Path:
     """Where a pair's calibration and classifier are kept."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{target}--{draft}")
-    return user_cache_path("specexec", appauthor=False) / "pairs" / name.strip("-.")
+    return user_cache_path("specexec", appauthor=False) / "pairs" / file_name(target, draft)
 
 
 class Learned:
@@ -104,17 +101,12 @@ class Learned:
             costs = {}
         if self._cost is not None:
             costs[machine] = self._cost
-        text = json.dumps(
-            {
-                "schema": SCHEMA,
-                "trusts": {kind: trust.state() for kind, trust in self._trusts.items()},
-                "costs": {name: _cost_state(cost) for name, cost in costs.items()},
-            }
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(text + "\n")
-        partial.replace(path)
+        value = {
+            "schema": SCHEMA,
+            "trusts": {kind: trust.state() for kind, trust in self._trusts.items()},
+            "costs": {name: _cost_state(cost) for name, cost in costs.items()},
+        }
+        write_json(path, value)
 
     def load(self, path: Path, machine: str) -> None:
         """Takes over what an earlier session saved, where there is a file that can be used."""

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from specexec_cli.config import DraftScoring
 from specexec_cli.drafting.calibration import CHILDREN, Calibration
-from specexec_cli.drafting.kept import numbers
 from specexec_cli.drafting.search import Floats, Ints
+from specexec_cli.kept import numbers
 from specexec_cli.sampling import Sampler, noise_on
 
 # Candidates for c, a factor of about 1.25 apart.

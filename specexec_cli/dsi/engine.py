@@ -34,6 +34,7 @@ class ModelSpec:
     device: str
     dtype: str  # torch's name of it
     tiers: Sequence[Tier] | None  # per layer, where it streams from; None keeps them loaded
+    expert_bytes: int = 0  # for slots of experts, which then come one by one
     buffers: int = 3  # of the ring in RAM
     device_buffers: int = 3  # of the ring on a GPU
     threads: int  # for arithmetic on the CPU
@@ -248,6 +249,7 @@ def _load(spec: ModelSpec) -> StreamedModel:
         device=torch.device(spec.device),
         dtype=getattr(torch, spec.dtype),
         tiers=spec.tiers,
+        expert_bytes=spec.expert_bytes,
         buffers=spec.buffers,
         device_buffers=spec.device_buffers,
     )

@@ -43,12 +43,14 @@ class Score:
 
     tokens: tuple[int, ...]
     first: int  # at least 1 and below len(tokens)
+    number: int = 0  # repeated by its answer: of one that is interrupted, the answer still comes
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """From any worker: logits, (len(tokens) - first, vocab), or why there are none."""
 
+    number: int  # the Score's
     logits: NDArray[np.float32] | SpecexecError
 
 

@@ -13,6 +13,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,7 @@ class ProcessWorkers(WorkerPool):
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
+        self._asked = 0  # questions for logits so far
         super().__init__(servers, drafter, load_timeout_s)
 
     def advance_epoch(self, epoch: int) -> None:
@@ -65,12 +67,16 @@ class ProcessWorkers(WorkerPool):
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event of a worker, its death included."""
-        if not self._events:
-            for number in self._readable(timeout_s):
+        deadline = self.now() + timeout_s
+        while not self._events:
+            numbers = self._readable(deadline - self.now())
+            if not numbers:
+                return None
+            for number in numbers:
                 message = self._read(number)
-                if message is not None:
+                if not isinstance(message, Scored):  # those here were waited for no longer
                     self._events.append(message)
-        return self._events.popleft() if self._events else None
+        return self._events.popleft()
 
     def drop(self, worker: int) -> None:
         """Kill a worker."""
@@ -119,6 +125,8 @@ class ProcessWorkers(WorkerPool):
         self, worker: int, order: Score, timeout_s: float
     ) -> NDArray[np.float32] | SpecexecError:
         """See WorkerPool; a worker that gives no answer in time is killed."""
+        self._asked += 1
+        order = replace(order, number=self._asked)
         self._send(worker, order)
         deadline = self.now() + timeout_s
         while worker in self._pipes:
@@ -131,7 +139,8 @@ class ProcessWorkers(WorkerPool):
             for number in numbers:
                 message = self._read(number)
                 if isinstance(message, Scored):
-                    answer = message.logits
+                    if message.number == order.number:
+                        answer = message.logits
                 else:
                     self._events.append(message)
             if answer is not None:

@@ -149,9 +149,9 @@ def run_draft(server: DraftServer, order: Draft, epoch: Callable[[], int]) -> It
 def run_score(server: ModelServer, order: Score) -> Scored:
     """The logits of a text, or why there are none."""
     try:
-        return Scored(server.score(order.tokens, order.first))
+        return Scored(order.number, server.score(order.tokens, order.first))
     except SpecexecError as error:
-        return Scored(error)
+        return Scored(order.number, error)
 
 
 def serve_target(

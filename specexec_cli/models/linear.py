@@ -17,7 +17,7 @@ from specexec_kernels import cpu_linear
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 # Elements of one converted tile: 2 MiB in float32, small enough for a shared L2/L3 slice and large
 # enough that the matrix product runs at full rate (docs/experiments.md, "Tiles").
@@ -107,6 +107,11 @@ class _MixedLinears(TorchFunctionMode):
             rows, weight, *bias = args
             return mixed_linear(rows, weight, bias[0] if bias else None)
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, *exc_info: Any) -> None:
+        # PyTorch takes a mode off while it handles a call; Ctrl-C may come before it is put back
+        if _get_current_function_mode() is self:
+            super().__exit__(*exc_info)
 
 
 def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:

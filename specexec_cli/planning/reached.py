@@ -5,15 +5,17 @@ It knows no models and no sessions; whoever decodes tells it.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from platformdirs import user_cache_path
 
+from specexec_cli.kept import file_name, is_number, read_json, write_json
+
 _KEPT_RUNS = 20
+# What a file may say of tokens, passes and seconds; beyond, it is damaged.
+_LEAST, _MOST = 1e-9, 1e12
 _FEWEST_TOKENS = 16  # behind the first pass; of fewer a run says nothing
 
 
@@ -39,8 +41,8 @@ class Run:
 
 def runs_file(target_repo: str, draft_repo: str | None) -> Path:
     """Where a pair's runs are kept."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{target_repo}--{draft_repo or 'plain'}")
-    return user_cache_path("specexec", appauthor=False) / "runs" / f"{name.strip('-.')}.json"
+    name = file_name(target_repo, draft_repo or "plain")
+    return user_cache_path("specexec", appauthor=False) / "runs" / f"{name}.json"
 
 
 def keep_run(path: Path, run: Run) -> None:
@@ -52,17 +54,21 @@ def keep_run(path: Path, run: Run) -> None:
     if run.tokens < _FEWEST_TOKENS or not run.seconds or not run.passes:
         return
     runs = [*load_runs(path), run][-_KEPT_RUNS:]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps([asdict(each) for each in runs]) + "\n")
-    partial.replace(path)
+    write_json(path, [asdict(each) for each in runs])
 
 
 def load_runs(path: Path) -> Sequence[Run]:
     """The runs kept there, the oldest first; none where the file is missing or damaged."""
     try:
-        runs = [Run(**each) for each in json.loads(path.read_text())]
-        usable = all(run.tokens > 0 and run.passes > 0 and float(run.seconds) > 0.0 for run in runs)
-    except (OSError, ValueError, TypeError):  # a cache: it fills again
+        runs = [Run(**each) for each in read_json(path)]
+    except (ValueError, TypeError):  # a cache: it fills again
         return []
-    return runs if usable else []
+    return runs if all(_usable(run) for run in runs) else []
+
+
+def _usable(run: Run) -> bool:
+    words = (run.date, run.offload, run.device)
+    numbers = (run.tokens, run.passes, run.seconds)
+    return all(type(word) is str for word in words) and all(
+        is_number(number, _LEAST, _MOST) for number in numbers
+    )

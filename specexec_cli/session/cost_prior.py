@@ -53,9 +53,12 @@ def measured_prior(
     assert decision.draft is not None
     model, sizes = target.model, decision.target.sizes
     rows = min(_FEW, model.context_length - len(target.tokens))
-    first_s, row_s = _arithmetic(
-        model, sizes, rows, lambda: target.verify([0] * rows, DraftTree.empty())
-    )
+    try:
+        first_s, row_s = _arithmetic(
+            model, sizes, rows, lambda: target.verify([0] * rows, DraftTree.empty())
+        )
+    finally:
+        target.crop(len(target.tokens))
     chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
     draft_first_s, draft_row_s = _arithmetic(
         draft, decision.draft.sizes, len(chain.tokens),

@@ -186,6 +186,7 @@ def _start_workers(
         spec,
         folder=found.target.folder,
         tiers=found.decision.tiers,
+        expert_bytes=found.decision.plan.expert_bytes,
         buffers=found.ring_buffers[0],
         device_buffers=found.ring_buffers[1],
     )

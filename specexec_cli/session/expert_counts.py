@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
-import numpy as np
 from platformdirs import user_cache_path
 
+from specexec_cli.kept import file_name, numbers, read_json, write_json
 from specexec_cli.loading import Notice
 from specexec_cli.offload.experts import ExpertStore
+
+_MOST = 1e6  # rows that a count can come to; beyond, the file is damaged
+_DECIMALS = 3  # of a count
 
 
 class ExpertCounts:
@@ -21,28 +23,23 @@ class ExpertCounts:
     """
 
     def __init__(self, model: str, notice: Notice) -> None:
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", model).strip("-.")
         folder = user_cache_path("specexec", appauthor=False) / "experts"
-        self._path: Path = folder / f"{name}.npy"
+        self._path: Path = folder / f"{file_name(model)}.json"
         self._notice = notice
 
     def load(self, experts: ExpertStore) -> None:
         """Begins to read the experts used most; none where nothing is kept that can be used."""
         try:
-            kept = np.load(self._path, allow_pickle=False)
-            experts.scores.restore(np.asarray(kept, dtype=np.float64))
-        except (OSError, ValueError, TypeError, EOFError):  # a cache: it is counted anew
+            counts = numbers(read_json(self._path), experts.scores.counts.shape, 0.0, _MOST)
+            experts.scores.restore(counts)
+        except ValueError:  # a cache: it is counted anew
             return
         experts.warm()
 
     def save(self, experts: ExpertStore) -> None:
         """Keeps the counts for later sessions."""
-        partial = self._path.with_suffix(".partial")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with partial.open("wb") as file:
-                np.save(file, experts.scores.counts, allow_pickle=False)
-            partial.replace(self._path)
+            write_json(self._path, experts.scores.counts.round(_DECIMALS).tolist())
         except OSError as error:
             self._notice(
                 f"which experts were used most cannot be kept in {self._path}: {error.strerror}"

@@ -21,7 +21,7 @@ from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter, SessionDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
-from specexec_cli.drafting.policies import policies_for
+from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sampled import SampledDrafter
 from specexec_cli.drafting.sources import SOURCES, DraftSetup
 from specexec_cli.errors import ConfigError
@@ -117,7 +117,8 @@ class LocalSession(TextSession):
                 f"--policy {tree.policy} cannot size the trees of method {method}: use "
                 f"{' or '.join(able)}"
             )
-        self.learned.policy(tree)  # a missing classifier is told of before the text begins
+        if POLICIES[tree.policy].needs == "classifier":
+            self.classifier()  # a missing one is told of before the text begins
 
     def _steps(self, request: GenerationRequest) -> Steps:
         # what the cache shares with the prompt, whose last token must be run again, is kept

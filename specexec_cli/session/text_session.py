@@ -153,7 +153,10 @@ class TextSession(PromptEncoder, ABC):
         return load_classifier(self.pair_folder, self.pair.target.repo, self.pair.draft.repo)
 
     def cost_prior(self) -> CostModel | None:
-        """What is known of the cost of iterations before the first one: nothing."""
+        """What is known of the cost of iterations before the first one: nothing.
+
+        It is asked for within a generation, when its first tree is about to be sized.
+        """
         return None
 
     @property
@@ -234,7 +237,7 @@ class TextSession(PromptEncoder, ABC):
         self._end_generation()
         self._running = steps
         self.context = list(request.prompt)
-        self.stats = GenerationStats(
+        self.stats = stats = GenerationStats(
             prompt_tokens=len(request.prompt), link_bytes_per_s=self._link_bytes_per_s
         )
         stream = TextStream(self.tokenizer, request.prompt, request.stop)
@@ -251,7 +254,7 @@ class TextSession(PromptEncoder, ABC):
                     if self._running is not steps:
                         raise ConfigError(_CLOSED if self._closed else _ENDED)
         finally:
-            self.history.append(self.stats)
+            self.history.append(stats)
             if self._running is steps:
                 self._end_generation()
 

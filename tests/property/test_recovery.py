@@ -9,10 +9,11 @@ The caches grow all the while, by few slots at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoints import assert_fresh, byte_llama, save_pair
+from checkpoints import BYTE_VOCAB, architecture, assert_fresh, byte_llama, save_pair
 from fake_cuda import fake_cuda
 from faults import Fault, Interruption, NoMemory, Point, points
 
@@ -58,8 +59,10 @@ class Conversation:
         unharmed: TextSession,
         method: Method | BenchMethod,
         temperature: float,
+        policy: str = "fixed",
     ) -> None:
         self.session = session
+        self._tree = replace(TREE, policy=policy)
         self._unharmed = unharmed
         self._method = method
         self._sampling = SamplingConfig(temperature=temperature, seed=3)
@@ -70,7 +73,8 @@ class Conversation:
         """As a session that has just been opened."""
         self.session._target = LocalTarget(self.session._target.model)
         self.session._drafter = None
-        self.session.learned = Learned()
+        self.session.learned = Learned(cost_prior=self.session.cost_prior)
+        self.session._measured_cost = None
         self.session.context = []
 
     def say(self, prompt: Sequence[int]) -> list[int]:
@@ -88,7 +92,7 @@ class Conversation:
         self, session: TextSession, prompt: Sequence[int], method: Method | BenchMethod
     ) -> list[int]:
         steps = session.generate(
-            prompt, method=method, tree=TREE, sampling=self._sampling, generation=TOKENS
+            prompt, method=method, tree=self._tree, sampling=self._sampling, generation=TOKENS
         )
         return [token for step in steps for token in step.tokens]
 
@@ -180,6 +184,39 @@ def test_a_session_on_the_cpu(
     sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int, seen: list[str]
 ) -> None:
     break_everywhere(Conversation(*sessions, "specexec", 0.8), kind, KEEPERS, every, seen)
+
+
+@pytest.mark.parametrize(("kind", "every"), [(NoMemory, 9), (Interruption, 41)])
+def test_what_iterations_cost_is_measured_first(
+    sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int
+) -> None:
+    conversation = Conversation(*sessions, "specexec", 0.8, policy="cost")
+    break_everywhere(conversation, kind, [], every, ["cost_prior.py"])
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TextSession, TextSession]]:
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    folder = tmp_path_factory.mktemp("mixture")
+    target, draft = map(str, save_pair(folder, target=config, noise=0.03))
+    with (
+        Session.open(
+            target=target, draft=draft, dtype="float32", offload="ssd", device="cpu"
+        ) as session,
+        Session.open(
+            target=target, dtype="float32", device="cpu", method="autoregressive"
+        ) as plain,
+    ):
+        assert session._target.model.experts is not None
+        yield session, plain
+
+
+@pytest.mark.parametrize(("kind", "every"), [(NoMemory, 23), (Interruption, 83)])
+def test_a_mixture_whose_experts_come_one_by_one(
+    mixtures: tuple[TextSession, TextSession], kind: type[NoMemory], every: int
+) -> None:
+    break_everywhere(Conversation(*mixtures, "specexec", 0.8), kind, [], every, ["experts.py"])
 
 
 @pytest.mark.parametrize("kind", [NoMemory, Interruption])

@@ -101,6 +101,32 @@ def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():
         workers.close()
 
 
+def test_an_answer_that_was_not_waited_for_is_taken_for_no_other(monkeypatch):
+    """Ctrl-C between the question and its answer, which comes later."""
+    workers = ProcessWorkers([server(0)], DRAFT)
+    try:
+        for text in ((1, 2, 3), (4, 5, 6)):
+            with monkeypatch.context() as patched:
+                patched.setattr(workers, "_readable", _interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    workers.score(0, Score(text, 1), timeout_s=60.0)
+        logits = workers.score(0, Score((7, 8, 9), 2), timeout_s=60.0)
+        assert logits[:, 0].tolist() == [2.0]
+        with monkeypatch.context() as patched:
+            patched.setattr(workers, "_readable", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                workers.score(0, Score((1, 2, 3), 1), timeout_s=60.0)
+        orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), lambda line: None)
+        text = [t for c in orchestrator.generate(PROMPT, 10) for t in c.tokens]
+        assert text == autoregressive(SEED, PROMPT, 10)
+    finally:
+        workers.close()
+
+
+def _interrupted(timeout_s: float) -> list[int]:
+    raise KeyboardInterrupt
+
+
 SCRIPT = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import psutil
 import pytest
-from checkpoints import save_pair
+from checkpoints import BYTE_VOCAB, architecture, save_pair
 
 from specexec_cli.cli.options import dsi_options
 from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig
+from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
-from specexec_cli.session import Session, TextSession
+from specexec_cli.session import Session, TextSession, dsi_session
 from specexec_cli.session.dsi_session import DsiSession
 
 
@@ -56,6 +57,29 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
     with pytest.raises(ConfigError, match="this session is closed: open another"):
         next(session.generate("abc"))
     assert notices[0].startswith("DSI: lookahead 2, ")
+
+
+def test_servers_of_a_mixture_keep_and_read_experts_as_planned(tmp_path: Path, monkeypatch):
+    started = []
+
+    def process_workers(targets, drafter):
+        started.append(targets)
+        return ProcessWorkers(targets, drafter)
+
+    monkeypatch.setattr(dsi_session, "ProcessWorkers", process_workers)
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    target, draft = map(str, save_pair(tmp_path, target=config))
+    with Session.open(target=target, method="autoregressive", device="cpu") as plain:
+        expected = tokens_of(plain, 1.0, 16)
+    with Session.open(
+        target=target, draft=draft, method="dsi", device="cpu", offload="ssd",
+        dsi=DsiOptions(sp=2, lookahead=2), notice=lambda line: None,
+    ) as session:  # fmt: skip
+        assert isinstance(session, DsiSession)
+        assert tokens_of(session, 1.0, 16) == expected
+    (loaders,) = started
+    assert [loader.args[0].expert_bytes > 0 for loader in loaders] == [True, True]
 
 
 def _command(process: psutil.Process) -> str:

@@ -14,6 +14,7 @@ from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.policies.disco import Disco
 from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
 from specexec_cli.drafting.policies.oracle import Oracle
@@ -274,8 +275,8 @@ def test_disco_drafts_until_the_classifier_doubts(search: Search) -> None:
         found[:, 0] = ids < 3  # sure of the children of the root and of nodes 0, 1 and 2
         return found
 
-    def depth(classifier: Classifier, max_depth: int = 20) -> int:
-        tree = TreeConfig(budget=20, max_depth=20, policy="disco")
+    def depth(classifier: Classifier, max_depth: int = 20, of_tree: int = 20) -> int:
+        tree = TreeConfig(budget=20, max_depth=of_tree, policy="disco")
         policy = Learned(lambda: classifier).policy(tree)
         return int(policy.grow(search, text.expand, max_depth, signals, 1).tree.depths.max())
 
@@ -283,8 +284,21 @@ def test_disco_drafts_until_the_classifier_doubts(search: Search) -> None:
     assert depth(eager(0.5)) == 5
     assert depth(eager(0.5, max_length=3)) == 3
     assert depth(eager(0.5), max_depth=2) == 2
+    assert depth(eager(0.5), of_tree=3) == 3
     assert depth(eager(0.0)) == 20
     assert depth(eager(1.0)) == 1
+
+
+def test_disco_goes_on_at_its_threshold() -> None:
+    text = Text([0.7], seed=0)
+    policy = Disco(TreeConfig(budget=4, max_depth=4, policy="disco"), eager(0.5))
+
+    def signals(ids: np.ndarray) -> np.ndarray:
+        found = no_signals(ids)
+        found[:, 0] = 0.5  # where this classifier's chance is one half
+        return found
+
+    assert len(policy.grow(grow_chain, text.expand, 4, signals, 1).tree) == 4
 
 
 def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
@@ -336,7 +350,7 @@ def test_the_heuristic_depth_stays_between_one_and_the_tree_s() -> None:
 
 def test_the_oracle_keeps_to_depth_and_text() -> None:
     text = Text([0.9], seed=0)  # drafts token 0 and nothing else
-    policy = Oracle(TreeConfig(budget=4, max_depth=4, policy="oracle"), [0] * 6)
+    policy = Oracle(TreeConfig(budget=8, max_depth=4, policy="oracle"), [0] * 6)
     lengths = []
     for limit in (9, 2, 9):
         grown = policy.grow(grow_chain, text.expand, limit, no_signals, 1).tree

@@ -253,6 +253,8 @@ def test_nothing_is_left_behind(pair: tuple[Path, Path]) -> None:
         next(steps)
     with pytest.raises(ConfigError, match="this session is closed: open another"):
         next(session.generate("abc", tree=TREE))
+    with pytest.raises(ConfigError, match="this session is closed: open another"):
+        next(session.generate("abc", tree=replace(TREE, policy="cost")))  # measures nothing first
     assert (threading.active_count(), len(os.listdir("/proc/self/fd"))) == before
 
 

@@ -390,6 +390,10 @@ def test_a_text_ends_the_one_before(session, oracle, closed: bool) -> None:
     assert tokens == plain(oracle, "abcx")
     assert session.context == [*session.encode("abcx"), *tokens]
     old.close()
+    of_both = session.history[-2:]
+    assert [stats.prompt_tokens for stats in of_both] == [
+        len(session.encode(prompt)) for prompt in ("abcdefgh", "abcx")
+    ]
     assert tokens_of(run(session)) == plain(oracle)
 
 

@@ -113,7 +113,9 @@ def test_runs_are_kept_and_damage_is_no_run(tmp_path: Path) -> None:
     keep_run(path, Run(date="d", offload="ssd", device="cpu", tokens=15, passes=5, seconds=1.0))
     assert load_runs(path)[-1].tokens == 44, "too short to say anything"
     kept = path.read_text()
-    for damage in ("", "{", "[1]", "[{}]", '{"a": 1}', kept.replace("1.0", "0.0")):
+    for damage in ("", "{", "[1]", "[{}]", '{"a": 1}', kept.replace("1.0", "0.0"),
+                   kept.replace("1.0", "9" * 400), kept.replace('"ssd"', "3"), "[" * 100_000,
+                   "null"):  # fmt: skip
         path.write_text(damage)
         assert load_runs(path) == []
 
