@@ -60,7 +60,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "drafting/policies/heuristic.py": ("tests/unit/test_policies.py",),
     "drafting/policies/oracle.py": ("tests/unit/test_policies.py",),
     "drafting/policies/registry.py": ("tests/unit/test_policy_registry.py",),
-    "drafting/iteration_cost.py": ("tests/unit/test_policies.py",),
+    "drafting/iteration_cost.py": ("tests/unit/test_iteration_cost.py",),
     "models/pass_rows.py": ("tests/unit/test_masks.py",),
     "models/kv_cache.py": ("tests/unit/test_kv_cache.py", "tests/unit/test_graphs.py"),
 }

@@ -110,8 +110,8 @@ class _MixedLinears(TorchFunctionMode):
 
     def __exit__(self, *exc_info: Any) -> None:
         # PyTorch takes a mode off while it handles a call; Ctrl-C may come before it is put back
-        if _get_current_function_mode() is self:
-            super().__exit__(*exc_info)
+        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
+            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
 
 def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:

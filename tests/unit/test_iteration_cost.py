@@ -1,0 +1,178 @@
+"""What iterations cost, learned: exact machines are found, stalls and changes told apart."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
+
+PRIOR = CostModel(base_s=0.5, row_s=0.004, knee_rows=20.0, step_s=0.03)
+ROWS = np.array([1.0, 8.0, 20.0, 33.0, 100.0, 256.0])
+
+
+def seconds(model: CostModel, rows: int, steps: int) -> float:
+    return float(model.seconds(np.array([float(rows)]), steps)[0])
+
+
+def observe(cost: IterationCost, model: CostModel, rows: int, steps: int, times: float = 1.0):
+    """One iteration of a machine that is exactly so; every draft second counts."""
+    cost.observe(rows, steps, times * model.step_s * steps, times * seconds(model, rows, steps))
+
+
+def fed(prior: CostModel | None, model: CostModel, count: int) -> IterationCost:
+    cost, rng = IterationCost(prior), np.random.default_rng(5)
+    for _ in range(count):
+        observe(cost, model, int(rng.integers(1, 200)), int(rng.integers(1, 12)))
+    return cost
+
+
+def fields(model: CostModel) -> list[float]:
+    return [model.base_s, model.row_s, model.knee_rows, model.step_s]
+
+
+@pytest.mark.parametrize("count", [6, 24, 25, 60])
+def test_a_machine_with_the_prior_s_knee_is_found_exactly(count: int) -> None:
+    """Faster than the prior by some factor, which its level takes in."""
+    machine = CostModel(base_s=0.2, row_s=0.0016, knee_rows=20.0, step_s=0.012)
+    cost = fed(PRIOR, machine, count)
+    assert cost.prior == PRIOR
+    np.testing.assert_allclose(cost.seconds(ROWS, 0), machine.seconds(ROWS, 0), rtol=0.02)
+    if count >= 24:  # the prior has had its say, and its steps with it
+        np.testing.assert_allclose(fields(cost.model), fields(machine), rtol=1e-6)
+
+
+def test_a_machine_without_a_knee_is_found_exactly() -> None:
+    machine = CostModel(base_s=0.2, row_s=0.002, knee_rows=0.0, step_s=0.012)
+    np.testing.assert_allclose(fields(fed(None, machine, 12).model), fields(machine), atol=1e-9)
+
+
+def test_one_iteration_tells_the_level_and_the_prior_the_rest() -> None:
+    cost = IterationCost(PRIOR)
+    assert cost.model == PRIOR
+    observe(cost, PRIOR, 64, 4, times=3.0)
+    expected = 3.0 * PRIOR.seconds(ROWS, 0)
+    np.testing.assert_allclose(cost.seconds(ROWS, 0), expected, rtol=1e-6)
+    assert cost.model.step_s == pytest.approx(3.0 * PRIOR.step_s)
+    nothing = IterationCost()
+    nothing.observe(64, 4, 0.1, 7.0)
+    np.testing.assert_array_equal(nothing.seconds(ROWS, 3), 1.0)  # of one there is nothing to tell
+
+
+# A machine unlike the prior, with noise: base, row, knee and step by iterations seen, as the fit
+# gave them when its trees were measured to be good (tests/unit/test_policies.py). Another fit may
+# be as good; it is to be meant.
+PINNED = {
+    (False, 2): [0.9436980919963669, 0.002418895450336375, 0.0, 0.04],
+    (False, 4): [1.0634918749227058, 0.016079295433005156, 77.77892950005776, 0.013028545361311749],
+    (False, 9): [1.091018753193603, 0.014630317825819377, 73.20621889561885, 0.0],
+    (False, 24): [
+        0.9458655284761972,
+        0.014572677789161196,
+        66.41285871144875,
+        0.006325655183183867,
+    ],
+    (False, 60): [
+        0.9760251164250265,
+        0.015582391276891316,
+        65.84843391617754,
+        0.001319803189920267,
+    ],
+    (False, 200): [
+        0.9219973871073835,
+        0.015434401878739148,
+        65.50612979607408,
+        0.01673523745245448,
+    ],
+    (True, 2): [0.7915153718781996, 0.006126861856704121, 0.0, 0.01606788065349896],
+    (True, 4): [0.7233699910358607, 0.005489728192623366, 0.0, 0.03230339306154498],
+    (True, 9): [0.6883425621972972, 0.0067952364635078975, 0.0, 0.01690799205368192],
+}
+
+
+@pytest.mark.parametrize(("has_prior", "count"), PINNED)
+def test_a_noisy_machine_is_fitted_as_when_it_was_measured(has_prior: bool, count: int) -> None:
+    model = noisy(PRIOR if has_prior else None, count)
+    np.testing.assert_allclose(fields(model), PINNED[has_prior, count], rtol=1e-6, atol=1e-9)
+
+
+def noisy(prior: CostModel | None, count: int) -> CostModel:
+    cost, rng = IterationCost(prior), np.random.default_rng(11)
+    for _ in range(count):
+        rows, steps = int(rng.integers(1, 160)), int(rng.integers(1, 9))
+        exact = max(0.9, rows / 70) + 0.02 * steps
+        cost.observe(rows, steps, 0.04 * steps, exact * float(rng.lognormal(0.0, 0.1)))
+    return cost.model
+
+
+def steady(count: int) -> IterationCost:
+    return fed(None, PRIOR, count)
+
+
+@pytest.mark.parametrize(("times", "usual"), [(2.9, True), (3.1, False)])
+def test_three_times_what_it_should_take_is_a_stall(times: float, usual: bool) -> None:
+    cost = steady(20)
+    observe(cost, PRIOR, 64, 4, times)
+    assert len(cost.typical) == 20 + usual
+    assert cost.iterations == 21
+    if not usual:
+        np.testing.assert_allclose(fields(cost.model), fields(PRIOR), rtol=0.05)
+
+
+def test_of_fewer_than_three_none_is_typical() -> None:
+    assert steady(2).typical == []
+    cost = IterationCost()
+    seen = [(4, 1, 0.01, 1.0), (8, 2, 0.02, 1.1), (5, 3, 0.03, 1.2)]
+    for each in seen:
+        cost.observe(*each)
+    assert cost.typical == seen
+
+
+@pytest.mark.parametrize(
+    ("times", "before", "changed"),
+    [(1.6, 20, True), (1.45, 20, False), (0.64, 20, True), (0.7, 20, False), (2.0, 5, True),
+     (2.0, 4, False)],
+)  # fmt: skip
+def test_five_in_a_row_to_one_side_are_another_machine(
+    times: float, before: int, changed: bool
+) -> None:
+    cost = steady(before)
+    for _ in range(4):
+        observe(cost, PRIOR, 64, 4, times)
+    assert cost.iterations == before + 4
+    observe(cost, PRIOR, 64, 4, times)
+    assert cost.iterations == (5 if changed else before + 5)
+    if changed:
+        assert cost.prior == steady(before - 1).model, "none of them has a part in it"
+        at = np.array([64.0])
+        np.testing.assert_allclose(cost.seconds(at, 4), times * PRIOR.seconds(at, 4), rtol=0.02)
+
+
+def test_up_and_down_is_no_other_machine() -> None:
+    cost = steady(20)
+    for times in (1.8, 0.5, 1.8, 1.8, 1.8, 1.8, 0.5):
+        observe(cost, PRIOR, 64, 4, times)
+    assert cost.iterations == 27
+
+
+def test_the_last_128_are_remembered_and_the_most_rows_of_all() -> None:
+    cost = IterationCost()
+    observe(cost, PRIOR, 500, 4)
+    for _ in range(140):
+        observe(cost, PRIOR, 20, 4)
+    assert cost.iterations == 128
+    assert cost.most_rows == 500
+    assert {rows for rows, *_ in cost.typical} == {20}
+
+
+def test_what_an_earlier_session_saw_is_learned_at_once() -> None:
+    first = steady(12)
+    later = IterationCost()
+    later.remember([])
+    assert (later.iterations, later.most_rows) == (0, 0)
+    later.remember(first.typical)
+    assert later.typical == first.typical
+    assert later.most_rows == first.most_rows == max(rows for rows, *_ in first.typical)
+    np.testing.assert_allclose(fields(later.model), fields(first.model), atol=1e-9)
+    observe(later, PRIOR, 4, 1)
+    assert later.iterations == 13
