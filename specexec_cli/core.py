@@ -86,7 +86,7 @@ class PassProgress:
     draft_nodes: int  # of the tree in this pass
 
 
-_TELLING_PASSES = 4  # without a tree, before they are compared with those that had one
+_TELLING_RESTS = 4  # passes without a tree, before they are compared with those that had one
 
 
 @dataclass(slots=True)
@@ -103,11 +103,11 @@ class GenerationStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     # Behind the first pass, of a method that grows trees: tokens and seconds of passes with a tree,
-    # and passes and seconds of those without.
+    # and passes and seconds of those that the policy wanted none for.
     tree_tokens: int = 0
     tree_s: float = 0.0
-    plain_passes: int = 0
-    plain_s: float = 0.0
+    rests: int = 0
+    rests_s: float = 0.0
     bytes_streamed: int = 0
     peak_ram_bytes: int = 0
     peak_vram_bytes: int = 0
@@ -129,17 +129,19 @@ class GenerationStats:
         if step.tree_nodes:
             self.tree_tokens += len(step.tokens)
             self.tree_s += step.draft_s + step.verify_s
-        else:
-            self.plain_passes += 1
-            self.plain_s += step.draft_s + step.verify_s
+
+    def add_rest(self, step: StepResult) -> None:
+        """Account for an iteration, besides `add`, whose tree the policy has left out."""
+        if step.pending_rows == 1:
+            self.rests += 1
+            self.rests_s += step.draft_s + step.verify_s
 
     @property
     def drafting_loss(self) -> tuple[float, float] | None:
         """Seconds of a token with trees and without, where trees made tokens slower."""
-        # the last pass of a text has no room for a tree, whatever drafting is worth
-        if not self.tree_tokens or self.plain_passes < _TELLING_PASSES:
+        if not self.tree_tokens or self.rests < _TELLING_RESTS:
             return None
-        drafted_s, plain_s = self.tree_s / self.tree_tokens, self.plain_s / self.plain_passes
+        drafted_s, plain_s = self.tree_s / self.tree_tokens, self.rests_s / self.rests
         return (drafted_s, plain_s) if drafted_s > plain_s else None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -290,10 +290,11 @@ def _turns(dropped: int, conversation: Conversation) -> str:
 
 def add_stats(total: GenerationStats, one: GenerationStats) -> None:
     """Adds the statistics of one generation to a running total, in place."""
-    for name in ("prompt_tokens", "prompt_rows", "generated_tokens", "target_passes", "ttft_s",
-                 "first_tokens", "total_s", "draft_s", "verify_s", "tree_tokens", "tree_s",
-                 "plain_passes", "plain_s", "bytes_streamed"):  # fmt: skip
-        setattr(total, name, getattr(total, name) + getattr(one, name))
-    for name in ("peak_ram_bytes", "peak_vram_bytes"):
-        setattr(total, name, max(getattr(total, name), getattr(one, name)))
-    total.link_bytes_per_s = one.link_bytes_per_s
+    for name in (each.name for each in fields(GenerationStats)):
+        before, value = getattr(total, name), getattr(one, name)
+        if name == "link_bytes_per_s":
+            setattr(total, name, value)
+        elif name.startswith("peak_"):
+            setattr(total, name, max(before, value))
+        else:
+            setattr(total, name, before + value)

@@ -135,6 +135,7 @@ class ModelDrafter:
             self._result = self._policy.grow(
                 self._search, self._expand, max_depth, self._signals, pending
             )
+            self.rested = not len(self._result.tree)
         return self._result.tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
@@ -159,6 +160,7 @@ class ModelDrafter:
         self._policy.observe(step)
 
     def _reset_tree(self) -> None:
+        self.rested = False  # whether the policy wanted no tree where there was room for one
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
         self._utilities: dict[int, Tensor] = {}  # expanded node id -> (vocab,)

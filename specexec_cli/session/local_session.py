@@ -153,6 +153,8 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
+        if isinstance(self._drafter, ModelDrafter) and self._drafter.rested and not step.tree_nodes:
+            self.stats.add_rest(step)
         asked, held = self._experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
         self.stats.experts_held = held - self._experts_before[1]

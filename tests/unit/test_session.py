@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
 
 from specexec_cli import loading
+from specexec_cli.chat.chat import add_stats
 from specexec_cli.cli.mends import with_mend
+from specexec_cli.cli.render import stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
-from specexec_cli.core import StepResult
+from specexec_cli.core import GenerationStats, StepResult
+from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import policies_for
+from specexec_cli.drafting.rests import Rests
 from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
 from specexec_cli.planning import placement
 from specexec_cli.session import Session, TextSession
@@ -211,6 +217,45 @@ def test_policies_size_trees_and_change_no_token(session: TextSession, policy: s
     assert tokens_of(steps) == plain
     assert steps[0].tree_nodes < TREE.budget
     assert max(step.tree_nodes for step in steps) <= TREE.budget
+
+
+@pytest.mark.parametrize("policy", policies_for("specexec"))
+def test_every_policy_writes_the_plain_text(
+    session: TextSession, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ones = np.ones(FEATURES)
+    tensors = {"norm.mean": 0 * ones, "norm.scale": ones, "hidden.weight": ones[None],
+               "hidden.bias": np.zeros(1), "out.weight": np.ones((1, 1)),
+               "out.bias": np.full(1, -2.5)}  # fmt: skip
+    classifier = Classifier(tensors, threshold=0.5, max_length=6)
+    monkeypatch.setattr(session, "classifier", lambda: classifier)
+    session.learned = Learned(session.classifier, session.cost_prior)
+    plain = tokens_of(run(session, "abcdef", 40, method="autoregressive"))
+    tree, limit = replace(TREE, policy=policy), GenerationConfig(max_tokens=40)
+    assert tokens_of(list(session.generate("abcdef", generation=limit, tree=tree))) == plain
+    assert session.stats.target_passes < 40, "something was drafted"
+    session.learned = Learned(session.classifier, session.cost_prior)
+
+
+def test_passes_that_the_policy_wants_no_tree_for_are_told_with_what_drafting_cost(
+    session: TextSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = replace(TREE, policy="cost")
+    passes = iter(range(100))
+    session.learned = Learned(session.classifier, session.cost_prior)
+    monkeypatch.setattr(Rests, "rests", lambda rests, expected_plain_s: next(passes) > 1)
+    list(session.generate("abcdef", generation=GenerationConfig(max_tokens=30), tree=tree))
+    stats = session.stats
+    assert stats.rests >= 10
+    stats.tree_s = 100.0  # whatever this machine took: drafting was slower
+    line = stats_line(stats)
+    assert f"ms without, so {stats.rests} passes went without" in line
+    total = GenerationStats()
+    for _ in range(2):
+        add_stats(total, stats)
+    assert (total.rests, total.prompt_tokens) == (2 * stats.rests, 2 * stats.prompt_tokens)
+    assert total.peak_ram_bytes == stats.peak_ram_bytes
+    assert "passes went without" in stats_line(total)
 
 
 def test_cost_sizes_best_first_trees_alone(session: TextSession) -> None:
