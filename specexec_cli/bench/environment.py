@@ -78,7 +78,7 @@ def link(session: TextSession) -> dict[str, Any]:
         return {"io": "resident: no weights are streamed", "link_bytes_per_s": None}
     rates, io = [], "from RAM"
     if "ssd" in offload:
-        folder = fetch(session.pair.target, revision=None, offline=True)
+        folder = fetch(session.pair.target, offline=True)
         files = sorted({tensor.path for tensor in read_checkpoint(folder).values()})
         probe = probe_ssd(files)
         rates.append(probe.bytes_per_s / session.ssd_share)

@@ -73,7 +73,7 @@ def survey(entry: ModelEntry) -> Download:
             except errors.GatedRepoError:
                 allowed = False
     except Exception as error:  # whatever the hub or the network did: one line
-        raise explain(error, entry, revision, offline=False) from error
+        raise explain(error, entry, offline=False) from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     wanted = [name for name in sizes if _is_wanted(name)]
     snapshot = _repo_folder(entry) / "snapshots" / str(info.sha)

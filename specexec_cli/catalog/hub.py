@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.errors import CheckpointError, ConfigError, SpecexecError, UnknownModelError
+from specexec_cli.errors import CheckpointError, NotFetchedError, SpecexecError, UnknownModelError
 
 WANTED_FILES = [
     "config.json",
@@ -37,7 +37,6 @@ UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 def fetch(
     entry: ModelEntry,
     *,
-    revision: str | None = None,
     offline: bool = False,
     bar: type[Any] | None = None,
 ) -> Path:
@@ -45,28 +44,23 @@ def fetch(
 
     Args:
         entry: a local folder is returned as it is.
-        revision: branch, tag or commit; the entry's own if None.
         offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
         bar: tqdm class of the progress bars; None shows nothing.
     Raises:
-        ConfigError: a revision of a folder.
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
         CheckpointError: the repository has no safetensors weights.
     """
     folder = entry.folder
     if folder is not None:
-        if revision is not None:
-            raise ConfigError(f"--revision is for hub ids, but '{entry.name}' is a local folder")
         if not (folder / "config.json").is_file():
             raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
         return folder
-    revision = revision or entry.revision
-    folder = _download(entry, revision, offline, bar)
+    folder = _download(entry, offline, bar)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
-            f"{entry.repo} holds no safetensors weights at revision '{revision or 'main'}', and "
-            "only safetensors are read, never pickled .bin files: pick a repository or revision "
-            "that has them (many have a converted one as org/name@refs/pr/N)"
+            f"{entry.repo} holds no safetensors weights at revision '{entry.revision or 'main'}', "
+            "and only safetensors are read, never pickled .bin files: pick a repository or "
+            "revision that has them (many have a converted one as org/name@refs/pr/N)"
         )
     return folder
 
@@ -95,7 +89,7 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
                 )
             )
         except Exception as error:  # whatever the hub, the network or the disk did: one line
-            raise explain(error, entry, entry.revision, offline) from error
+            raise explain(error, entry, offline) from error
     try:
         config = json.loads(path.read_bytes())
     except OSError as error:
@@ -123,15 +117,13 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
         names = set(index["weight_map"].values())
     except FileNotFoundError:
         pass  # one file, no index
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: fetching it again mends it
     complete = bool(names) and all((snapshot / name).is_file() for name in names)
     return snapshot if complete else None
 
 
-def _download(
-    entry: ModelEntry, revision: str | None, offline: bool, bar: type[Any] | None
-) -> Path:
+def _download(entry: ModelEntry, offline: bool, bar: type[Any] | None) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     offline = offline or constants.is_offline_mode()
@@ -139,7 +131,7 @@ def _download(
         return Path(
             snapshot_download(
                 entry.repo,
-                revision=revision,
+                revision=entry.revision,
                 allow_patterns=WANTED_FILES,
                 ignore_patterns=UNWANTED_FILES,
                 local_files_only=offline,
@@ -147,7 +139,7 @@ def _download(
             )
         )
     except Exception as error:  # whatever the hub, the network or the disk did: one line
-        raise explain(error, entry, revision, offline) from error
+        raise explain(error, entry, offline) from error
 
 
 def silent_bar() -> type[Any]:
@@ -172,9 +164,7 @@ def gate(repo: str) -> str:
     )
 
 
-def explain(
-    error: Exception, entry: ModelEntry, revision: str | None, offline: bool
-) -> SpecexecError:
+def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError:
     """One line for what huggingface_hub raised: what happened, and the mend."""
     from huggingface_hub import constants, errors
 
@@ -185,7 +175,8 @@ def explain(
     if isinstance(error, errors.GatedRepoError) or status == 403:
         return UnknownModelError(gate(repo))
     if isinstance(error, errors.RevisionNotFoundError):
-        return UnknownModelError(f"{repo} has no revision '{revision or 'main'}': check --revision")
+        named = entry.revision or "main"
+        return UnknownModelError(f"{repo} has no revision '{named}': check --revision")
     if isinstance(error, errors.RepositoryNotFoundError):
         typed = entry.name.partition("@")[0] == repo  # then a folder may have been meant
         return UnknownModelError(
@@ -204,7 +195,7 @@ def explain(
             f"{constants.ENDPOINT} answered {status} for {repo}: try again later"
         )
     if isinstance(cause or error, OSError) and getattr(error, "errno", None):
-        return UnknownModelError(f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error}")
+        return NotFetchedError(f"cannot store {repo} in {constants.HF_HUB_CACHE}: {error}")
     reason = str(cause or error).strip().splitlines() or [""]
     return UnknownModelError(
         f"cannot fetch {repo} from {constants.ENDPOINT} ({type(cause or error).__name__}: "

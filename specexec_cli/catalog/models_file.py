@@ -64,6 +64,26 @@ class ModelEntry:
             return Path(__file__).parents[1] / self.repo.removeprefix(PACKAGE_PREFIX)
         return Path(self.repo).expanduser() if is_path(self.repo) else None
 
+    def at(self, revision: str) -> ModelEntry:
+        """The same repository at another branch, tag or commit.
+
+        Its weights may be quantized another way: nothing that tells of them carries over.
+
+        Raises:
+            ConfigError: a local folder.
+        """
+        if self.folder is not None:
+            raise ConfigError(f"--revision is for hub ids, but '{self.name}' is a local folder")
+        if revision == self.revision:
+            return self
+        return ModelEntry(
+            name=self.name,
+            repo=self.repo,
+            revision=revision,
+            tokenizer=self.tokenizer,
+            gated=self.gated,
+        )
+
     @property
     def size_bytes(self) -> int | None:
         """Bytes of the weights: of the files in a folder, else computed; None if not known.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from platformdirs import user_config_path
@@ -86,14 +86,7 @@ class Registry:
             return ModelEntry(name=reference, repo=repo, revision=revision or None)
         if revision in ("", known.revision):
             return known
-        # another branch may be quantized another way: only the repository's identity carries over
-        return ModelEntry(
-            name=reference,
-            repo=repo,
-            revision=revision,
-            tokenizer=known.tokenizer,
-            gated=known.gated,
-        )
+        return replace(known.at(revision), name=reference)
 
     def pair_for_target(self, reference: str) -> PairEntry | None:
         """The first pair whose target is the model that `reference` stands for."""

@@ -111,7 +111,4 @@ def _drafts(request: Request) -> Iterator[Change]:
 
 
 def _pair(request: Request) -> ChosenPair:
-    return choose_pair(
-        load_registry(request.models_file), pair=request.pair, target=request.target,
-        draft=request.draft, method=request.method,
-    )  # fmt: skip
+    return choose_pair(load_registry(request.models_file), request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
 from specexec_cli.catalog.models_file import ModelEntry
@@ -20,14 +19,8 @@ def models_of(request: Request) -> list[ModelEntry]:
     Raises:
         UnknownModelError, ConfigError: see choose_pair.
     """
-    pair = choose_pair(
-        load_registry(request.models_file), pair=request.pair, target=request.target,
-        draft=request.draft, method=request.method,
-    )  # fmt: skip
-    target = pair.target
-    if request.revision is not None:
-        target = replace(target, revision=request.revision)
-    return [target, pair.draft] if pair.draft is not None else [target]
+    pair = choose_pair(load_registry(request.models_file), request)
+    return [pair.target, pair.draft] if pair.draft is not None else [pair.target]
 
 
 def to_fetch(request: Request) -> list[Download]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
-from specexec_cli.config import Method, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.planning.request import Request
 
 _TIMES_SMALLER = 8  # than its target, a draft model should be
 
@@ -22,17 +23,16 @@ class ChosenPair:
     tree: TreeConfig  # recommended
 
 
-def choose_pair(
-    registry: Registry, *, pair: str | None, target: str | None, draft: str | None, method: Method
-) -> ChosenPair:
-    """Resolves references to a target and, where the method needs one, a draft model.
+def choose_pair(registry: Registry, request: Request) -> ChosenPair:
+    """Resolves a request's names to a target and, where the method needs one, a draft model.
 
     A target that no pair names takes the best draft model of its tokenizer.
 
     Raises:
         UnknownModelError: a name is not known, or no draft is known for the target.
-        ConfigError: contradicting options.
+        ConfigError: contradicting options, or a revision of a folder.
     """
+    pair, target, draft = request.pair, request.target, request.draft
     if pair is not None and target is not None:
         raise ConfigError("--pair and --target exclude each other: a pair names its target")
     known: PairEntry | None
@@ -43,8 +43,10 @@ def choose_pair(
         known = registry.pair_for_target(target)
         name = known.name if known is not None and draft is None else target
     target_entry = registry.resolve(target)
+    if request.revision is not None:
+        target_entry = target_entry.at(request.revision)
     tree = known.tree if known is not None else TreeConfig()
-    if method == "autoregressive":
+    if request.method == "autoregressive":
         return ChosenPair(name, target_entry, None, tree)
     if draft is None:
         if known is None:

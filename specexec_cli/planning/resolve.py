@@ -134,22 +134,19 @@ def resolve(
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
-    pair = choose_pair(
-        load_registry(request.models_file), pair=request.pair, target=request.target,
-        draft=request.draft, method=request.method,
-    )  # fmt: skip
+    pair = choose_pair(load_registry(request.models_file), request)
     tree = request.tree.resolve(pair.tree, request.method)
 
-    def find(entry: ModelEntry, revision: str | None) -> SizedModel:
+    def find(entry: ModelEntry) -> SizedModel:
         if not fetch_weights:
             return sized(entry, request.offline)
-        folder = fetch(entry, revision=revision, offline=request.offline)
+        folder = fetch(entry, offline=request.offline)
         checkpoint = read_checkpoint(folder)
         check(checkpoint)
         return _of_files(entry, checkpoint)
 
-    target = find(pair.target, request.revision)
-    draft = find(pair.draft, None) if pair.draft is not None else None
+    target = find(pair.target)
+    draft = find(pair.draft) if pair.draft is not None else None
     draft_sizes = draft.sizes if draft is not None else None
     dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
     context_tokens = _context_tokens(request, target, count_tokens)

@@ -18,7 +18,7 @@ from huggingface_hub import constants, errors
 
 from specexec_cli.catalog.hub import cached_snapshot, fetch
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.errors import ConfigError, NotFetchedError, SpecexecError, UnknownModelError
 
 ENTRY = ModelEntry(name="org/name", repo="org/name")
 SHA = "a" * 40
@@ -31,7 +31,7 @@ def test_folders_are_returned_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert fetch(entry, offline=True) == tmp_path
     with pytest.raises(ConfigError, match="--revision is for hub ids, but 'mine' is a local"):
-        fetch(entry, revision="v1")
+        entry.at("v1")
 
 
 def test_a_package_folder_is_inside_the_package() -> None:
@@ -63,7 +63,7 @@ def test_revision_and_offline_are_passed_on(
 ) -> None:
     pinned = replace(ENTRY, revision="v1")
     assert fetch(pinned) == tmp_path
-    fetch(pinned, revision="v2", offline=True)
+    fetch(pinned.at("v2"), offline=True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     fetch(ENTRY)
     asked = [(call["repo"], call["revision"], call["local_files_only"]) for call in calls]
@@ -164,9 +164,11 @@ def test_failures_become_one_line(
         raise failure()
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(UnknownModelError) as caught:
+    with pytest.raises(SpecexecError) as caught:
         fetch(ENTRY, offline=offline)
     message = str(caught.value)
+    full = message.startswith("cannot store")
+    assert type(caught.value) is (NotFetchedError if full else UnknownModelError)
     assert "\n" not in message
     for part in parts:
         assert part in message
@@ -218,23 +220,25 @@ def endpoint() -> Iterator[str]:
         yield hub.url
 
 
-def _fetch_elsewhere(endpoint: str, cache: Path, repo: str, **kwargs: object) -> Path | str:
+def _fetch_elsewhere(
+    endpoint: str, cache: Path, repo: str, revision: str | None = None, **kwargs: object
+) -> Path | str:
     """fetch() in a fresh process, which reads endpoint and cache anew; a path or the error."""
     code = (
         "import sys, json\n"
         "from specexec_cli.errors import SpecexecError\n"
         "from specexec_cli.catalog.hub import fetch\n"
         "from specexec_cli.catalog.models_file import ModelEntry\n"
-        "repo, kwargs = json.loads(sys.argv[1])\n"
+        "repo, revision, kwargs = json.loads(sys.argv[1])\n"
         "try:\n"
-        "    print(fetch(ModelEntry(name=repo, repo=repo), **kwargs))\n"
+        "    print(fetch(ModelEntry(name=repo, repo=repo, revision=revision), **kwargs))\n"
         "except SpecexecError as error:\n"
         "    print(type(error).__name__ + ': ' + str(error))\n"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     local = {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_DISABLE_XET": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", code, json.dumps([repo, kwargs])],
+        [sys.executable, "-c", code, json.dumps([repo, revision, kwargs])],
         capture_output=True,
         text=True,
         env={**clean, **local, "NO_PROXY": "127.0.0.1"},
@@ -293,5 +297,6 @@ def test_cached_snapshot_wants_every_shard(tmp_path: Path, monkeypatch: pytest.M
     assert cached_snapshot(replace(ENTRY, revision="refs/pr/5")) == snapshot
     assert cached_snapshot(replace(ENTRY, revision=SHA)) == snapshot
     assert cached_snapshot(replace(ENTRY, revision="refs/pr/6")) is None
-    index.write_text("{")
-    assert cached_snapshot(ENTRY) is None
+    for damage in ("{", "[]", '{"weight_map": []}', '{"weight_map": null}'):
+        index.write_text(damage)
+        assert cached_snapshot(ENTRY) is None

@@ -10,8 +10,10 @@ from huggingface_hub import constants
 from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import complete
-from specexec_cli.errors import UnknownModelError
+from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.planning.fetching import models_of
 from specexec_cli.planning.pair import best_draft, choose_pair
+from specexec_cli.planning.request import Request
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +27,7 @@ def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(own_places: Path) -> None:
     registry = load_registry()
     assert registry.pair_for_target("qwen2.5-7b-instruct") is None
-    found = choose_pair(
-        registry, pair=None, target="qwen2.5-7b-instruct", draft=None, method="specexec"
-    )
+    found = choose_pair(registry, Request(target="qwen2.5-7b-instruct"))
     assert found.draft is not None
     assert found.draft.tokenizer == "qwen2.5"
     assert (found.draft.params or 0) * 8 <= 7_615_616_512
@@ -57,3 +57,20 @@ def test_values_are_completed(own_places: Path, monkeypatch: pytest.MonkeyPatch)
     broken.write_text("[")
     monkeypatch.setattr(registry_module, "user_models_file", lambda: broken)
     assert complete.pair_names("demo") == complete.model_names("demo") == []
+
+
+def test_another_revision_is_another_checkpoint(own_places: Path) -> None:
+    """It may be quantized another way: nothing is planned with what is known of the usual one."""
+    registry = load_registry()
+    usual = choose_pair(registry, Request(target="qwen2.5-7b-instruct"))
+    asked = Request(target="qwen2.5-7b-instruct", revision="gptq-4bit")
+    found = choose_pair(registry, asked)
+    assert found.target.at("gptq-4bit") == found.target
+    assert (found.target.repo, found.target.revision) == (usual.target.repo, "gptq-4bit")
+    assert usual.target.shape
+    assert not found.target.shape
+    assert found.target.size_bytes is None
+    assert found.draft == usual.draft
+    assert models_of(asked) == [found.target, found.draft]
+    with pytest.raises(ConfigError, match="'demo-target' is a local folder"):
+        choose_pair(registry, Request(pair="demo", revision="v1"))
