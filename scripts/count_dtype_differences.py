@@ -3,7 +3,7 @@
     python scripts/count_dtype_differences.py --dtype bfloat16
     python scripts/count_dtype_differences.py --dtype bfloat16 --native
     python scripts/count_dtype_differences.py --dtype bfloat16 --dataset demo,humaneval \
-        --data ../shared/data/prompts --prompts 200 --budget 48
+        --data data/prompts --prompts 200 --budget 48
 
 In float32 SpecExec writes the tokens of plain decoding. In two bytes a row of a pass may round
 differently when the pass has more rows, and where two candidates nearly tie the token is another
@@ -36,7 +36,7 @@ from specexec_cli.bench.runner import encode_prompts
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.errors import SpecexecError
 from specexec_cli.sampling import Sampler, gumbel_noise
-from specexec_cli.session import Session
+from specexec_cli.session import Session, TextSession
 
 MAX_DEPTH = 24  # of the trees, less where the budget is
 
@@ -62,7 +62,7 @@ class Ties:
 
 
 def write(
-    session: Session,
+    session: TextSession,
     prompt: Sequence[int],
     sampling: SamplingConfig,
     max_tokens: int,
@@ -94,7 +94,7 @@ def tree_of(budget: int) -> TreeConfig:
 
 
 def compare(
-    session: Session,
+    session: TextSession,
     name: str,
     prompt: Sequence[int],
     sampling: SamplingConfig,

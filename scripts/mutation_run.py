@@ -54,7 +54,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "verify/accept.py": ("tests/unit/test_accept.py",),
     "verify/masks.py": ("tests/unit/test_masks.py",),
     "drafting/search.py": ("tests/property/test_search.py",),
-    "drafting/policies/cost.py": ("tests/unit/test_policies.py",),
+    "drafting/policies/cost.py": ("tests/unit/test_cost_policy.py", "tests/unit/test_policies.py"),
     "drafting/policies/disco.py": ("tests/unit/test_policies.py",),
     "drafting/policies/fixed.py": ("tests/unit/test_policies.py",),
     "drafting/policies/heuristic.py": ("tests/unit/test_policies.py",),

@@ -68,7 +68,7 @@ class DecoderLayer(nn.Module):
             output = self._chunks(
                 lambda *a, **k: functional_call(self.layer, weights, a, k), hidden, args, kwargs
             )
-            weights.clear()  # no view may outlive the slot
+            weights.clear()  # no view may outlive the buffer
         context.on_layer(self.index)
         return output
 

@@ -183,7 +183,7 @@ class DirectFile:
 
 
 def once(notice: Notice) -> Notice:
-    """`notice`, but the same text is told only once however many files or slots it concerns."""
+    """`notice`, but the same text is told only once however many files or buffers it concerns."""
     told: set[str] = set()
 
     def tell(text: str) -> None:

@@ -1,0 +1,91 @@
+"""The cost policy's trees, one after another, as they were when they were measured to be good.
+
+tests/unit/test_policies.py holds the policy to the best fixed budgets; here every tree of a text is
+pinned, so that no change to the policy goes unseen. Another course may be as good; it is to be
+meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, no_signals, outcome
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
+from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.search import grow_tree
+
+PRIOR = CostModel(base_s=1.0, row_s=1 / 60, knee_rows=60.0, step_s=0.01)
+
+
+def trees(prior: CostModel | None, seconds: Seconds, budget: int = 96) -> list[tuple[int, int]]:
+    """(nodes, draft steps) of 40 iterations; one carries a prompt, a few have little room left."""
+    cost, text = IterationCost(prior), Text([0.79, 0.113, 0.0517], seed=6)
+    policy = Cost(TreeConfig(budget=budget, max_depth=16, batch=8, policy="cost"), cost)
+    found = []
+    for iteration in range(40):
+        text.steps = 0
+        pending = 40 if iteration == 10 else 1
+        room = 3 if iteration % 7 == 0 else 30
+        tree = policy.grow(grow_tree, text.expand, room, no_signals, pending).tree
+        took = seconds(len(tree) + pending, text.steps)
+        step = outcome(tree, text.accepted(tree), 0.01 * text.steps, took)
+        policy.observe(replace(step, pending_rows=pending))
+        found.append((len(tree), text.steps))
+    return found
+
+
+PINNED: dict[str, tuple[CostModel | None, Seconds, list[tuple[int, int]]]] = {
+    "streamed, nothing known": (None, STREAMED, [
+        (39, 4), (12, 10), (60, 10), (91, 11), (59, 10), (59, 10), (59, 10), (36, 3),
+        (59, 10), (59, 10), (20, 10), (59, 11), (59, 10), (59, 10), (36, 3), (30, 11),
+        (59, 10), (59, 10), (59, 10), (59, 10), (59, 10), (36, 3), (59, 10), (59, 10),
+        (59, 10), (59, 10), (59, 10), (59, 10), (36, 3), (59, 10), (59, 10), (71, 11),
+        (59, 10), (59, 10), (59, 10), (36, 3), (59, 10), (59, 10), (59, 10), (59, 10)
+    ]),
+    "streamed, measured before": (PRIOR, STREAMED, [
+        (36, 3), (55, 10), (59, 10), (59, 10), (59, 10), (59, 10), (59, 10), (36, 3),
+        (59, 10), (59, 10), (20, 10), (59, 10), (59, 10), (59, 10), (36, 3), (30, 11),
+        (59, 10), (59, 10), (59, 10), (59, 10), (59, 10), (36, 3), (59, 10), (59, 10),
+        (59, 10), (90, 11), (61, 10), (59, 10), (36, 3), (59, 10), (59, 10), (71, 11),
+        (59, 10), (59, 10), (59, 10), (36, 3), (59, 10), (59, 10), (59, 10), (59, 10)
+    ]),
+    "resident, nothing known": (None, RESIDENT, [
+        (39, 4), (12, 10), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2),
+        (12, 6), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (2, 2), (2, 2), (2, 2), (2, 2),
+        (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2),
+        (2, 2), (4, 3), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2)
+    ]),
+    "steep": (PRIOR, STEEP, [
+        (36, 3), (55, 10), (46, 10), (46, 10), (46, 10), (46, 10), (43, 10), (36, 3),
+        (43, 10), (43, 10), (15, 9), (39, 10), (39, 9), (39, 9), (36, 3), (18, 10),
+        (26, 11), (26, 10), (23, 10), (23, 10), (20, 10), (20, 3), (20, 8), (18, 7), (3, 3),
+        (7, 4), (7, 4), (7, 4), (7, 3), (7, 4), (7, 4), (9, 5), (7, 4), (7, 4), (7, 4),
+        (7, 3), (7, 4), (7, 4), (7, 4), (7, 4)
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PINNED)
+def test_trees_come_as_when_they_were_measured(name: str) -> None:
+    prior, seconds, expected = PINNED[name]
+    assert trees(prior, seconds) == expected
+
+
+def test_a_prior_allows_the_whole_budget_at_once_and_experience_half_as_much_again() -> None:
+    free = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
+    cost, text = IterationCost(free), Text([0.5, 0.4], seed=1)
+    policy = Cost(TreeConfig(budget=200, max_depth=16, batch=32, policy="cost"), cost)
+    first = policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree
+    assert len(first) == 200
+    cost.observe(31, 1, 0.0, 1.0)
+    assert len(policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree) == 46
+    blind = Cost(TreeConfig(budget=200, max_depth=16, batch=32, policy="cost"), IterationCost())
+    sizes = []
+    for _ in range(3):
+        tree = blind.grow(grow_tree, text.expand, 16, no_signals, 1).tree
+        sizes.append(len(tree))
+        blind.observe(outcome(tree, 0, 0.0, 1.0))
+    assert sizes[:2] == [100, 25], "a half and an eighth, to compare"
