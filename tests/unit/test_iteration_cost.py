@@ -42,6 +42,46 @@ def test_a_machine_with_the_prior_s_knee_is_found_exactly(count: int) -> None:
         np.testing.assert_allclose(fields(cost.model), fields(machine), rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_prior_that_is_right_stays_as_it_is(count: int) -> None:
+    dear_steps = CostModel(base_s=0.5, row_s=0.004, knee_rows=20.0, step_s=0.3)
+    found = fed(dear_steps, dear_steps, count).model
+    np.testing.assert_allclose(fields(found), fields(dear_steps), rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_makes_no_knee(seed: int) -> None:
+    cost, rng = IterationCost(), np.random.default_rng(seed)
+    for _ in range(24):
+        rows, steps = int(rng.integers(1, 160)), int(rng.integers(1, 9))
+        exact = 0.3 + 0.01 * rows + 0.02 * steps
+        cost.observe(rows, steps, 0.02 * steps, exact * float(rng.lognormal(0.0, 0.1)))
+    assert cost.model.knee_rows == 0.0
+
+
+def test_nothing_costs_less_than_nothing_nor_a_step_more_than_it_takes() -> None:
+    """Whatever the fit would like: fewer seconds for more rows, none for a pass, dearer steps."""
+    falling, free, dear = IterationCost(), IterationCost(), IterationCost()
+    for rows in range(10, 60, 5):
+        steps = 1 + rows % 4
+        falling.observe(rows, steps, 0.01, 2.0 - 0.01 * rows)
+        free.observe(10, steps, 0.5 * steps, 0.5 * steps - 0.2)
+        dear.observe(rows, steps, 0.01 * steps, 1.0 + 0.1 * steps)
+    assert falling.model.row_s == 0.0
+    assert free.model.base_s == 1e-9
+    assert dear.model.step_s == pytest.approx(0.01)
+
+
+def test_a_level_that_rises_slowly_is_no_change() -> None:
+    """The last ones are told by those before them, not by the first."""
+    cost = steady(5)
+    for rows in (12, 150, 30, 100, 64) * 3:
+        observe(cost, PRIOR, rows, 4, times=1.4)
+    for rows in (12, 150, 30, 100, 64):
+        observe(cost, PRIOR, rows, 4, times=1.9)
+    assert cost.iterations == 25
+
+
 def test_a_machine_without_a_knee_is_found_exactly() -> None:
     machine = CostModel(base_s=0.2, row_s=0.002, knee_rows=0.0, step_s=0.012)
     np.testing.assert_allclose(fields(fed(None, machine, 12).model), fields(machine), atol=1e-9)
@@ -86,6 +126,7 @@ PINNED = {
     ],
     (True, 2): [0.7915153718781996, 0.006126861856704121, 0.0, 0.01606788065349896],
     (True, 4): [0.7233699910358607, 0.005489728192623366, 0.0, 0.03230339306154498],
+    (True, 24): [0.9458655284761972, 0.014572677789161196, 66.41285871144875, 0.006325655183183867],
     (True, 9): [0.6883425621972972, 0.0067952364635078975, 0.0, 0.01690799205368192],
 }
 
@@ -143,9 +184,7 @@ def test_five_in_a_row_to_one_side_are_another_machine(
     observe(cost, PRIOR, 64, 4, times)
     assert cost.iterations == (5 if changed else before + 5)
     if changed:
-        # its rows cost what they did before the run, times what it takes now
-        assert cost.prior is not None
-        np.testing.assert_allclose(fields(cost.prior), fields(PRIOR), rtol=0.25)
+        assert cost.prior == steady(before - 1).model, "the run itself had no part in it"
         np.testing.assert_allclose(cost.seconds(ROWS, 4), times * PRIOR.seconds(ROWS, 4), rtol=0.1)
 
 
