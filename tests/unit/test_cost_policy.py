@@ -89,3 +89,14 @@ def test_a_prior_allows_the_whole_budget_at_once_and_experience_half_as_much_aga
         sizes.append(len(tree))
         blind.observe(outcome(tree, 0, 0.0, 1.0))
     assert sizes[:2] == [100, 25], "a half and an eighth, to compare"
+
+
+def test_trust_is_what_came_over_what_was_expected_and_ten_tokens_of_each() -> None:
+    free = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
+    text = Text([0.5, 0.4], seed=1)
+    policy = Cost(TreeConfig(budget=6, max_depth=2, batch=8, policy="cost"), IterationCost(free))
+    assert policy._trust == 1.0
+    tree = policy.grow(grow_tree, text.expand, 2, no_signals, 1).tree
+    policy.observe(outcome(tree, 2, 0.0, 1.0))
+    # both tokens at both depths: 0.9 of the first, 0.81 of the second
+    assert policy._trust == pytest.approx((0.97 * 10 + 2) / (0.97 * 10 + 1.71))

@@ -72,6 +72,24 @@ def test_nothing_costs_less_than_nothing_nor_a_step_more_than_it_takes() -> None
     assert dear.model.step_s == pytest.approx(0.01)
 
 
+def test_iterations_without_steps_tell_of_rows_alone() -> None:
+    cost = IterationCost()
+    for rows in (10, 20, 30, 40):
+        cost.observe(rows, 0, 0.0, 1.0 + 0.01 * rows)
+    np.testing.assert_allclose(fields(cost.model), [1.0, 0.01, 0.0, 0.0], atol=1e-9)
+
+
+def test_a_step_is_taken_to_cost_what_it_takes_until_the_fit_knows_better() -> None:
+    one = IterationCost(PRIOR)
+    one.observe(8, 1, 0.2, 0.9)
+    assert one.model.step_s == pytest.approx(0.2)
+    cost = IterationCost()
+    for rows, steps in ((10, 0), (20, 1), (30, 0), (40, 1)):
+        cost.observe(rows, steps, 0.1 * steps, 1.0 + 0.01 * rows + 0.05 * steps)
+    # the normal equations, solved: the four iterations, and half an iteration of one step for 0.1 s
+    np.testing.assert_allclose(fields(cost.model), [1.0, 1 / 104, 0.0, 0.9 / 13], atol=1e-9)
+
+
 def test_a_level_that_rises_slowly_is_no_change() -> None:
     """The last ones are told by those before them, not by the first."""
     cost = steady(5)
@@ -178,12 +196,13 @@ def test_five_in_a_row_to_one_side_are_another_machine(
     times: float, before: int, changed: bool
 ) -> None:
     cost = steady(before)
-    for rows in (12, 150, 30, 100):
+    for rows in (12, 700, 30, 100):
         observe(cost, PRIOR, rows, 4, times)
     assert cost.iterations == before + 4
     observe(cost, PRIOR, 64, 4, times)
     assert cost.iterations == (5 if changed else before + 5)
     if changed:
+        assert len(cost.typical) == 5, "of the new machine none is a stall"
         assert cost.prior == steady(before - 1).model, "the run itself had no part in it"
         np.testing.assert_allclose(cost.seconds(ROWS, 4), times * PRIOR.seconds(ROWS, 4), rtol=0.1)
 
@@ -203,6 +222,9 @@ def test_the_last_128_are_remembered_and_the_most_rows_of_all() -> None:
     assert cost.iterations == 128
     assert cost.most_rows == 500
     assert {rows for rows, *_ in cost.typical} == {20}
+    for _ in range(140):  # on another machine
+        observe(cost, PRIOR, 20, 4, times=2.0)
+    assert cost.iterations == 128
 
 
 def test_what_an_earlier_session_saw_is_learned_at_once() -> None:
