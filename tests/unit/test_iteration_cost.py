@@ -82,7 +82,7 @@ def test_iterations_without_steps_tell_of_rows_alone() -> None:
 def test_a_step_is_taken_to_cost_what_it_takes_until_the_fit_knows_better() -> None:
     one = IterationCost(PRIOR)
     one.observe(8, 1, 0.2, 0.9)
-    assert one.model.step_s == pytest.approx(0.2)
+    assert 0.1 < one.model.step_s <= 0.2, "the prior's level takes a part"
     cost = IterationCost()
     for rows, steps in ((10, 0), (20, 1), (30, 0), (40, 1)):
         cost.observe(rows, steps, 0.1 * steps, 1.0 + 0.01 * rows + 0.05 * steps)
@@ -196,10 +196,10 @@ def test_five_in_a_row_to_one_side_are_another_machine(
     times: float, before: int, changed: bool
 ) -> None:
     cost = steady(before)
-    for rows in (12, 700, 30, 100):
+    for rows in (12, 190, 30, 14):
         observe(cost, PRIOR, rows, 4, times)
     assert cost.iterations == before + 4
-    observe(cost, PRIOR, 64, 4, times)
+    observe(cost, PRIOR, 16, 4, times)
     assert cost.iterations == (5 if changed else before + 5)
     if changed:
         assert len(cost.typical) == 5, "of the new machine none is a stall"
