@@ -18,12 +18,14 @@ from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import machine, options
 from specexec_cli.cli.complete import names
+from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
 from specexec_cli.planning.fits import Fit, fits, recommended
 from specexec_cli.planning.speed import figure
 
 app = typer.Typer(
+    cls=PanelGroup,
     help="Models and pairs that have a name: where they would run here, and how fast.",
     no_args_is_help=True,
 )
@@ -44,7 +46,7 @@ _LEGEND = (
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command("list")
+@app.command("list", cls=PanelCommand)
 def list_command(
     models_file: ModelsFile = None,
     ram: machine.Ram = None,
@@ -76,7 +78,7 @@ def list_command(
     typer.echo(f"Your own entries: {user_models_file()}{state}")
 
 
-@app.command("recommend")
+@app.command("recommend", cls=PanelCommand)
 def recommend_command(
     task: Annotated[str, typer.Option(help="chat or code.")] = "chat",
     ram: machine.Ram = None,
@@ -148,7 +150,7 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
     }
 
 
-@app.command("show")
+@app.command("show", cls=PanelCommand)
 def show_command(
     name: Annotated[
         str, typer.Argument(help="Name of a model or of a pair.", autocompletion=names)
