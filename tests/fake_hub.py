@@ -42,6 +42,9 @@ class FakeHub:
     breaks: dict[str, int] = field(default_factory=dict)
     asked: list[tuple[str, str, int]] = field(default_factory=list)  # (method, path, range begin)
     sent: dict[str, int] = field(default_factory=dict)  # body bytes by file
+    under_way: int = 0  # downloads now
+    most_at_once: int = 0
+    counting: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
     def sha(self, repo: str) -> str:
@@ -134,6 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
         self._head(status, len(part), headers)
         if not body:
             return
+        with self.hub.counting:
+            self.hub.under_way += 1
+            self.hub.most_at_once = max(self.hub.most_at_once, self.hub.under_way)
+        try:
+            self._body(name, part)
+        finally:
+            with self.hub.counting:
+                self.hub.under_way -= 1
+
+    def _body(self, name: str, part: bytes) -> None:
         breaks = self.hub.breaks.get(name, 0) > 0
         if breaks:
             self.hub.breaks[name] -= 1

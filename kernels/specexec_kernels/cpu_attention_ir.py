@@ -87,9 +87,11 @@ class Kernel(Emitter):
         def work(unit: Any, _: Any) -> None:
             head = b.udiv(unit, self.arg[Arg.TILES])
             first_row = b.mul(b.urem(unit, self.arg[Arg.TILES]), I64(self.spec.rows))
-            maxima = self.score(unit, head, first_row)
-            self.exponentiate(maxima)
-            self.sum_values(unit, head)
+            masks = self.mask_rows(first_row)
+            end = self.seen_end(masks)
+            maxima = self.score(unit, head, masks, end)
+            self.exponentiate(maxima, end)
+            self.sum_values(unit, head, self.minimum(end, self.arg[Arg.SLOTS]))
 
         units = b.mul(self.arg[Arg.KV_HEADS], self.arg[Arg.TILES])
         self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, 1, work)
@@ -100,17 +102,44 @@ class Kernel(Emitter):
             self.b.add(self.scores, self.b.mul(I64(row), self.arg[Arg.MASK_STRIDE])), slot
         )
 
-    def score(self, unit: Any, head: Any, first_row: Any) -> list[Any]:
-        """Write the tile's scores, minus infinity where a row does not see a slot.
+    def mask_rows(self, first_row: Any) -> list[Any]:
+        """Where in MASK each row of the tile begins."""
+        b, found = self.b, []
+        for m in range(self.spec.rows):
+            row = b.urem(b.add(first_row, I64(m)), self.arg[Arg.PASS_ROWS])
+            found.append(b.mul(row, self.arg[Arg.MASK_STRIDE]))
+        return found
+
+    def seen_end(self, masks: list[Any]) -> Any:
+        """End of the last vector of slots of which any row of the tile sees one.
+
+        Rows of a long prompt see nothing of the rows behind them, and what no row sees would add
+        exactly zero. Every row sees a slot, so the search ends.
+        """
+        b = self.b
+        before = b.block
+        search, found = b.append_basic_block("search"), b.append_basic_block("found")
+        b.branch(search)
+        b.position_at_end(search)
+        end = b.phi(I64)
+        start = b.sub(end, I64(self.lanes))
+        seen_type = ir.IntType(8 * self.lanes)
+        seen = seen_type(0)
+        for row in masks:
+            seen = b.or_(seen, self.load(self.arg[Arg.MASK], b.add(row, start), seen_type, 1))
+        end.add_incoming(self.arg[Arg.MASK_STRIDE], before)
+        end.add_incoming(start, search)
+        b.cbranch(b.icmp_unsigned("==", seen, seen_type(0)), search, found)
+        b.position_at_end(found)
+        return end
+
+    def score(self, unit: Any, head: Any, masks: list[Any], end: Any) -> list[Any]:
+        """Write the tile's scores of slots before `end`, minus infinity for those not seen.
 
         Returns:
             For each row the largest scores, lane by lane.
         """
         b, spec = self.b, self.spec
-        masks = []
-        for m in range(spec.rows):
-            row = b.urem(b.add(first_row, I64(m)), self.arg[Arg.PASS_ROWS])
-            masks.append(b.mul(row, self.arg[Arg.MASK_STRIDE]))
         queries = b.mul(unit, I64(spec.rows * spec.head_dim))
         seen_type = ir.VectorType(ir.IntType(8), spec.lanes)
 
@@ -142,7 +171,7 @@ class Kernel(Emitter):
             return found
 
         nothing = [self.constant(float("-inf"))] * spec.rows
-        return self.loop(I64(0), self.arg[Arg.SLOTS], spec.lanes, nothing, block)
+        return self.loop(I64(0), end, spec.lanes, nothing, block)
 
     def transpose_keys(self, head: Any, slot: Any) -> None:
         """Put the keys of as many slots as there are lanes into the block."""
@@ -165,13 +194,11 @@ class Kernel(Emitter):
 
         self.loop(I64(0), I64(spec.head_dim), spec.lanes, [], dimensions)
 
-    def exponentiate(self, maxima: list[Any]) -> None:
+    def exponentiate(self, maxima: list[Any], end: Any) -> None:
         """Scores to e to the (score - the row's largest)."""
         for m, lanes in enumerate(maxima):
             largest = self.splat(self.largest(lanes), self.lanes)
-            self.loop(
-                I64(0), self.arg[Arg.SLOTS], self.lanes, [], self.exponentiate_row(m, largest)
-            )
+            self.loop(I64(0), end, self.lanes, [], self.exponentiate_row(m, largest))
 
     def exponentiate_row(self, row: int, largest: Any) -> Callable[[Any, list[Any]], list[Any]]:
         """The body of the loop over slots."""
@@ -192,7 +219,7 @@ class Kernel(Emitter):
             found = self.b.select(self.b.fcmp_ordered(">", other, found), other, found)
         return found
 
-    def sum_values(self, unit: Any, head: Any) -> None:
+    def sum_values(self, unit: Any, head: Any, end: Any) -> None:
         """Write the tile's outputs: values weighted by the scores, over the scores' sum."""
         b, spec = self.b, self.spec
         start = b.mul(head, self.arg[Arg.HEAD_STRIDE])
@@ -226,7 +253,7 @@ class Kernel(Emitter):
                 return sums
 
             count = spec.rows * (len(vectors) + counts)
-            sums = self.loop(I64(0), self.arg[Arg.SLOTS], 1, [self.constant(0.0)] * count, slot)
+            sums = self.loop(I64(0), end, 1, [self.constant(0.0)] * count, slot)
             totals = totals or sums[spec.rows * len(vectors) :]
             for m in range(spec.rows):
                 at = b.mul(b.add(b.mul(unit, I64(spec.rows)), I64(m)), I64(spec.head_dim))

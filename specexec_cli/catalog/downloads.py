@@ -2,7 +2,8 @@
 
 All of it is huggingface_hub's own cache: what is fetched here, other programs find there, and the
 other way round. Files that are complete are never fetched twice; of a file that was broken off,
-huggingface_hub goes on within a run and begins anew in the next.
+huggingface_hub goes on within a run and begins anew in the next: since its pull request 4228 every
+run writes into a file of its own name, by http as by Xet, and no option of it goes on in another's.
 """
 
 from __future__ import annotations

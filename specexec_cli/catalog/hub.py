@@ -30,6 +30,9 @@ WANTED_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
 ]
+# Files under way at once. Whatever of them has come is lost where a download is stopped, and
+# huggingface_hub's usual eight may be 40 GB of a large model.
+_AT_ONCE = 2
 # '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
 UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 
@@ -135,6 +138,7 @@ def _download(entry: ModelEntry, offline: bool, bar: type[Any] | None) -> Path:
                 allow_patterns=WANTED_FILES,
                 ignore_patterns=UNWANTED_FILES,
                 local_files_only=offline,
+                max_workers=_AT_ONCE,
                 tqdm_class=bar or silent_bar(),
             )
         )

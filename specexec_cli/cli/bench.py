@@ -13,6 +13,7 @@ import typer
 from specexec_cli.cli import options
 from specexec_cli.cli.bench_grid import GridOptions, numbers, words
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 app = typer.Typer(
+    cls=PanelGroup,
     help="Measure decoding methods against plain decoding on the same prompts.",
     invoke_without_command=True,
 )
@@ -58,10 +60,19 @@ def bench(
     max_tokens: options.MaxTokens = 128,
     baseline_tokens: Annotated[
         int | None,
-        typer.Option(help="Fewer tokens for the baseline, which is slow. Default: as many."),
+        typer.Option(
+            help="Fewer tokens for the baseline, which is slow. Default: as many.",
+            rich_help_panel=ADVANCED,
+        ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Runs of each combination and prompt.")] = 1,
-    warmup: Annotated[int, typer.Option(help="Short unmeasured runs of each combination.")] = 1,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Runs of each combination and prompt.", rich_help_panel=ADVANCED),
+    ] = 1,
+    warmup: Annotated[
+        int,
+        typer.Option(help="Short unmeasured runs of each combination.", rich_help_panel=ADVANCED),
+    ] = 1,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
@@ -165,7 +176,7 @@ def _run(
         bench.measure(runs, lambda row: bar.advance(row["label"]))
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 @options.grouped
 def coverage(
     *,
@@ -213,7 +224,7 @@ def coverage(
               f"{len(skipped)} prompts too long; row in {file.path}")  # fmt: skip
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def report(
     results: Annotated[list[Path], typer.Argument(help="Results files.")],
     output: Output = "table",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from specexec_cli.cli import options
+from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sources import SOURCES
@@ -54,21 +55,21 @@ class GridOptions:
         str,
         typer.Option(
             help="noise, probs: rank draft tokens by the target's own sampling noise, or not.",
-            rich_help_panel=_GRID,
+            rich_help_panel=TREE_LISTS,
         ),
     ] = "noise"
     policy: Annotated[
         str,
         typer.Option(
             help=_POLICY_HELP + ".",
-            rich_help_panel=_GRID,
+            rich_help_panel=TREE_LISTS,
         ),
     ] = "fixed"
     calibration: Annotated[
         str,
         typer.Option(
             help="on, off: draft probabilities corrected by how often tokens were accepted.",
-            rich_help_panel=_GRID,
+            rich_help_panel=TREE_LISTS,
         ),
     ] = "on"
 

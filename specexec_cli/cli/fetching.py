@@ -156,7 +156,11 @@ def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
     except KeyboardInterrupt:
         bar.close()
         if not quiet:
-            print("stopped; whole files are kept, and the same command goes on", file=sys.stderr)
+            print(
+                "stopped: the same command goes on with the files that are whole, and begins those "
+                "anew that were under way",
+                file=sys.stderr,
+            )
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
     finally:
         bar.close()

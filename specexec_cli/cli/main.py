@@ -16,6 +16,7 @@ from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
 from specexec_cli.cli.mends import with_mend
+from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.cli.plan import plan
 from specexec_cli.cli.pull import pull, rm
 from specexec_cli.cli.train_policy import train_policy
@@ -28,19 +29,20 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
     name="specexec",
+    cls=PanelGroup,
     help="Run language models far bigger than your GPU or RAM, without changing their output.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(generate)
-app.command()(chat)
+app.command(cls=PanelCommand)(generate)
+app.command(cls=PanelCommand)(chat)
 app.add_typer(bench.app, name="bench")
-app.command()(train_policy)
-app.command()(plan)
-app.command()(pull)
-app.command()(rm)
-app.command()(doctor)
+app.command(cls=PanelCommand)(train_policy)
+app.command(cls=PanelCommand)(plan)
+app.command(cls=PanelCommand)(pull)
+app.command(cls=PanelCommand)(rm)
+app.command(cls=PanelCommand)(doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")
 

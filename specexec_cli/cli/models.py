@@ -18,12 +18,14 @@ from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import machine, options
 from specexec_cli.cli.complete import names
+from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
 from specexec_cli.planning.fits import Fit, fits, recommended
 from specexec_cli.planning.speed import figure
 
 app = typer.Typer(
+    cls=PanelGroup,
     help="Models and pairs that have a name: where they would run here, and how fast.",
     no_args_is_help=True,
 )
@@ -32,7 +34,8 @@ ModelsFile = Annotated[
     Path | None,
     typer.Option("--models-file", metavar="FILE", help="TOML file whose entries override others."),
 ]
-_WIDE = 190  # columns that hold all that is known of a pair on one line
+_WIDE = 216  # columns that hold all that is known of a pair on one line
+_MIDDLE = 130  # that hold its models too
 _MODEL_COLUMNS = 80  # that hold all that is known of a model
 _LEGEND = (
     "from: where the target's layers are when a pass needs them, at the slowest; no: it does not "
@@ -44,7 +47,7 @@ _LEGEND = (
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-@app.command("list")
+@app.command("list", cls=PanelCommand)
 def list_command(
     models_file: ModelsFile = None,
     ram: machine.Ram = None,
@@ -65,18 +68,17 @@ def list_command(
         }
         typer.echo(json.dumps(content, indent=2))
         return
-    terminal = sys.stdout.isatty()
-    narrow = terminal and shutil.get_terminal_size().columns < _WIDE
-    _print_table([_pair_row(fit, narrow) for fit in found])
+    columns = shutil.get_terminal_size().columns  # 80 in a pipe, unless COLUMNS says otherwise
+    _print_table([_pair_row(fit, columns) for fit in found])
     for line in _LEGEND:
-        typer.echo("\n".join(textwrap.wrap(line, _columns()) if terminal else [line]))
+        typer.echo("\n".join(textwrap.wrap(line, _columns())))
     typer.echo()
-    _print_table([_model_row(model, narrow) for model in registry.models.values()])
+    _print_table([_model_row(model, columns) for model in registry.models.values()])
     state = "" if user_models_file().is_file() else " (not there yet)"
     typer.echo(f"Your own entries: {user_models_file()}{state}")
 
 
-@app.command("recommend")
+@app.command("recommend", cls=PanelCommand)
 def recommend_command(
     task: Annotated[str, typer.Option(help="chat or code.")] = "chat",
     ram: machine.Ram = None,
@@ -148,7 +150,7 @@ def _fit_json(fit: Fit) -> dict[str, Any]:
     }
 
 
-@app.command("show")
+@app.command("show", cls=PanelCommand)
 def show_command(
     name: Annotated[
         str, typer.Argument(help="Name of a model or of a pair.", autocompletion=names)
@@ -208,7 +210,7 @@ def _gigabytes(size: int | None) -> str:
     return f"{size / 1e9:.3g}" if size < 1e11 else f"{size / 1e9:.0f}"
 
 
-def _model_row(model: ModelEntry, narrow: bool) -> dict[str, str]:
+def _model_row(model: ModelEntry, columns: int) -> dict[str, str]:
     row = {
         "model": model.name,
         "params": _billions(model.params),
@@ -217,24 +219,24 @@ def _model_row(model: ModelEntry, narrow: bool) -> dict[str, str]:
         "context": str(model.context or "-"),
         "here": _presence(model),
     }
-    if narrow and shutil.get_terminal_size().columns < _MODEL_COLUMNS:
+    if columns < _MODEL_COLUMNS:
         del row["params"], row["weights"], row["context"]
     return row
 
 
-def _pair_row(fit: Fit, narrow: bool) -> dict[str, str]:
+def _pair_row(fit: Fit, columns: int) -> dict[str, str]:
     pair = fit.pair
-    here = {
+    row = {
+        "pair": pair.name,
         "from": fit.place,
         "tok/s": figure(fit.speed.typical) if fit.speed is not None else "-",
         "fetch GB": _gigabytes(fit.fetch_bytes) + "*" * fit.gated,
     }
-    if narrow:
-        return {"pair": pair.name, **here}
-    return {
-        "pair": pair.name, "target": pair.target, "draft": pair.draft, **here,
-        "budget": str(pair.budget), "depth": str(pair.depth), "source": pair.source,
-    }  # fmt: skip
+    if columns >= _MIDDLE:
+        row |= {"target": pair.target, "draft": pair.draft}
+    if columns >= _WIDE:
+        row |= {"budget": str(pair.budget), "depth": str(pair.depth), "source": pair.source}
+    return row
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
@@ -281,7 +283,8 @@ def _described(content: dict[str, Any]) -> str:
             facts["shape"] = ", ".join(f"{key} {value}" for key, value in shape.items())
         for key, value in facts.items():
             if value not in (None, "", False):
-                lines.append(f"  {key:<13} {'yes' if value is True else value}")
+                fact = f"  {key:<13} {'yes' if value is True else value}"
+                lines += textwrap.wrap(fact, _columns(), subsequent_indent=" " * 16)
         blocks.append("\n".join(lines))
     if content.get("drafts"):
         blocks.append("draft models of this tokenizer: " + ", ".join(content["drafts"]))

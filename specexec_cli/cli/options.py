@@ -16,6 +16,7 @@ from typing import Annotated, Any, cast, get_args, get_type_hints
 import typer
 
 from specexec_cli.cli.complete import among, model_names, pair_names
+from specexec_cli.cli.panels import ADVANCED, DSI, MEMORY, SAMPLING, TREE
 from specexec_cli.config import (
     DraftScoring,
     DsiOptions,
@@ -28,10 +29,7 @@ from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 
-_COMMON, _TREE, _SAMPLING, _MEMORY, _ADVANCED, _DSI, _OUTPUT = (
-    "Common", "Draft tree", "Sampling", "Memory", "Advanced", "Several devices (--method dsi)",
-    "Output",
-)  # fmt: skip
+_COMMON, _OUTPUT = "Common", "Output"
 
 Pair = Annotated[
     str | None,
@@ -65,23 +63,23 @@ MethodName = Annotated[
     str,
     typer.Option(
         help="specexec, autoregressive (a token a pass), dsi. The text is the same.",
-        rich_help_panel=_ADVANCED, autocompletion=among(*get_args(Method)),
+        rich_help_panel=ADVANCED, autocompletion=among(*get_args(Method)),
     ),
 ]  # fmt: skip
 ModelsFile = Annotated[
     Path | None,
-    typer.Option(help="Entries that override models.toml.", rich_help_panel=_ADVANCED),
+    typer.Option(help="Entries that override models.toml.", rich_help_panel=ADVANCED),
 ]
 Revision = Annotated[
     str | None,
-    typer.Option(help="Branch, tag or commit of the target.", rich_help_panel=_ADVANCED),
+    typer.Option(help="Branch, tag or commit of the target.", rich_help_panel=ADVANCED),
 ]
 Tokenizer = Annotated[
     Path | None,
-    typer.Option(help="Folder of a tokenizer, for targets without.", rich_help_panel=_ADVANCED),
+    typer.Option(help="Folder of a tokenizer, for targets without.", rich_help_panel=ADVANCED),
 ]
 Offline = Annotated[
-    bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=_ADVANCED)
+    bool, typer.Option("--offline", help="Use downloaded files only.", rich_help_panel=ADVANCED)
 ]
 # What a chat template adds to a turn, at most, when memory is planned.
 TEMPLATE_TOKENS = 128
@@ -91,26 +89,26 @@ Context = Annotated[
     typer.Option(
         min=64,
         help="Most tokens of the conversation. Default: the window, memory planned for 4096.",
-        rich_help_panel=_MEMORY,
+        rich_help_panel=MEMORY,
     ),
 ]
 Budget = Annotated[
     int | None,
-    typer.Option(help="Most nodes. Default: the pair's.", rich_help_panel=_TREE),
+    typer.Option(help="Most nodes. Default: the pair's.", rich_help_panel=TREE),
 ]
 Depth = Annotated[
     int | None,
-    typer.Option(help="Longest path, in tokens. Default: the pair's.", rich_help_panel=_TREE),
+    typer.Option(help="Longest path, in tokens. Default: the pair's.", rich_help_panel=TREE),
 ]
 Batch = Annotated[
     int | None,
-    typer.Option(help="Nodes expanded at once. Default: the pair's.", rich_help_panel=_TREE),
+    typer.Option(help="Nodes expanded at once. Default: the pair's.", rich_help_panel=TREE),
 ]
 Scoring = Annotated[
     str,
     typer.Option(
         help="Rank draft tokens by the target's sampling noise: noise, or probs.",
-        rich_help_panel=_TREE,
+        rich_help_panel=TREE,
         autocompletion=among(*get_args(DraftScoring)),
     ),
 ]
@@ -121,7 +119,7 @@ PolicyName = Annotated[
         help="How much of the budget each tree uses: "
         + ", ".join(f"{name} ({POLICIES[name].help})" for name in policies_for("specexec"))
         + ". auto is cost, and fixed for other methods than specexec.",
-        rich_help_panel=_TREE,
+        rich_help_panel=TREE,
         autocompletion=among("auto", *policies_for("specexec")),
     ),
 ]
@@ -129,48 +127,48 @@ Calibration = Annotated[
     bool,
     typer.Option(
         help="Correct draft probabilities by what was accepted.",
-        rich_help_panel=_TREE,
+        rich_help_panel=TREE,
     ),
 ]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
 TopP = Annotated[
     float,
-    typer.Option(help="Keep the likeliest tokens of this total.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Keep the likeliest tokens of this total.", rich_help_panel=SAMPLING),
 ]
 TopK = Annotated[
-    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=_SAMPLING)
+    int, typer.Option(help="Keep this many tokens; 0 keeps all.", rich_help_panel=SAMPLING)
 ]
 MinP = Annotated[
     float,
     typer.Option(
-        help="Drop tokens below this share of the likeliest one.", rich_help_panel=_SAMPLING
+        help="Drop tokens below this share of the likeliest one.", rich_help_panel=SAMPLING
     ),
 ]
 RepetitionPenalty = Annotated[
     float,
-    typer.Option(help="Above 1 discourages repeated tokens.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Above 1 discourages repeated tokens.", rich_help_panel=SAMPLING),
 ]
 Seed = Annotated[
     int,
-    typer.Option(help="Same seed, same text.", rich_help_panel=_SAMPLING),
+    typer.Option(help="Same seed, same text.", rich_help_panel=SAMPLING),
 ]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.", rich_help_panel=_COMMON)]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(help="End before this text. May be repeated.", rich_help_panel=_SAMPLING),
+    typer.Option(help="End before this text. May be repeated.", rich_help_panel=SAMPLING),
 ]
 Offload = Annotated[
     str,
     typer.Option(
         help="Where layers stream from: ssd, ram, none (they stay), or auto.",
-        rich_help_panel=_MEMORY,
+        rich_help_panel=MEMORY,
         autocompletion=among(*get_args(OffloadMode)),
     ),
 ]
 Device = Annotated[
     str,
     typer.Option(
-        help="auto, cpu, cuda or cuda:N.", rich_help_panel=_MEMORY,
+        help="auto, cpu, cuda or cuda:N.", rich_help_panel=MEMORY,
         autocompletion=among("auto", "cpu", "cuda"),
     ),
 ]  # fmt: skip
@@ -178,26 +176,26 @@ Dtype = Annotated[
     str,
     typer.Option(
         help="float32, bfloat16, float16, or auto.",
-        rich_help_panel=_MEMORY,
+        rich_help_panel=MEMORY,
         autocompletion=among(*get_args(DtypeName)),
     ),
 ]
 Sp = Annotated[
     str,
-    typer.Option(help="Target servers at once, or auto.", rich_help_panel=_DSI),
+    typer.Option(help="Target servers at once, or auto.", rich_help_panel=DSI),
 ]
 Lookahead = Annotated[
     str,
     typer.Option(
         help="Draft tokens before each verification, or auto.",
-        rich_help_panel=_DSI,
+        rich_help_panel=DSI,
     ),
 ]
 Devices = Annotated[
     str | None,
     typer.Option(
         help="Of the workers, as in cuda:0,cuda:1. Default: every GPU.",
-        rich_help_panel=_DSI,
+        rich_help_panel=DSI,
     ),
 ]
 Ray = Annotated[
@@ -205,7 +203,7 @@ Ray = Annotated[
     typer.Option(
         metavar="ADDRESS",
         help="Run them on a Ray cluster: auto, host:port, or local.",
-        rich_help_panel=_DSI,
+        rich_help_panel=DSI,
     ),
 ]
 Stats = Annotated[

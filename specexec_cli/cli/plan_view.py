@@ -57,7 +57,10 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         right = index and column not in ("where", "from", "layers")
-        table.add_column(column, justify="right" if right else "left", header_style="dim")
+        # a name that is too long goes on in the next line and is not cut off
+        table.add_column(
+            column, justify="right" if right else "left", header_style="dim", overflow="fold"
+        )
     return table
 
 

@@ -37,7 +37,8 @@ def pull(
     """Fetch a pair's two models, or one model, into the hub's cache.
 
     Says first how much there is to fetch and whether it fits this machine. Stopped by Ctrl-C, the
-    same command goes on: files that are complete are not fetched again.
+    same command goes on: files that are complete are not fetched again, and the one or two that
+    were under way begin anew.
     """
     registry = load_registry(models_file)
     entries = _entries(registry, name)

@@ -9,9 +9,11 @@ from typing import Annotated, Any
 
 import typer
 
+from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.errors import ConfigError
 
 app = typer.Typer(
+    cls=PanelGroup,
     help="Predict what speculation over several devices (DSI) or streaming would gain.",
     no_args_is_help=True,
 )
@@ -27,7 +29,7 @@ Seed = Annotated[int, typer.Option(help="Seed of the first text.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, nothing else.")]
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def dsi(
     target_ms: TargetMs,
     draft_ms: DraftMs,
@@ -102,7 +104,7 @@ def dsi(
           f"{tokens} tokens")  # fmt: skip
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def table(repeats: Repeats = 100, seed: Seed = 0, as_json: Json = False) -> None:
     """The ten pairs of the DSI paper: published speedup over SI beside the simulated ones."""
     from specexec_cli.simulate.table import PUBLISHED, WHY, geometric_mean, simulate_row
@@ -139,7 +141,7 @@ def table(repeats: Repeats = 100, seed: Seed = 0, as_json: Json = False) -> None
     print(f"\n{WHY}")
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def heatmap(
     output: Annotated[Path, typer.Option("--output", "-o", help="PNG to write.")] = Path(
         "dsi-heatmap.png"
@@ -168,7 +170,7 @@ def heatmap(
     print(f"written to {output}")
 
 
-@app.command()
+@app.command(cls=PanelCommand)
 def offload(
     target_gb: Annotated[float, typer.Option(help="GB of target weights read per pass.")],
     link_gb_s: Annotated[float, typer.Option(help="GB/s at which weights reach one device.")],

@@ -20,6 +20,7 @@ from specexec_cli.planning.tokens import predicted
 # Where a pair's target would be computed from; no: it does not fit.
 Place = Literal["VRAM", "RAM", "SSD", "no"]
 READING_TOKENS_PER_S = 4.0  # about as fast as text is read
+PATIENT_TOKENS_PER_S = 0.3  # a paragraph in five minutes; nobody waits longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,11 @@ def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
         return []
     fluent = [fit for fit in usable if _speed(fit) >= READING_TOKENS_PER_S]
     best = max(fluent, key=_size) if fluent else max(usable, key=_speed)
-    larger = [fit for fit in usable if _params(fit) > _params(best)]
+    larger = [
+        fit
+        for fit in usable
+        if _params(fit) > _params(best) and _speed(fit) >= PATIENT_TOKENS_PER_S
+    ]
     faster = [fit for fit in usable if _speed(fit) > 1.5 * _speed(best)]
     others = [max(larger, key=_size)] if larger else []
     if faster:

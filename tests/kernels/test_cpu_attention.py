@@ -86,6 +86,22 @@ def test_narrower_vector_registers(lanes: int, monkeypatch: pytest.MonkeyPatch) 
     assert (found.double() - expected).abs().max() <= 1.6e-2
 
 
+@pytest.mark.parametrize("lanes", [4, 8, cpu_jit.lanes()])
+def test_nothing_is_read_behind_what_any_row_of_a_tile_sees(
+    lanes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt's chunks: each row sees the prefix and the rows before it."""
+    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    rows, prefix, slots = 40, 61, 61 + 40 + 2 * lanes
+    queries, keys, values, _ = inputs(torch.float32, 32, 8, 4, rows, slots)
+    mask = torch.arange(slots) <= prefix + torch.arange(rows)[:, None]
+    shown = [part[:, : prefix + rows] for part in (keys, values)]
+    expected = cpu_attention.attend(queries, *shown, mask[:, : prefix + rows])
+    for part in (keys, values):
+        part[:, prefix + rows + lanes :] = torch.nan  # zero times which would be none
+    assert torch.equal(cpu_attention.attend(queries, keys, values, mask), expected)
+
+
 def test_scores_far_apart() -> None:
     """The exponential of what is far below the largest score is zero, of the largest one."""
     queries, keys, values, mask = inputs(torch.float32, 16, 2, 1, 4, 40)

@@ -18,6 +18,7 @@ from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.planning.fits import PATIENT_TOKENS_PER_S
 
 
 @pytest.fixture(autouse=True)
@@ -45,19 +46,28 @@ def run_json(*arguments: str) -> dict[str, Any]:
     return content
 
 
-def test_a_pipe_gets_one_plain_line_per_entry() -> None:
+@pytest.mark.parametrize("columns", [None, 60, 80, 140, 220])
+def test_a_pipe_gets_one_plain_line_per_entry(
+    columns: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wide as a terminal of 80 columns, or of as many as COLUMNS says."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", str(columns))
     output = run("list")
     assert "\x1b" not in output
     lines = output.splitlines()
+    assert all(len(line) <= (columns or 80) for line in lines[:-1])
     registry = load_registry()
     for pair in registry.pairs.values():
-        found = [
-            line for line in lines if re.match(rf"{re.escape(pair.name)} .*{pair.source}", line)
-        ]
-        assert len(found) == 1, pair.name
-        assert pair.target in found[0]
-        assert pair.draft in found[0]
-    assert re.search(r"^llama2-70b-chat-gptq +69\.0B +gptq 4-bit +35\.3 +4096 +no$", output, re.M)
+        found = [line for line in lines if line.startswith(f"{pair.name} ")]
+        assert len(found) == (2 if pair.name in registry.models else 1), pair.name
+        models = found[0].split()[1:]
+        assert (pair.target in models and pair.draft in models) == ((columns or 80) >= 140)
+        assert found[0].endswith(f" {pair.source}") == (columns == 220)
+    shape = r" +69\.0B +gptq 4-bit" if columns != 60 else ""
+    context = " +4096" if columns != 60 else ""
+    assert re.search(rf"^llama2-70b-chat-gptq{shape} +35\.3{context} +no$", output, re.M)
     assert "models.toml (not there yet)" in lines[-1]
 
 
@@ -79,7 +89,7 @@ def test_a_terminal_shows_every_name_whole(tmp_path: Path, columns: int) -> None
     registry = load_registry()
     assert {*registry.pairs, *registry.models} <= starts
     row = next(line for line in lines if line.startswith("llama2-70b-chat-gptq "))
-    assert len(row.split()) == 4
+    assert len(row.split()) == (6 if columns == 140 else 4)  # its models, where there is room
 
 
 def test_json_holds_everything_with_sizes_in_bytes() -> None:
@@ -211,6 +221,20 @@ def test_a_larger_and_a_faster_pair_are_named_beside_the_best() -> None:
     text = run("recommend", "--vram", "12", "--ram", "64")
     assert "Larger: " in text
     assert "Faster: " in text
+
+
+def test_no_larger_pair_is_named_that_nobody_would_wait_for() -> None:
+    """qwen3-235b fits a machine with 20 GB of RAM, and would write a token a minute there."""
+    machine = ("--vram", "0", "--ram", "20", "--ssd", "2GB/s")
+    named = [pair["name"] for pair in run_json("recommend", *machine)["pairs"]]
+    speeds = {
+        pair["name"]: pair["prediction"]["typical"]
+        for pair in run_json("list", *machine)["pairs"]
+        if pair["prediction"]
+    }
+    assert speeds["qwen3-235b-a22b"] < PATIENT_TOKENS_PER_S
+    assert len(named) >= 2
+    assert all(speeds[name] >= PATIENT_TOKENS_PER_S for name in named)
 
 
 def test_nothing_to_recommend_is_an_error_of_ours() -> None:

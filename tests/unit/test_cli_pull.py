@@ -257,12 +257,29 @@ def test_a_bar_while_it_comes_and_ctrl_c(hub: FakeHub, tmp_path: Path) -> None:
     started = time.monotonic()
     terminal.type(CTRL_C)
     terminal.wait("the same command goes on")
+    terminal.wait("begins those anew")
     assert terminal.end() == 130
     assert time.monotonic() - started < 10
     hub.bytes_per_s = None
+    assert not list(cache(tmp_path, "org/big").glob("blobs/*.incomplete"))
+    hub.asked.clear()
     again = specexec(hub, tmp_path, "pull", "couple", "--yes")
     assert again.returncode == 0
     assert " of it here already" in again.stderr
+    begins = [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
+    assert begins
+    assert not any(begins), "huggingface_hub goes on within a file now: say so in pull's help"
+
+
+def test_few_files_come_at_once(hub: FakeHub, tmp_path: Path) -> None:
+    """What has come of a file is lost where a download is stopped."""
+    shard = b"x" * 400_000
+    hub.bytes_per_s = 1e6
+    shards = {f"model-{n}-of-6.safetensors": shard + bytes([n]) for n in range(6)}
+    hub.repos = {"org/big": {"config.json": files("target")["config.json"], **shards}}
+    done = specexec(hub, tmp_path, "pull", "org/big", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert hub.most_at_once == 2
 
 
 def test_an_obstacle_is_a_sentence() -> None:

@@ -1,0 +1,71 @@
+"""Help that fits a screen: what is common first, and nothing that --help-all lacks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from cli_runner import run_cli
+from typer.main import get_command
+
+from specexec_cli.cli.main import app
+
+# every command, with the lines its --help may take at 80 columns
+COMMANDS = {
+    "": 40, "generate": 45, "chat": 50, "train-policy": 45, "plan": 42, "pull": 30, "rm": 30,
+    "doctor": 20, "bench": 60, "bench coverage": 45, "bench report": 30, "models": 20,
+    "models list": 25, "models recommend": 25, "models show": 20, "simulate": 25,
+    "simulate dsi": 40, "simulate heatmap": 30, "simulate table": 20, "simulate offload": 40,
+}  # fmt: skip
+LONG = ("generate", "chat", "train-policy", "plan", "bench")
+
+
+def test_all_commands_are_looked_at() -> None:
+    def below(command: object, path: str) -> set[str]:
+        found = {path}
+        for name, child in getattr(command, "commands", {}).items():
+            found |= below(child, f"{path} {name}".strip())
+        return found
+
+    assert below(get_command(app), "") == set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_and_shows_or_names_every_option(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = get_command(app)
+    for name in command.split():
+        found = found.commands[name]
+    flags = {param.opts[0] for param in found.params if param.opts[0].startswith("--")}
+    for columns in (60, 80, 140):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        shown = run_cli(*command.split(), "--help").out
+        assert flags <= set(re.findall(r"--[a-z-]+", shown))
+        assert all(len(line) <= columns for line in shown.splitlines())
+        if columns == 80:
+            assert len(shown.splitlines()) <= COMMANDS[command]
+
+
+@pytest.mark.parametrize("command", LONG)
+def test_help_all_explains_what_help_names(command: str) -> None:
+    brief, whole = run_cli(command, "--help").out, run_cli(command, "--help-all").out
+    named = brief.partition("More options, which --help-all explains:")[2]
+    assert "--offload" in named
+    assert "Where layers stream from" not in brief
+    assert "Where layers stream from" in whole
+    assert "More options" not in whole
+
+
+def test_help_of_options_shows_what_a_revision_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in ("60", "80", "140"):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert "org/name@revision" in run_cli("generate", "--help").out
+
+
+def test_paragraphs_wrap_at_the_screen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = run_cli("chat", "--help").out
+    assert any(
+        "Replies go to stdout" in line and "the exit code is" in line for line in shown.splitlines()
+    )
