@@ -26,6 +26,9 @@ _MULTIPLY = {
     torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
     torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
 }
+# A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
+# bits are a page of it (docs/experiments.md).
+_MOST_STRIPS_AT_ONCE = 16
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -103,6 +106,13 @@ def launcher() -> Launcher:
     parallel.argtypes = [Kernel, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return lambda kernel, address, threads: parallel(kernel, address, threads, 0)
+
+
+def strips_at_once(strips: int) -> int:
+    """How many strips a thread claims: few enough that all threads have equal shares."""
+    threads = torch.get_num_threads()
+    rounds = -(-strips // (_MOST_STRIPS_AT_ONCE * threads))
+    return max(-(-strips // (rounds * threads)), 1) if strips else 1
 
 
 def run(kernel: Any, address: int, tiles: int) -> None:
