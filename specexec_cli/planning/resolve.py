@@ -183,6 +183,9 @@ def resolve(
     settings = dict(site.settings)
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
+        # small models spend their time between the products, and plain decoding sizes no trees
+        if draft is not None and target.sizes.total >= _SMALL_MODEL_BYTES:
+            site = site.calibrated(dtype, target.sizes.packed_bits)
         plan = placed(work, settings)
     return Decision(
         pair=replace(pair, tree=tree),
