@@ -63,7 +63,10 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     if isinstance(weight, PackedWeight):
         return _packed(x, weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    spec = StoredSpec(chunk_rows(rows), 2)
+    few = rows <= _MANY[-1]
+    spec = StoredSpec(chunk_rows(rows), 1 if few else 2, few)
+    strips = outputs // spec.strip
+    at_once = cpu_jit.strips_at_once(strips) if few else 1
     packed = _arrange(x, spec.rows, 2)
     out = torch.empty(packed.shape[0] * spec.rows, outputs)
     values = {
@@ -76,11 +79,11 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
         StoredArg.UNITS: inputs // (2 * LANES),
         StoredArg.X_BLOCKS: packed.shape[1],
         StoredArg.FIRST_STRIP: 0,
-        StoredArg.END_STRIP: outputs // spec.strip,
-        StoredArg.STRIPS_AT_ONCE: 1,
+        StoredArg.END_STRIP: strips,
+        StoredArg.STRIPS_AT_ONCE: at_once,
     }
     args = torch.tensor([values[arg] for arg in StoredArg], dtype=torch.int64)
-    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), outputs // spec.strip)
+    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), -(-strips // at_once))
     return out[:rows]
 
 

@@ -33,6 +33,7 @@ LANES = 16  # every CPU with the instruction has registers of 512 bits
 X_PAIRS = 16  # pairs of one row of X that lie side by side
 STORED_BLOCK = 256  # inputs; with a strip of 32 outputs 16 KiB, half of the smallest L1 cache
 UNROLL = 4  # pairs per turn of the multiplying loop
+AHEAD = 8  # units of stored weights that are asked for before they are multiplied
 
 
 class StoredArg(IntEnum):
@@ -56,7 +57,8 @@ class StoredSpec:
     """What a StoredDot is compiled for."""
 
     rows: int  # of a chunk
-    vectors: int  # of outputs in a strip
+    vectors: int  # of outputs in a strip; few: 1
+    few: bool  # one chunk, multiplied from the registers
 
     @property
     def strip(self) -> int:
@@ -117,19 +119,18 @@ class Products(Emitter):
         """Ask for a part of the block that begins with unit `last`, at pair `pair` of a chunk."""
 
     def emit(self) -> None:
-        """Claim tiles of strips until none is left; go through a tile block by block."""
-
-        def work(start: Any, stop: Any) -> None:
-            def block(first: Any, _: list[Any]) -> list[Any]:
-                last = self.minimum(self.b.add(first, I64(self.block_units)), self.units)
-                return self.loop(
-                    start, stop, 1, [], lambda strip, _: self.strip_block(strip, first, last)
-                )
-
-            self.loop(I64(0), self.units, self.block_units, [], block)
-
+        """Claim tiles of strips until none is left."""
         base = self.b.ptrtoint(self.b.function.args[0], I64)
-        self.claim_strips(self.ptr(base, I64(0), 8), *self.claims, work)
+        self.claim_strips(self.ptr(base, I64(0), 8), *self.claims, self.tile)
+
+    def tile(self, start: Any, stop: Any) -> None:
+        """Strips start..stop, in the order in which their weights lie in memory."""
+        raise NotImplementedError
+
+    def block_of(self, strip: Any, first: Any) -> list[Any]:
+        """The block of a strip that begins with unit `first`."""
+        last = self.minimum(self.b.add(first, I64(self.block_units)), self.units)
+        return self.strip_block(strip, first, last)
 
     def strip_block(self, strip: Any, first: Any, last: Any) -> list[Any]:
         """One block of a strip, multiplied with every row."""
@@ -223,10 +224,35 @@ class StoredDot(Products):
         base = self.b.ptrtoint(function.args[0], I64)
         self.arg = {arg: self.load(base, I64(arg), I64, 8) for arg in StoredArg}
         self.begin(self.arg, StoredArg)
-        self.reserve_block()
+        if not spec.few:
+            self.reserve_block()
         per_chunk = spec.strip * UNROLL // LANES  # cache lines of a block for each turn of a chunk
         up = self.b.add(self.chunks, I64(per_chunk - 1))
         self.lines_per_turn = self.b.udiv(up, self.chunks)
+
+    def tile(self, start: Any, stop: Any) -> None:
+        def strip(number: Any, _: list[Any]) -> list[Any]:
+            return self.loop(
+                I64(0), self.units, self.block_units, [], lambda u, _: self.block_of(number, u)
+            )
+
+        self.loop(start, stop, 1, [], strip)
+
+    def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
+        b = self.b
+        words = b.mul(self.units, I64(LANES))  # of one output
+        output, local = b.mul(strip, I64(LANES)), b.mul(unit, I64(LANES))
+        # at the end of its output's weights the next strip's begin
+        later = b.add(unit, I64(AHEAD))
+        is_next = b.icmp_signed(">=", later, self.units)
+        skipped = b.select(is_next, b.mul(words, I64(LANES - 1)), I64(0))
+        rows = []
+        for lane in range(LANES):
+            at = b.add(b.mul(b.add(output, I64(lane)), words), local)
+            self.prefetch(self.arg[StoredArg.WEIGHT], b.add(b.add(at, skipped), I64(AHEAD * LANES)))
+            rows.append(self.load(self.arg[StoredArg.WEIGHT], at, self.words))
+        for word in self.transpose(rows):
+            yield [word]
 
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         b, strip_outputs = self.b, self.spec.strip
@@ -291,6 +317,12 @@ class PackedDot(Products, Unpacker):
         self._permute = ir.Function(
             self.b.function.module, permute, "llvm.x86.avx512.permvar.hi.512"
         )
+
+    def tile(self, start: Any, stop: Any) -> None:
+        def block(first: Any, _: list[Any]) -> list[Any]:
+            return self.loop(start, stop, 1, [], lambda strip, _: self.block_of(strip, first))
+
+        self.loop(I64(0), self.units, self.block_units, [], block)
 
     def begin_block(self, strip: Any, first: Any) -> None:
         """Scale and zero point of each vector of outputs; a block lies in one group."""
