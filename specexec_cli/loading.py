@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from platform import node
 
 import torch
 from specexec_kernels import dispatch
@@ -17,14 +17,16 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.device import format_bytes, free_ram_bytes
 from specexec_cli.errors import ConfigError
+from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
 from specexec_cli.planning.pair import ChosenPair
 from specexec_cli.planning.probe import probe_link, probe_ssd
-from specexec_cli.planning.rates import load_rates, rates_file
+from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site, known_rates
@@ -185,7 +187,7 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
         torch.cuda.empty_cache()  # what an earlier session left
         free = [torch.cuda.mem_get_info(each)[0] for each in devices]
         vram_bytes = min(free) // -(-copies // len(devices))
-    rates = load_rates(rates_file(), node())
+    rates = load_rates(rates_file())
     return Site(
         device=str(device),
         settings={
@@ -196,7 +198,16 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
         flops=(rates and rates.flops) or {},
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         measure=lambda target, plan: _measured(target, plan, device),
+        calibrate=_calibrate if device.type == "cpu" else None,
     )
+
+
+def _calibrate(dtype: str, packed_bits: int) -> FlopsByRows:
+    """Measures one kind of arithmetic on this CPU, and keeps the result for later runs."""
+    points = probe_arithmetic(dtype, packed_bits)
+    with suppress(OSError):  # a cache: what cannot be kept is measured again
+        keep_flops(rates_file(), arithmetic_name(dtype, packed_bits), points)
+    return points
 
 
 def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[str, Setting]:

@@ -63,7 +63,7 @@ class Kernel(Emitter):
             self.loop(first, last, self.lanes, [], self.element)
 
         counter = self.ptr(self.base, I64(Arg.COUNTER), 8)
-        self.claim_strips(counter, I64(0), self.arg[Arg.BLOCKS], 1, work)
+        self.claim_strips(counter, I64(0), self.arg[Arg.BLOCKS], I64(1), work)
 
     def element(self, at: Any, _: list[Any]) -> list[Any]:
         """Elements at..at + lanes."""

@@ -94,7 +94,7 @@ class Kernel(Emitter):
             self.sum_values(unit, head, self.minimum(end, self.arg[Arg.SLOTS]))
 
         units = b.mul(self.arg[Arg.KV_HEADS], self.arg[Arg.TILES])
-        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, 1, work)
+        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, I64(1), work)
 
     def score_at(self, row: int, slot: Any) -> Any:
         """Element of SCORES."""

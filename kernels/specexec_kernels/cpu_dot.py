@@ -23,6 +23,7 @@ from specexec_kernels.cpu_dot_ir import (
     build_packed,
     build_stored,
 )
+from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec
 from specexec_kernels.packing import PackedWeight
 
@@ -62,7 +63,10 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     if isinstance(weight, PackedWeight):
         return _packed(x, weight)
     (rows, inputs), outputs = x.shape, weight.shape[0]
-    spec = StoredSpec(chunk_rows(rows), 2)
+    few = rows <= _MANY[-1]
+    spec = StoredSpec(chunk_rows(rows), 1 if few else 2, few)
+    strips = outputs // spec.strip
+    at_once = cpu_jit.strips_at_once(strips) if few else 1
     packed = _arrange(x, spec.rows, 2)
     out = torch.empty(packed.shape[0] * spec.rows, outputs)
     values = {
@@ -75,10 +79,11 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
         StoredArg.UNITS: inputs // (2 * LANES),
         StoredArg.X_BLOCKS: packed.shape[1],
         StoredArg.FIRST_STRIP: 0,
-        StoredArg.END_STRIP: outputs // spec.strip,
+        StoredArg.END_STRIP: strips,
+        StoredArg.STRIPS_AT_ONCE: at_once,
     }
     args = torch.tensor([values[arg] for arg in StoredArg], dtype=torch.int64)
-    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), outputs // spec.strip)
+    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), -(-strips // at_once))
     return out[:rows]
 
 
@@ -87,9 +92,12 @@ def _packed(x: Tensor, weight: PackedWeight) -> Tensor:
     packed = _arrange(x, spec.rows, spec.unit_codes)
     strips = cpu_quant.strip_count(spec, weight)
     out = torch.empty(packed.shape[0] * spec.rows, strips * spec.strip)
-    cpu_quant.run(
-        spec, weight, out, range(strips), x=packed, kernel=_packed_kernel(spec, _block(weight))
-    )
+    own = {
+        PackedArg.X_BLOCKS: packed.shape[1],
+        PackedArg.GROUP_UNITS: weight.group_size // spec.unit_codes,
+    }
+    kernel = _packed_kernel(spec, _block(weight))
+    cpu_quant.call(kernel, spec, weight, out, range(strips), packed, own)
     return cpu_quant.in_order(out[: x.shape[0]], spec, weight)
 
 
@@ -138,9 +146,10 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
     chunks, blocks = max(-(-rows // size), 1), -(-inputs // width)
     if chunks * size != rows or blocks * width != inputs:
         x = torch.nn.functional.pad(x, (0, blocks * width - inputs, 0, chunks * size - rows))
-    if unit > 2:
-        x = x.reshape(chunks * size, -1, 2, unit // 2).transpose(2, 3)
-    return x.reshape(chunks, size, blocks, width).transpose(1, 2).contiguous()
+    runs = x.reshape(chunks, size, blocks, width // unit, 2, unit // 2)
+    packed = torch.empty(chunks, blocks, size, width // unit, unit // 2, 2, dtype=x.dtype)
+    packed.copy_(runs.permute(0, 2, 1, 3, 5, 4))
+    return packed.view(chunks, blocks, size, width)
 
 
 @cache

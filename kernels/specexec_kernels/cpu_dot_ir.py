@@ -33,6 +33,7 @@ LANES = 16  # every CPU with the instruction has registers of 512 bits
 X_PAIRS = 16  # pairs of one row of X that lie side by side
 STORED_BLOCK = 256  # inputs; with a strip of 32 outputs 16 KiB, half of the smallest L1 cache
 UNROLL = 4  # pairs per turn of the multiplying loop
+AHEAD = 8  # units of stored weights that are asked for before they are multiplied
 
 
 class StoredArg(IntEnum):
@@ -48,6 +49,7 @@ class StoredArg(IntEnum):
     X_BLOCKS = auto()
     FIRST_STRIP = auto()
     END_STRIP = auto()
+    STRIPS_AT_ONCE = auto()  # of one claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class StoredSpec:
     """What a StoredDot is compiled for."""
 
     rows: int  # of a chunk
-    vectors: int  # of outputs in a strip
+    vectors: int  # of outputs in a strip; few: 1
+    few: bool  # one chunk, multiplied from the registers
 
     @property
     def strip(self) -> int:
@@ -70,21 +73,19 @@ class Products(Emitter):
         units: the inputs, in the form's units.
         unit_pairs: pairs of one unit; divides X_PAIRS.
         block_units: units of a block.
-        strips_at_once: strips of one claim.
     """
 
     spec: Any
     units: Any
     unit_pairs: int
     block_units: int
-    strips_at_once: int
 
     def begin(self, arg: Any, names: Any) -> None:
         """Take the common arguments and set the instruction and the block's memory up."""
         self.x, self.out = arg[names.X], arg[names.OUT]
         self.chunks, self.x_blocks = arg[names.CHUNKS], arg[names.X_BLOCKS]
         self.out_stride, self.units = arg[names.OUT_STRIDE], arg[names.UNITS]
-        self.ends = arg[names.FIRST_STRIP], arg[names.END_STRIP]
+        self.claims = arg[names.FIRST_STRIP], arg[names.END_STRIP], arg[names.STRIPS_AT_ONCE]
         self.pairs = ir.VectorType(Bfloat(), 2 * LANES)
         self.shorts = ir.VectorType(I16, 2 * LANES)
         module = self.b.function.module
@@ -99,51 +100,48 @@ class Products(Emitter):
         array.align = 64
         self.block = self.b.ptrtoint(array, I64)
 
-    def prepare_strip(self, strip: Any, _: list[Any]) -> list[Any]:
-        """What is made once for all blocks of a strip."""
-        return []
+    def begin_block(self, strip: Any, first: Any) -> None:
+        """Read what all of a block needs, which begins with unit `first`."""
 
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         """Put the pairs of units first..last into the block."""
         raise NotImplementedError
 
-    def unit_words(self, unit: Any, strip: Any, first: Any) -> Iterator[list[Any]]:
+    def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
         """For each pair of a unit one vector of pairs (as int32 lanes) per vector of the strip."""
         raise NotImplementedError
 
-    def add_block(self, before: Any, sums: Any, strip: Any, first: Any, vector: int) -> Any:
-        """What OUT is after a block that begins with unit `first`."""
+    def add_block(self, before: Any, sums: Any, vector: int) -> Any:
+        """What OUT is after a block, in one vector of the strip."""
         raise NotImplementedError
 
     def fetch_ahead(self, strip: Any, last: Any, chunk: Any, pair: Any) -> None:
         """Ask for a part of the block that begins with unit `last`, at pair `pair` of a chunk."""
 
     def emit(self) -> None:
-        """Claim tiles of strips until none is left; go through a tile block by block."""
-
-        def work(start: Any, stop: Any) -> None:
-            self.loop(start, stop, 1, [], self.prepare_strip)
-
-            def block(first: Any, _: list[Any]) -> list[Any]:
-                last = self.minimum(self.b.add(first, I64(self.block_units)), self.units)
-                return self.loop(
-                    start, stop, 1, [], lambda strip, _: self.strip_block(strip, first, last)
-                )
-
-            self.loop(I64(0), self.units, self.block_units, [], block)
-
+        """Claim tiles of strips until none is left."""
         base = self.b.ptrtoint(self.b.function.args[0], I64)
-        self.claim_strips(self.ptr(base, I64(0), 8), *self.ends, self.strips_at_once, work)
+        self.claim_strips(self.ptr(base, I64(0), 8), *self.claims, self.tile)
+
+    def tile(self, start: Any, stop: Any) -> None:
+        """Strips start..stop, in the order in which their weights lie in memory."""
+        raise NotImplementedError
+
+    def block_of(self, strip: Any, first: Any) -> list[Any]:
+        """The block of a strip that begins with unit `first`."""
+        last = self.minimum(self.b.add(first, I64(self.block_units)), self.units)
+        return self.strip_block(strip, first, last)
 
     def strip_block(self, strip: Any, first: Any, last: Any) -> list[Any]:
         """One block of a strip, multiplied with every row."""
         b = self.b
+        self.begin_block(strip, first)
         zeros = [ir.Constant(self.vector, [0.0] * LANES)] * (self.spec.rows * self.spec.vectors)
         if self.block is None:
 
             def unit(u: Any, sums: list[Any]) -> list[Any]:
                 pair = b.mul(u, I64(self.unit_pairs))
-                for j, words in enumerate(self.unit_words(u, strip, first)):
+                for j, words in enumerate(self.unit_words(u, strip)):
                     sums = self.multiply(I64(0), pair, j, words, sums)
                 return sums
 
@@ -210,7 +208,7 @@ class Products(Emitter):
             for v in range(spec.vectors):
                 place = b.add(at, I64(v * LANES))
                 before = b.select(is_first, nothing, self.load(self.out, place, self.vector))
-                after = self.add_block(before, sums[m * spec.vectors + v], strip, first, v)
+                after = self.add_block(before, sums[m * spec.vectors + v], v)
                 self.store(after, self.out, place)
 
 
@@ -219,7 +217,6 @@ class StoredDot(Products):
 
     unit_pairs = LANES
     block_units = STORED_BLOCK // (2 * LANES)
-    strips_at_once = 1
 
     def __init__(self, spec: StoredSpec, function: ir.Function) -> None:
         super().__init__(ir.IRBuilder(function.append_basic_block("entry")), LANES)
@@ -227,10 +224,35 @@ class StoredDot(Products):
         base = self.b.ptrtoint(function.args[0], I64)
         self.arg = {arg: self.load(base, I64(arg), I64, 8) for arg in StoredArg}
         self.begin(self.arg, StoredArg)
-        self.reserve_block()
+        if not spec.few:
+            self.reserve_block()
         per_chunk = spec.strip * UNROLL // LANES  # cache lines of a block for each turn of a chunk
         up = self.b.add(self.chunks, I64(per_chunk - 1))
         self.lines_per_turn = self.b.udiv(up, self.chunks)
+
+    def tile(self, start: Any, stop: Any) -> None:
+        def strip(number: Any, _: list[Any]) -> list[Any]:
+            return self.loop(
+                I64(0), self.units, self.block_units, [], lambda u, _: self.block_of(number, u)
+            )
+
+        self.loop(start, stop, 1, [], strip)
+
+    def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
+        b = self.b
+        words = b.mul(self.units, I64(LANES))  # of one output
+        output, local = b.mul(strip, I64(LANES)), b.mul(unit, I64(LANES))
+        # at the end of its output's weights the next strip's begin
+        later = b.add(unit, I64(AHEAD))
+        is_next = b.icmp_signed(">=", later, self.units)
+        skipped = b.select(is_next, b.mul(words, I64(LANES - 1)), I64(0))
+        rows = []
+        for lane in range(LANES):
+            at = b.add(b.mul(b.add(output, I64(lane)), words), local)
+            self.prefetch(self.arg[StoredArg.WEIGHT], b.add(b.add(at, skipped), I64(AHEAD * LANES)))
+            rows.append(self.load(self.arg[StoredArg.WEIGHT], at, self.words))
+        for word in self.transpose(rows):
+            yield [word]
 
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         b, strip_outputs = self.b, self.spec.strip
@@ -255,7 +277,7 @@ class StoredDot(Products):
 
         self.loop(first, last, 1, [], unit)
 
-    def add_block(self, before: Any, sums: Any, strip: Any, first: Any, vector: int) -> Any:
+    def add_block(self, before: Any, sums: Any, vector: int) -> Any:
         return self.b.fadd(before, sums)
 
     def fetch_ahead(self, strip: Any, last: Any, chunk: Any, pair: Any) -> None:
@@ -283,8 +305,6 @@ class StoredDot(Products):
 class PackedDot(Products, Unpacker):
     """Packed weights of 2, 3, 4 and 8 bits; groups are whole runs of inputs."""
 
-    strips_at_once = 4
-
     def __init__(self, spec: KernelSpec, block: int, function: ir.Function) -> None:
         """With `block` inputs to a block: a group, or a part of one that divides it."""
         Unpacker.__init__(self, spec, function)
@@ -298,38 +318,56 @@ class PackedDot(Products, Unpacker):
             self.b.function.module, permute, "llvm.x86.avx512.permvar.hi.512"
         )
 
-    def prepare_strip(self, strip: Any, _: list[Any]) -> list[Any]:
-        return Unpacker.prepare_strip(self, strip, _)
+    def tile(self, start: Any, stop: Any) -> None:
+        def block(first: Any, _: list[Any]) -> list[Any]:
+            return self.loop(start, stop, 1, [], lambda strip, _: self.block_of(strip, first))
 
-    def group_constant(self, scale: Any, zero: Any) -> Any:
-        """The zero point in both halves of a lane."""
-        both = self.b.or_(zero, self.b.shl(zero, self.ints([16] * zero.type.count)))
-        return self.b.bitcast(both, scale.type)
+        self.loop(I64(0), self.units, self.block_units, [], block)
+
+    def begin_block(self, strip: Any, first: Any) -> None:
+        """Scale and zero point of each vector of outputs; a block lies in one group."""
+        spec, column = self.spec, self.column(strip)
+        group = self.b.sdiv(first, self.arg[PackedArg.GROUP_UNITS])
+        if spec.awq:
+            pairs = self.awq_group(group, *column)
+        else:
+            both = self.gptq_group(group, column[0])
+            pairs = [(self.part(both[0], v), self.part(both[1], v)) for v in range(spec.vectors)]
+        self.scales = [scale for scale, _ in pairs]
+        self.zeros = [self.in_both_halves(zero) for _, zero in pairs]
+
+    def part(self, wide: Any, vector: int) -> Any:
+        """One vector of a strip that lies in one wide vector."""
+        lanes = self.ints(list(range(vector * LANES, (vector + 1) * LANES)))
+        return self.b.shuffle_vector(wide, ir.Constant(wide.type, ir.Undefined), lanes)
+
+    def in_both_halves(self, zero: Any) -> Any:
+        """Zero points of each lane's two codes."""
+        b = self.b
+        return b.bitcast(b.or_(zero, b.shl(zero, self.ints([16] * LANES))), self.shorts)
 
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         b, spec = self.b, self.spec
 
         def unit(u: Any, _: list[Any]) -> list[Any]:
             at = b.mul(b.sub(u, first), I64(self.unit_pairs * spec.strip))
-            for j, words in enumerate(self.unit_words(u, strip, first)):
+            for j, words in enumerate(self.unit_words(u, strip)):
                 for v, word in enumerate(words):
                     self.store(word, self.block, b.add(at, I64(j * spec.strip + v * LANES)))
             return []
 
         self.loop(first, last, 1, [], unit)
 
-    def unit_words(self, unit: Any, strip: Any, first: Any) -> Iterator[list[Any]]:
-        spec = self.spec
+    def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
         words = self.load_words(unit, *self.column(strip))
-        zeros = [self.b.bitcast(pair[1], self.shorts) for pair in self.scale_pairs(first, strip)]
         for j in range(self.unit_pairs):
-            yield [self.pair(words, j, v, zeros[v]) for v in range(spec.vectors)]
+            yield [self.pair(words, j, v) for v in range(self.spec.vectors)]
 
-    def pair(self, words: list[list[Any]], j: int, v: int, zeros: Any) -> Any:
+    def pair(self, words: list[list[Any]], j: int, v: int) -> Any:
         """Codes j and j + unit_pairs less their zero points, as a pair of bfloat16."""
         b, bits = self.b, self.spec.bits
         codes = self.code_pair(words, j, v)
-        differences = b.sub(b.bitcast(codes, self.shorts), zeros)
+        differences = b.sub(b.bitcast(codes, self.shorts), self.zeros[v])
         if bits <= 4:  # from -16 to 15: five bits that choose from 32 values
             table = ir.Constant(self.shorts, [_bfloat_bits(_signed(i)) for i in range(2 * LANES)])
             return b.bitcast(b.call(self._permute, [table, differences]), self.words)
@@ -355,8 +393,8 @@ class PackedDot(Products, Unpacker):
             return b.or_(low, b.shl(high, self.ints([16] * LANES)))
         return b.and_(b.lshr(words[0][v], self.ints([spec.bits * j] * LANES)), mask)
 
-    def add_block(self, before: Any, sums: Any, strip: Any, first: Any, vector: int) -> Any:
-        return self.fma(self.scale_pairs(first, strip)[vector][0], sums, before)
+    def add_block(self, before: Any, sums: Any, vector: int) -> Any:
+        return self.fma(self.scales[vector], sums, before)
 
 
 def _signed(index: int) -> int:

@@ -1,7 +1,7 @@
 """float32 rows times weights stored in bfloat16, float16 or float32, on a CPU.
 
-The weight is read once and widened in the L1 cache (see cpu_half_ir). `supports` says which weights
-the kernel reads.
+The weight is read once and widened in the L1 cache (see cpu_half_ir). `reads` says of which kind it
+may be; both its sizes are multiples of two vectors.
 """
 
 from __future__ import annotations
@@ -40,22 +40,12 @@ def reads(weight: Tensor) -> bool:
     )
 
 
-def supports(weight: Tensor) -> bool:
-    """Whether the kernel multiplies with this weight as it is: whole strips, whole vectors."""
-    lanes = cpu_jit.lanes()
-    return (
-        reads(weight)
-        and weight.shape[1] % (2 * lanes) == 0
-        and weight.shape[0] % (_VECTORS * lanes) == 0
-    )
-
-
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight.T with sums in float32.
 
     Args:
         x: (rows, inputs) float32.
-        weight: (outputs, inputs) that `supports` accepts.
+        weight: (outputs, inputs) that `reads` accepts, both sizes multiples of two vectors.
     Returns:
         (rows, outputs) float32. A row's result does not depend on the other rows.
     """

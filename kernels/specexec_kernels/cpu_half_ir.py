@@ -91,7 +91,7 @@ class Kernel(Emitter):
             self.loop(I64(0), self.arg[Arg.INPUTS], BLOCK_INPUTS, [], block)
 
         strips = b.udiv(self.arg[Arg.OUTPUTS], I64(self.spec.strip))
-        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), strips, 1, work)
+        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), strips, I64(1), work)
 
     def widen(self, output: Any, first: Any, k: Any) -> list[Any]:
         """Put `lanes` words of inputs, from input `k` on, of the strip's weights into the block."""

@@ -22,7 +22,6 @@ from llvmlite import ir
 from specexec_kernels.cpu_ir_emit import F32, I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Unpacker
 
-STRIPS_PER_TILE = 4  # strips claimed at once
 # Inputs per block, see Kernel.emit; the same for few and many, whose sums then are the same bits.
 BLOCK_CODES = {"few": 128, "many": 128, "dequantize": 256}
 
@@ -59,7 +58,7 @@ class Kernel(Unpacker):
 
         counter = self.ptr(self.base, I64(0), 8)
         ends = self.arg[Arg.FIRST_STRIP], self.arg[Arg.END_STRIP]
-        self.claim_strips(counter, *ends, STRIPS_PER_TILE, work)
+        self.claim_strips(counter, *ends, self.arg[Arg.STRIPS_AT_ONCE], work)
 
     def few(self, strip: Any, first: Any, last: Any) -> list[Any]:
         """Multiply straight from the unpacking."""

@@ -57,7 +57,7 @@ class Emitter:
         counter: Any,
         first: Any,
         end: Any,
-        at_once: int,
+        at_once: Any,
         work: Callable[[Any, Any], None],
     ) -> None:
         """The whole kernel: claims strips first..end until none is left, then returns.
@@ -72,10 +72,10 @@ class Emitter:
         b.branch(claim)
         b.position_at_end(claim)
         turn = b.atomic_rmw("add", counter, I64(1), "monotonic")
-        start = b.add(first, b.mul(turn, I64(at_once)))
+        start = b.add(first, b.mul(turn, at_once))
         b.cbranch(b.icmp_signed("<", start, end), found, done)
         b.position_at_end(found)
-        work(start, self.minimum(b.add(start, I64(at_once)), end))
+        work(start, self.minimum(b.add(start, at_once), end))
         b.branch(claim)
         b.position_at_end(done)
         b.ret_void()
@@ -200,17 +200,28 @@ class Emitter:
         """Small non-negative int32 lanes as float32."""
         return self.b.sitofp(codes, ir.VectorType(F32, codes.type.count))
 
-    def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int) -> Any:
-        """`lanes` scales from element `index`, as float32."""
+    def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int, step: int = 1) -> Any:
+        """`lanes` scales, every `step`-th from element `index` on, as float32."""
         wide = ir.VectorType(F32, lanes)
         if kind == "float32":
-            return self.load(base, index, wide)
+            return self.load_every(step, base, index, wide, 4)
         if kind == "float16":
-            half = self.load(base, index, ir.VectorType(ir.HalfType(), lanes), 2)
+            half = self.load_every(step, base, index, ir.VectorType(ir.HalfType(), lanes), 2)
             return self.b.fpext(half, wide)
-        raw = self.load(base, index, ir.VectorType(ir.IntType(16), lanes), 2)
+        raw = self.load_every(step, base, index, ir.VectorType(I16, lanes), 2)
         bits = self.b.shl(self.b.zext(raw, ir.VectorType(I32, lanes)), self.ints([16] * lanes))
         return self.b.bitcast(bits, wide)
+
+    def load_every(self, step: int, base: Any, index: Any, typ: Any, size: int) -> Any:
+        """A vector of every `step`-th element from `index` on."""
+        if step == 1:
+            return self.load(base, index, typ, size)
+        vector = ir.Constant(typ, ir.Undefined)
+        for lane in range(typ.count):
+            place = self.b.add(index, I64(lane * step))
+            one = self.load(base, place, typ.element, size)
+            vector = self.b.insert_element(vector, one, I32(lane))
+        return vector
 
 
 def build_module(name: str, emit: Callable[[ir.Function], None]) -> str:

@@ -19,7 +19,7 @@ from llvmlite import ir
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Emitter, ScaleType
 
 Mode = Literal["few", "many", "dequantize"]
-PREFETCH_UNITS = 12  # how many units ahead the packed words are prefetched
+PREFETCH_ROWS = 24  # of words, ahead of those that are unpacked
 
 
 class Arg(IntEnum):
@@ -28,13 +28,13 @@ class Arg(IntEnum):
     COUNTER = 0  # next tile to claim; set to 0 before a call
     WEIGHT = auto()  # int32 qweight
     ZEROS = auto()  # int32 qzeros
-    SCALES = auto()  # scales; for AWQ rearranged to (groups, 8, words)
-    GROUPS = auto()  # int32, group of each code, or of each unit of codes
+    SCALES = auto()  # (groups, outputs)
+    GROUPS = auto()  # int32, group of each code, or of each unit of codes; not in cpu_dot_ir
     X = auto()  # float32 (chunks, inputs, rows); unused by dequantize
     CHUNKS = auto()  # chunks of `rows` rows; few: 1
     OUT = auto()  # few, many: float32 (chunks, strips, rows, strip); dequantize: (inputs, stride)
     OUT_STRIDE = auto()  # dequantize: floats per row of the tile
-    SCRATCH = auto()  # float32 (strips, groups, 2, strip): scale, and see group_constant
+    SCRATCH = auto()  # float32 (strips, groups, 2, strip): scale, and see group_constant; likewise
     UNITS = auto()  # inputs // codes per unit
     WEIGHT_STRIDE = auto()  # int32 words per row of qweight
     ZEROS_STRIDE = auto()  # int32 words per row of qzeros
@@ -42,8 +42,9 @@ class Arg(IntEnum):
     N_GROUPS = auto()
     FIRST_STRIP = auto()
     END_STRIP = auto()
-    X_BLOCKS = auto()  # kernels of bfloat16 pairs alone, see cpu_dot_ir
-    SIZE = auto()
+    STRIPS_AT_ONCE = auto()  # of one claim
+    X_BLOCKS = auto()  # in cpu_dot_ir alone
+    GROUP_UNITS = auto()  # units of a group; likewise
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Unpacker(Emitter):
         super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
         self.spec = spec
         self.base = self.b.ptrtoint(function.args[0], I64)
-        self.arg = {a: self.load(self.base, I64(a), I64, 8) for a in Arg if a is not Arg.SIZE}
+        self.arg = {a: self.load(self.base, I64(a), I64, 8) for a in Arg}
 
     def column(self, strip: Any) -> tuple[Any, Any]:
         """First column (AWQ: word) of a strip, and the AWQ strip's first nibble.
@@ -165,11 +166,16 @@ class Unpacker(Emitter):
         pairs = []
         for v in range(spec.vectors):
             zero = self.field(4, words, words, [4 * v] * spec.lanes)
-            row = b.add(b.mul(g, I64(8)), b.add(nibble, I64(v)))
-            at = b.add(b.mul(row, self.arg[Arg.COLUMNS]), word)
-            scale = self.load_scales(spec.scale_type, self.arg[Arg.SCALES], at, spec.lanes)
+            row = b.add(b.mul(g, self.arg[Arg.COLUMNS]), word)
+            at = b.add(b.mul(row, I64(8)), self.awq_column(b.add(nibble, I64(v))))
+            scale = self.load_scales(spec.scale_type, self.arg[Arg.SCALES], at, spec.lanes, 8)
             pairs.append((scale, zero))
         return pairs
+
+    def awq_column(self, nibble: Any) -> Any:
+        """Column of a word's nibble: the order is 0 2 4 6 1 3 5 7."""
+        even = self.b.shl(self.b.and_(nibble, I64(3)), I64(1))
+        return self.b.or_(even, self.b.lshr(nibble, I64(2)))
 
     def shift_to_nibble(self, words: Any, nibble: Any) -> Any:
         """Bring the strip's first nibble to bit 0."""
@@ -195,7 +201,7 @@ class Unpacker(Emitter):
         for i in range(spec.unit_words):
             row = b.add(b.mul(unit, I64(spec.unit_words)), I64(i))
             at = b.add(b.mul(row, stride), column)
-            later = b.add(at, b.mul(I64(PREFETCH_UNITS * spec.unit_words), stride))
+            later = b.add(at, b.mul(I64(PREFETCH_ROWS), stride))
             for line in range(0, width, 16):
                 self.prefetch(weight, b.add(later, I64(line)))
             if spec.awq:

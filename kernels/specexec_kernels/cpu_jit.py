@@ -9,6 +9,7 @@ torch has no such symbol (macOS, Windows) a small pool of Python threads does.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,19 +27,37 @@ _MULTIPLY = {
     torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
     torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
 }
+# A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
+# bits are a page of it (docs/experiments.md).
+_MOST_STRIPS_AT_ONCE = 16
 _compiling = threading.Lock()  # targets in several threads share one engine
+
+
+@cache
+def features() -> dict[str, bool]:
+    """LLVM's names of what this CPU can do, less what SPECEXEC_CPU_WITHOUT turns off.
+
+    That environment variable lists beginnings of names, as in "avx512,amx": kernels are then made
+    as for a CPU without them. Tests run the narrower forms so.
+    """
+    without = tuple(filter(None, os.environ.get("SPECEXEC_CPU_WITHOUT", "").split(",")))
+    return {
+        name: there and not name.startswith(without)
+        for name, there in llvm.get_host_cpu_features().items()
+    }
 
 
 @cache
 def _machine() -> tuple[Any, Any]:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    features = llvm.get_host_cpu_features()
-    # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them (measured).
-    flags = features.flatten() + (",-prefer-256-bit" if features.get("avx512f") else "")
+    flags = ["+" + name if there else "-" + name for name, there in features().items()]
+    if features().get("avx512f"):
+        # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them
+        flags.append("-prefer-256-bit")
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=flags, opt=3, jit=True
+        cpu=llvm.get_host_cpu_name(), features=",".join(flags), opt=3, jit=True
     )
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     return machine, engine
@@ -47,23 +66,21 @@ def _machine() -> tuple[Any, Any]:
 @cache
 def lanes() -> int:
     """float32 lanes of the widest vector registers of this CPU."""
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
+    if features().get("avx512f"):
         return 16
-    return 8 if features.get("avx2") else 4
+    return 8 if features().get("avx2") else 4
 
 
 @cache
 def has_dot() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 in registers of 512 bits."""
-    return bool(llvm.get_host_cpu_features().get("avx512bf16"))
+    return bool(features().get("avx512bf16"))
 
 
 @cache
 def has_matmul(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions that multiply in a dtype of two bytes."""
-    features = llvm.get_host_cpu_features()
-    return any(features.get(name) for name in _MULTIPLY.get(dtype, ()))
+    return any(features().get(name) for name in _MULTIPLY.get(dtype, ()))
 
 
 def compile_ir(text: str, name: str) -> Any:
@@ -103,6 +120,13 @@ def launcher() -> Launcher:
     parallel.argtypes = [Kernel, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
     parallel.restype = None
     return lambda kernel, address, threads: parallel(kernel, address, threads, 0)
+
+
+def strips_at_once(strips: int) -> int:
+    """How many strips a thread claims: few enough that all threads have equal shares."""
+    threads = torch.get_num_threads()
+    rounds = -(-strips // (_MOST_STRIPS_AT_ONCE * threads))
+    return max(-(-strips // (rounds * threads)), 1) if strips else 1
 
 
 def run(kernel: Any, address: int, tiles: int) -> None:

@@ -17,12 +17,13 @@ _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def takes(rows: torch.dtype, weight: Tensor) -> bool:
     """Whether `product` multiplies rows of this dtype with a weight.
 
-    Not where PyTorch has arithmetic in rows of two bytes and the kernels have none: it is faster.
+    Not where PyTorch has arithmetic in the dtype of both and the kernels have none: it is faster.
     """
     if rows not in _ROW_DTYPES or not cpu_half.reads(weight):
         return False
     pairs = rows == torch.bfloat16 and cpu_jit.has_dot()
-    return rows == torch.float32 or pairs or not cpu_jit.has_matmul(rows)
+    library = rows == weight.dtype and cpu_jit.has_matmul(rows)
+    return rows == torch.float32 or pairs or not library
 
 
 def product(rows: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit
-from specexec_kernels.cpu_ir import STRIPS_PER_TILE, build
+from specexec_kernels.cpu_ir import build
 from specexec_kernels.cpu_ir_emit import ScaleType
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Mode
 from specexec_kernels.packing import AWQ_ORDER, PackedWeight
@@ -176,50 +176,52 @@ def _kernel(spec: KernelSpec) -> Any:
 
 
 def run(
-    spec: KernelSpec,
-    weight: PackedWeight,
-    out: Tensor,
-    strips: range,
-    x: Tensor | None = None,
-    kernel: Any = None,
+    spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range, x: Tensor | None = None
 ) -> None:
     """Call the kernel for `spec` on strips of `weight`.
 
     Args:
-        x: (chunks, ...) as the kernel reads it.
-        kernel: another one that takes the same arguments.
+        x: (chunks, inputs, rows) float32; None to dequantize.
     """
-    qweight, qzeros, scales = weight.qweight, weight.qzeros, weight.scales
-    if spec.awq:
-        by_nibble = scales.view(scales.shape[0], -1, 8)[:, :, list(AWQ_ORDER)]
-        scales = by_nibble.transpose(1, 2)
-    keep = [t.contiguous() for t in (qweight, qzeros, scales)]
     unit = 1 if spec.group_per_code else spec.unit_codes
     groups = weight.group_index()[::unit].int().contiguous()
-    n_groups = scales.shape[0]
-    scratch = torch.empty(strips.stop * n_groups * 2 * spec.strip)
+    scratch = torch.empty(strips.stop * weight.scales.shape[0] * 2 * spec.strip)
+    own = {Arg.GROUPS: groups.data_ptr(), Arg.SCRATCH: scratch.data_ptr()}
+    call(_kernel(spec), spec, weight, out, strips, x, own)
+
+
+def call(
+    kernel: Any,
+    spec: KernelSpec,
+    weight: PackedWeight,
+    out: Tensor,
+    strips: range,
+    x: Tensor | None,
+    own: dict[Arg, int],
+) -> None:
+    """Call a kernel that reads packed weights, with the arguments that all have and its own."""
+    keep = [t.contiguous() for t in (weight.qweight, weight.qzeros, weight.scales)]
+    at_once = cpu_jit.strips_at_once(len(strips))
     values = {
-        Arg.COUNTER: 0,
         Arg.WEIGHT: keep[0].data_ptr(),
         Arg.ZEROS: keep[1].data_ptr(),
         Arg.SCALES: keep[2].data_ptr(),
-        Arg.GROUPS: groups.data_ptr(),
         Arg.X: 0 if x is None else x.data_ptr(),
         Arg.CHUNKS: 1 if x is None else x.shape[0],
         Arg.OUT: out.data_ptr(),
         Arg.OUT_STRIDE: out.shape[-1],
-        Arg.SCRATCH: scratch.data_ptr(),
         Arg.UNITS: weight.in_features // spec.unit_codes,
-        Arg.WEIGHT_STRIDE: qweight.shape[1],
-        Arg.ZEROS_STRIDE: qzeros.shape[1],
+        Arg.WEIGHT_STRIDE: keep[0].shape[1],
+        Arg.ZEROS_STRIDE: keep[1].shape[1],
         Arg.COLUMNS: weight.out_features // 8 if spec.awq else weight.out_features,
-        Arg.N_GROUPS: n_groups,
+        Arg.N_GROUPS: keep[2].shape[0],
         Arg.FIRST_STRIP: strips.start,
         Arg.END_STRIP: strips.stop,
-        Arg.X_BLOCKS: 1 if x is None else x.shape[1],
+        Arg.STRIPS_AT_ONCE: at_once,
+        **own,
     }
-    args = torch.tensor([values[a] for a in Arg if a is not Arg.SIZE], dtype=torch.int64)
-    cpu_jit.run(kernel or _kernel(spec), args.data_ptr(), -(-len(strips) // STRIPS_PER_TILE))
+    args = torch.tensor([values.get(arg, 0) for arg in Arg], dtype=torch.int64)
+    cpu_jit.run(kernel, args.data_ptr(), -(-len(strips) // at_once))
 
 
 def in_order(flat: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
 import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from specexec_cli.device import (
 )
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.arithmetic import PACKED_BITS, arithmetic_name, knee_rows
-from specexec_cli.planning.rates import Rates
+from specexec_cli.planning.rates import Rates, new_rates
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
 SLOW_DISK_BYTES_PER_S = 1e9
@@ -94,10 +93,9 @@ def examine(step: Step) -> Report:
         disk_error=disk_error,
         hub=constants.ENDPOINT,
         hub_error=hub_error,
-        rates=Rates(
-            host=platform.node(), measured=datetime.date.today().isoformat(),
-            ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory, link_bytes_per_s=link,
-            flops=flops,
+        rates=replace(
+            new_rates(), ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory,
+            link_bytes_per_s=link, flops=flops,
         ),
         **_kernels(sees_gpu),
     )  # fmt: skip
@@ -141,21 +139,15 @@ def _measure_compute() -> tuple[
 ]:
     """Memory rate, arithmetic by its name, host to GPU rate, GPU there."""
     import torch
-    from specexec_kernels import dispatch
 
-    from specexec_cli.models.linear import mixed_linear
-    from specexec_cli.planning.probe import probe_flops, probe_link, probe_memory
+    from specexec_cli.models import arithmetic_probe
+    from specexec_cli.planning.probe import probe_link, probe_memory
 
-    def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return mixed_linear(rows, weight, None)
-
-    flops = {}
-    for name in ("float32", "bfloat16"):
-        compute = getattr(torch, name)
-        flops[name] = probe_flops(torch.bfloat16, compute, linear)
-        for bits in PACKED_BITS:
-            found = probe_flops(bits, compute, dispatch.quantized_matmul)
-            flops[arithmetic_name(name, bits)] = found
+    flops = {
+        arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
+        for name in ("float32", "bfloat16")
+        for bits in (0, *PACKED_BITS)
+    }
     sees_gpu = torch.cuda.is_available()
     link = probe_link(torch.device("cuda", 0)) if sees_gpu else None
     return probe_memory(), flops, link, sees_gpu

@@ -1,9 +1,8 @@
 """Linear layers and embeddings that keep their weights in the file's dtype.
 
 Weights are streamed in the checkpoint's dtype and computed in the session's. Converting a whole
-matrix first would write it to memory in the wider dtype and read it back. On a CPU kernels take
-weights as they are (specexec_kernels.cpu_linear); what they do not read is converted a tile at a
-time, which keeps the wide copy in the cache as well.
+matrix first would write it to memory in the wider dtype and read it back: on a CPU kernels take
+weights as they are (specexec_kernels.cpu_linear).
 """
 
 from __future__ import annotations
@@ -18,10 +17,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
-
-# Elements of one converted tile: 2 MiB in float32, small enough for a shared L2/L3 slice and large
-# enough that the matrix product runs at full rate (docs/experiments.md, "Tiles").
-TILE_ELEMENTS = 512 * 1024
 
 
 def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -41,28 +36,7 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
     if bias is not None:
         bias = bias.to(rows.dtype)
-    if weight.dtype == rows.dtype:
-        return functional.linear(rows, weight, bias)
-    if weight.device.type != "cpu" or weight.numel() <= TILE_ELEMENTS:
-        return functional.linear(rows, weight.to(rows.dtype), bias)
-    out = _tiled_product(rows.reshape(-1, rows.shape[-1]), weight)
-    if bias is not None:
-        out += bias
-    return out.view(*rows.shape[:-1], weight.shape[0])
-
-
-def _tiled_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """(rows, in) @ weight.T for a matrix too large to be worth a converted copy."""
-    out_features, in_features = weight.shape
-    out = rows.new_empty(rows.shape[0], out_features)
-    tile = max(1, TILE_ELEMENTS // in_features)
-    converted = torch.empty(tile, in_features, dtype=rows.dtype)
-    for start in range(0, out_features, tile):
-        part = weight[start : start + tile]
-        block = converted[: part.shape[0]]
-        block.copy_(part)
-        out[:, start : start + tile] = rows @ block.t()
-    return out
+    return functional.linear(rows, weight.to(rows.dtype), bias)
 
 
 class MixedLinear(nn.Module):

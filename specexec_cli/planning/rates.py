@@ -1,21 +1,31 @@
-"""Measured rates of this machine, kept between runs: `specexec doctor` writes, `plan` reads."""
+"""Measured rates of this machine, kept between runs: `doctor` and sessions write, `plan` reads."""
 
 from __future__ import annotations
 
+import datetime
+import hashlib
+import importlib.util
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib import metadata
 from pathlib import Path
+from platform import node
 
 from platformdirs import user_cache_path
 
+from specexec_cli.device import cpu_info
 from specexec_cli.planning.arithmetic import FlopsByRows
+
+_VERSION_DIGITS = 12  # of the kernels' digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """What the doctor measured; None is not measured."""
+    """What was measured; None is not measured."""
 
-    host: str
+    host: str  # whose disk and link it is
+    cpu: str  # see cpu_key; whose memory and arithmetic it is
     measured: str  # date
     ssd_bytes_per_s: float | None = None
     memory_bytes_per_s: float | None = None
@@ -26,6 +36,30 @@ class Rates:
 def rates_file() -> Path:
     """Where the rates are kept."""
     return user_cache_path("specexec", appauthor=False) / "rates.json"
+
+
+def cpu_key() -> str:
+    """What measured arithmetic holds for: this CPU, its cores, and what multiplies on it."""
+    cpu = cpu_info()
+    versions = f"torch {metadata.version('torch')}, llvmlite {metadata.version('llvmlite')}"
+    return f"{cpu.name}, {cpu.cores} cores, {versions}, kernels {kernels_version()}"
+
+
+@cache
+def kernels_version() -> str:
+    """A digest of the kernels' sources: another one, and they may be faster or slower."""
+    found = importlib.util.find_spec("specexec_kernels")
+    assert found is not None, "it is part of this distribution"
+    folders = [Path(folder) for folder in found.submodule_search_locations or ()]
+    digest = hashlib.sha256()
+    for path in sorted(path for folder in folders for path in folder.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:_VERSION_DIGITS]
+
+
+def new_rates() -> Rates:
+    """Of this machine, with nothing measured yet."""
+    return Rates(host=node(), cpu=cpu_key(), measured=datetime.date.today().isoformat())
 
 
 def save_rates(rates: Rates, path: Path) -> None:
@@ -40,8 +74,11 @@ def save_rates(rates: Rates, path: Path) -> None:
     partial.replace(path)
 
 
-def load_rates(path: Path, host: str) -> Rates | None:
-    """The rates kept for this host; None if there are none, or none that can be used."""
+def load_rates(path: Path) -> Rates | None:
+    """What is kept of this machine; None if there is nothing, or nothing that can be used.
+
+    What was measured with another CPU, torch or kernels is left out, and so is another host's disk.
+    """
     try:
         rates = Rates(**json.loads(path.read_text()))
         flops = {
@@ -52,6 +89,22 @@ def load_rates(path: Path, host: str) -> Rates | None:
         usable = all(number is None or float(number) > 0 for number in numbers)
     except (OSError, ValueError, TypeError):  # a cache: what cannot be read is measured again
         return None
-    if rates.host != host or not usable:
+    if not usable:
         return None
-    return Rates(**{**asdict(rates), "flops": flops})
+    rates = replace(rates, flops=flops)
+    here = new_rates()
+    if rates.host != here.host:
+        rates = replace(rates, host=here.host, ssd_bytes_per_s=None, link_bytes_per_s=None)
+    if rates.cpu != here.cpu:
+        rates = replace(rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None)
+    return rates
+
+
+def keep_flops(path: Path, name: str, points: FlopsByRows) -> None:
+    """Keep how fast one kind of arithmetic is, beside what is kept already.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    rates = load_rates(path) or new_rates()
+    save_rates(replace(rates, flops={**(rates.flops or {}), name: points}), path)

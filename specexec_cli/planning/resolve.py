@@ -169,6 +169,9 @@ def resolve(
         raise
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
+        # small models spend their time between the products, and plain decoding sizes no trees
+        if draft is not None and target.sizes.total >= _SMALL_MODEL_BYTES:
+            site = site.calibrated(dtype, target.sizes.packed_bits)
         work, plan = plan_for(tree)
     return Decision(
         pair=replace(pair, tree=tree),

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.offload.store import Checkpoint
@@ -29,6 +28,8 @@ class Setting:
 
 # (target's files, plan) -> rates measured for the links that the plan streams through
 Measure = Callable[[Checkpoint, Plan], Mapping[str, Setting]]
+# (dtype, bits of packed weights) -> the CPU's arithmetic, measured
+Calibrate = Callable[[str, int], FlopsByRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,14 @@ class Site:
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
+    calibrate: Calibrate | None = None  # likewise
+
+    def calibrated(self, dtype: str, packed_bits: int) -> Site:
+        """The site with this arithmetic known: measured now if it never was."""
+        name = arithmetic_name(dtype, packed_bits)
+        if self.calibrate is None or name in self.flops:
+            return self
+        return replace(self, flops={**self.flops, name: self.calibrate(dtype, packed_bits)})
 
     def machine(
         self, dtype: str, settings: Mapping[str, Setting] | None = None, packed_bits: int = 0
@@ -73,7 +82,7 @@ def described_site(
     link_bytes_per_s: float | None = None,
 ) -> Site:
     """A machine of these numbers; what is left out is measured, found here, or assumed."""
-    rates = load_rates(rates_file(), platform.node())
+    rates = load_rates(rates_file())
     card = None
     if vram_bytes is None or link_bytes_per_s is None:
         card = next(iter(gpus()), None)

@@ -1,8 +1,9 @@
 """What is known about the cost of iterations before the first one: what --policy cost begins with.
 
-A pass streams its bytes at the rate that the link was probed at, and multiplies its rows with the
-model's weights at a rate that is measured here, on one of the model's own linears filled with
-made-up weights. Small models spend their time between the products; those run a pass to find out.
+A pass streams its bytes at the rate that the link was probed at. A CPU multiplies at the rates that
+were measured at its first use (planning/rates.py). Where there are none, as of a GPU, the rate is
+measured here, on one of the model's own linears filled with made-up weights. Small models spend
+their time between the products; those run a pass to find out.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
+from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
 from specexec_cli.planning.mixtures import pass_bytes
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ModelBytes
@@ -33,6 +35,7 @@ from specexec_cli.verify.verifier import LocalTarget
 _FEW, _MANY = 12, 36
 _MOST_WEIGHTS = 1 << 24  # of the linear that is measured: some 10 ms on a CPU
 _SMALL_S = 0.05  # passes with less arithmetic are run
+_BEYOND = 64  # rows behind the knee, over which a row's seconds are taken
 _RUNS = 5
 _PASSES = 2  # of a small model, likewise
 
@@ -42,7 +45,7 @@ _Linear = MixedLinear | QuantizedLinear
 def measured_prior(
     decision: Decision, target: LocalTarget, draft: StreamedModel | None
 ) -> CostModel:
-    """The cost model by the probed link and measured arithmetic; takes some 10 ms.
+    """The cost model by the probed link and measured arithmetic; takes at most some 10 ms.
 
     Args:
         target: idle; its cache is left as it is.
@@ -52,40 +55,65 @@ def measured_prior(
     assert draft is not None, "without a draft model there are no trees"
     assert decision.draft is not None
     model, sizes = target.model, decision.target.sizes
-    rows = min(_FEW, model.context_length - len(target.tokens))
-    try:
-        first_s, row_s = _arithmetic(
-            model, sizes, rows, lambda: target.verify([0] * rows, DraftTree.empty())
-        )
-    finally:
-        target.crop(len(target.tokens))
+    # on a CPU, layers in RAM are where they are computed
+    plan, bytes_per_s = decision.plan, decision.machine.ssd_bytes_per_s
+    one, few = (pass_bytes(plan, sizes, decision.work, count) for count in (1, _FEW))
+    stream_s = max(one / bytes_per_s, plan.link_s)
+    found = _by_rates(_weights(sizes), decision.machine.flops, stream_s)
+    if found is None:
+        rows = min(_FEW, model.context_length - len(target.tokens))
+        try:
+            first_s, row_s = _arithmetic(
+                model, sizes, rows, lambda: target.verify([0] * rows, DraftTree.empty())
+            )
+        finally:
+            target.crop(len(target.tokens))
+        base_s = max(stream_s, first_s)
+        knee = 1.0 + (base_s - first_s) / row_s if row_s else 0.0
+    else:
+        base_s, row_s, knee = found
     chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
     draft_first_s, draft_row_s = _arithmetic(
         draft, decision.draft.sizes, len(chain.tokens),
         lambda: draft.forward(chain, draft.new_cache(), [0]),
     )  # fmt: skip
-    # on a CPU, layers in RAM are where they are computed
-    plan, bytes_per_s = decision.plan, decision.machine.ssd_bytes_per_s
-    one, few = (pass_bytes(plan, sizes, decision.work, count) for count in (1, _FEW))
-    base_s = max(one / bytes_per_s, plan.link_s, first_s)
-    knee_rows = 1.0 + (base_s - first_s) / row_s if row_s else 0.0
     if few > one:  # each row of a mixture brings experts of its own: none hides behind the stream
-        row_s, knee_rows = row_s + (few - one) / (_FEW - 1) / bytes_per_s, 1.0
+        row_s, knee = row_s + (few - one) / (_FEW - 1) / bytes_per_s, 1.0
     return CostModel(
         base_s=base_s,
         row_s=row_s,
-        knee_rows=knee_rows,
+        knee_rows=knee,
         step_s=draft_first_s + (decision.tree.batch - 1) * draft_row_s,
     )
+
+
+def _weights(sizes: ModelBytes) -> int:
+    """That each row is multiplied with, the head's among them."""
+    return sizes.active_params + sizes.vocab * sizes.hidden
+
+
+def _by_rates(
+    weights: int, flops: FlopsByRows, stream_s: float
+) -> tuple[float, float, float] | None:
+    """Seconds of a pass of one row, of each row beyond the knee, and the knee in rows.
+
+    None where rates are not known, or a pass has so little arithmetic that they do not tell.
+    """
+    if compute_seconds(weights, _FEW, flops) < _SMALL_S:
+        return None
+    base_s = max(stream_s, compute_seconds(weights, 1, flops))
+    knee = knee_rows(weights, flops, base_s)
+    assert knee is not None, "the rates are known"
+    beyond_s = compute_seconds(weights, knee + _BEYOND, flops) - base_s
+    return base_s, beyond_s / _BEYOND, float(knee)
 
 
 def _arithmetic(
     model: StreamedModel, sizes: ModelBytes, rows: int, run_pass: Callable[[], Tensor]
 ) -> tuple[float, float]:
     """Seconds of a pass of one row as far as they are not the stream's, and of each further row."""
-    weights = sizes.active_params + sizes.vocab * sizes.hidden
     linear, tensors = _sample(model)
-    share = weights / (linear.in_features * linear.out_features)
+    share = _weights(sizes) / (linear.in_features * linear.out_features)
     few_s, many_s = (share * seconds for seconds in _products_s(model, linear, tensors))
     # a disturbed measurement must not make rows free: each costs between 5 % and all of its share
     row_s = (many_s - few_s) / (_MANY - _FEW)

@@ -168,21 +168,12 @@ def test_in_two_bytes_what_runs_through_and_the_logits_are_float32(
     assert_close(logits, own_logits(own, tokens))
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["llama-tied", "llama-biases", "mixtral", "phi3", "gemma3"])
 @pytest.mark.parametrize("tier", ["ssd", None])
 def test_bfloat16_weights_computed_in_float32(name: str, tier: str | None, tmp_path: Path) -> None:
     own = save_checkpoint(tmp_path, architecture(name), dtype=torch.bfloat16)
     assert {place.dtype for place in read_checkpoint(tmp_path).values()} == {"BF16"}
     model = open_float32(tmp_path, tier)
-    tokens = random_tokens(20)
-    assert_close(chain_logits(model, tokens), own_logits(own, tokens))
-    model.close()
-
-
-def test_a_matrix_converted_tile_by_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = save_checkpoint(tmp_path, architecture("llama-biases"), dtype=torch.bfloat16)
-    monkeypatch.setattr("specexec_cli.models.linear.TILE_ELEMENTS", 100)  # tiles of 3 rows
-    model = open_float32(tmp_path)
     tokens = random_tokens(20)
     assert_close(chain_logits(model, tokens), own_logits(own, tokens))
     model.close()

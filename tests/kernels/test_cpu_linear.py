@@ -36,7 +36,8 @@ def test_what_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cpu_jit, "has_dot", lambda pairs=pairs: pairs)
         assert cpu_linear.takes(torch.float32, weight)
         assert cpu_linear.takes(torch.bfloat16, weight) == (pairs or not there)
-        assert cpu_linear.takes(torch.float16, weight) == (not there)
+        assert cpu_linear.takes(torch.float16, weight)  # of two dtypes: PyTorch would convert
+        assert cpu_linear.takes(torch.float16, weight.half()) == (not there)
     assert not cpu_linear.takes(torch.float64, weight)
     assert not cpu_linear.takes(torch.float32, weight.double())
     assert not cpu_linear.takes(torch.float32, weight.to("meta"))

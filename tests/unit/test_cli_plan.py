@@ -1,9 +1,9 @@
 import json
 import os
-import platform
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import site as site_module
-from specexec_cli.planning.rates import Rates, save_rates
+from specexec_cli.planning.rates import new_rates, save_rates
 
 GB = 10**9
 APP = typer.Typer()
@@ -80,9 +80,8 @@ def test_the_table_tells_layers_time_and_speed() -> None:
 
 def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> None:
     save_rates(
-        Rates(
-            host=platform.node(), measured="2026-01-01", ssd_bytes_per_s=4e9,
-            memory_bytes_per_s=12e9,
+        replace(
+            new_rates(), ssd_bytes_per_s=4e9, memory_bytes_per_s=12e9,
             flops=dict.fromkeys(["float32", "bfloat16"], ((1, 2e10), (128, 5e11))),
         ),
         bare_machine,

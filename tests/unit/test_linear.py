@@ -1,24 +1,23 @@
-"""Linears whose weights keep the file's dtype, large enough not to be converted whole."""
+"""Linears whose weights keep the file's dtype."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_half, cpu_jit
+from specexec_kernels import cpu_half, cpu_jit, cpu_linear
 
-from specexec_cli.models import linear
 from specexec_cli.models.linear import mixed_linear
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kernel", [True, False])
-def test_products_of_large_weights(
-    stored: torch.dtype, compute: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("taken", [True, False])
+def test_products_in_another_dtype(
+    stored: torch.dtype, compute: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "TILE_ELEMENTS", 50 * 96)  # tiles that do not divide the outputs
-    if not kernel:
-        monkeypatch.setattr(cpu_half, "supports", lambda weight: False)
+    """By the kernels, and as on a device that has none."""
+    if not taken:
+        monkeypatch.setattr(cpu_linear, "takes", lambda rows, weight: False)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 96, generator=generator).to(stored)
     bias = torch.randn(128, generator=generator).to(stored)
@@ -39,8 +38,6 @@ def test_a_row_of_a_streamed_linear_has_the_same_bits_in_every_pass(
     """In two bytes on a CPU without arithmetic in them: the others go PyTorch's way."""
     monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
-    if not cpu_half.supports(weight):
-        pytest.skip("this machine's vectors do not divide the matrix")
     rows = torch.randn(20, 1024, generator=torch.Generator().manual_seed(1)).to(compute)
     assert torch.equal(mixed_linear(rows[7:8], weight, None), mixed_linear(rows, weight, None)[7:8])
 
@@ -53,7 +50,6 @@ def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
     weight = torch.randn(128, 96, generator=generator).to(compute)
     bias = torch.randn(128, generator=generator).to(compute)
     rows = torch.randn(2, 3, 96, generator=generator).to(compute)
-    assert cpu_half.supports(weight)
     called = []
     product = cpu_half.matmul
     monkeypatch.setattr(
@@ -71,7 +67,7 @@ def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
 
 
 def test_no_rows() -> None:
-    for size in (64, 1024):  # below and above what is converted whole
+    for size in (64, 1024):
         weight = torch.zeros(size, size, dtype=torch.bfloat16)
         for compute in (torch.float32, torch.bfloat16):
             assert mixed_linear(torch.zeros(1, 0, size, dtype=compute), weight, None).shape == (

@@ -1,5 +1,4 @@
 import errno
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -20,7 +19,6 @@ from specexec_cli.planning.probe import (
     probe_memory,
     probe_ssd,
 )
-from specexec_cli.planning.rates import Rates, load_rates, save_rates
 
 
 @pytest.fixture(autouse=True)
@@ -146,31 +144,3 @@ def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(probe, "_WIDTH", 8)
     points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0)
     assert [rows for rows, _ in points] == [1, 128]
-
-
-RATES = Rates(
-    host="here", measured="2026-01-01", ssd_bytes_per_s=2e9, memory_bytes_per_s=None,
-    flops={"float32": ((1, 1e9), (64, 1e11))},
-)  # fmt: skip
-
-
-def test_rates_are_kept_for_their_host(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "rates.json"
-    assert load_rates(path, "here") is None
-    save_rates(RATES, path)
-    assert load_rates(path, "here") == RATES
-    assert load_rates(path, "elsewhere") is None
-    assert [file.name for file in path.parent.iterdir()] == ["rates.json"]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"flops": {"float32": [1]}}, {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"new": 1}],
-)
-def test_damaged_rates_are_measured_again(tmp_path: Path, change: dict[str, object]) -> None:
-    path = tmp_path / "rates.json"
-    save_rates(RATES, path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    assert load_rates(path, "here") is None
-    path.write_text("{")
-    assert load_rates(path, "here") is None

@@ -1,0 +1,75 @@
+"""The kernels as other CPUs run them: AVX2 on any x86, and NEON as far as a compiler can tell."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llvmlite import binding as llvm
+from specexec_kernels import cpu_half_ir, cpu_ir
+from specexec_kernels.cpu_ir_unpack import KernelSpec, Mode
+
+HERE = Path(__file__).parent
+# Everything about products and attention that does not ask for a certain width of registers.
+NARROW = ("test_cpu_half.py", "test_cpu_linear.py", "test_cpu_quant.py", "test_cpu_attention.py")
+REPORT = """
+from specexec_kernels import cpu_jit
+print(cpu_jit.lanes(), cpu_jit.has_dot(), cpu_jit.features()["avx512f"])
+"""
+
+
+def python(*args: str, without: str) -> str:
+    ran = subprocess.run(
+        [sys.executable, *args], env={**os.environ, "SPECEXEC_CPU_WITHOUT": without},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="AVX2 is of x86")
+def test_the_avx2_form_on_any_x86() -> None:
+    """As on a CPU without AVX-512: the same tests, in registers of 256 bits."""
+    assert python("-c", REPORT, without="avx512,amx").split() == ["8", "False", "False"]
+    tests = [str(HERE / name) for name in NARROW]
+    said = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
+        without="avx512,amx",
+    )  # fmt: skip
+    assert " passed" in said
+
+
+def neon(text: str) -> str:
+    """Assembly of a kernel for 64-bit Arm."""
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    target = llvm.Target.from_triple("aarch64-linux-gnu")
+    machine = target.create_target_machine(cpu="neoverse-n1", opt=3)
+    module = llvm.parse_assembly(text)
+    module.verify()
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return str(machine.emit_assembly(module))
+
+
+def test_the_neon_form_of_stored_weights() -> None:
+    for stored in ("bfloat16", "float16", "float32"):
+        spec = cpu_half_ir.KernelSpec(stored, rows=13, vectors=2, lanes=4)
+        # sums of 13 rows stay in registers: each is multiplied and added, by number of the lane
+        assert neon(cpu_half_ir.build(spec, "kernel")).count("fmla\t") >= 13 * 2
+
+
+@pytest.mark.parametrize("mode", ["few", "many"])
+def test_the_neon_form_of_packed_weights(mode: Mode) -> None:
+    spec = KernelSpec(
+        mode=mode, bits=4, awq=False, stored_minus_one=True, scale_type="float16",
+        group_per_code=False, rows=4, vectors=2, lanes=4,
+    )  # fmt: skip
+    assembly = neon(cpu_ir.build(spec, "kernel"))
+    assert assembly.count("fmla\t") >= 4 * 2 * 8
+    assert "prfm" in assembly

@@ -1,0 +1,195 @@
+"""Rates that are kept: of which machine, and arithmetic that a first use measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from specexec_cli import loading
+from specexec_cli.device import CpuInfo
+from specexec_cli.planning import probe, rates
+from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.probe import probe_flops
+from specexec_cli.planning.rates import keep_flops, load_rates, new_rates, save_rates
+from specexec_cli.planning.site import Setting, Site
+from specexec_cli.session import cost_prior
+
+POINTS: FlopsByRows = ((1, 1e9), (64, 1e11))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A file with rates of everything, measured here."""
+    path = tmp_path / "deep" / "rates.json"
+    everything = replace(
+        new_rates(), ssd_bytes_per_s=2e9, memory_bytes_per_s=3e10, link_bytes_per_s=2e10,
+        flops={"float32": POINTS},
+    )  # fmt: skip
+    save_rates(everything, path)
+    return path
+
+
+def test_what_is_kept_is_read_back(kept: Path) -> None:
+    assert load_rates(kept.with_name("other.json")) is None
+    found = load_rates(kept)
+    assert found is not None
+    assert found.flops == {"float32": POINTS}
+    assert (found.ssd_bytes_per_s, found.memory_bytes_per_s) == (2e9, 3e10)
+    assert [file.name for file in kept.parent.iterdir()] == ["rates.json"]
+
+
+def test_another_hosts_disk_is_not_ours(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "node", lambda: "elsewhere")
+    found = load_rates(kept)
+    assert found is not None
+    assert found.flops == {"float32": POINTS}
+    assert (found.ssd_bytes_per_s, found.link_bytes_per_s) == (None, None)
+
+
+def other_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "cpu_info", lambda: CpuInfo("Another CPU", 2, ()))
+
+
+def fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = rates.cpu_info()
+    monkeypatch.setattr(rates, "cpu_info", lambda: replace(now, cores=now.cores + 1))
+
+
+def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    true = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "torch" else true(name))
+
+
+def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "kernels_version", lambda: "changed")
+
+
+@pytest.mark.parametrize("change", [other_cpu, fewer_cores, other_torch, other_kernels])
+def test_arithmetic_is_of_one_cpu_and_one_set_of_versions(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    change(monkeypatch)
+    found = load_rates(kept)
+    assert found is not None
+    assert (found.flops, found.memory_bytes_per_s) == (None, None)
+    assert found.ssd_bytes_per_s == 2e9
+    keep_flops(kept, "bfloat16", POINTS)
+    found = load_rates(kept)
+    assert found is not None
+    assert found.flops == {"bfloat16": POINTS}
+    assert found.ssd_bytes_per_s == 2e9
+
+
+def test_the_kernels_version_follows_their_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = rates.kernels_version()
+    assert now == rates.kernels_version.__wrapped__()
+
+    class Spec:
+        submodule_search_locations = (str(tmp_path),)
+
+    (tmp_path / "kernel.py").write_text("1")
+    monkeypatch.setattr(rates.importlib.util, "find_spec", lambda name: Spec)
+    one = rates.kernels_version.__wrapped__()
+    (tmp_path / "kernel.py").write_text("2")
+    assert len({now, one, rates.kernels_version.__wrapped__()}) == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"flops": {"float32": [1]}}, {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"new": 1}],
+)
+def test_damaged_rates_are_measured_again(kept: Path, change: dict[str, object]) -> None:
+    kept.write_text(json.dumps({**json.loads(kept.read_text()), **change}))
+    assert load_rates(kept) is None
+    kept.write_text("{")
+    assert load_rates(kept) is None
+
+
+@pytest.mark.parametrize("product_s", [1e-6, 0.001, 0.01, 0.05])
+def test_a_calibration_takes_at_most_two_seconds(
+    product_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CPUs of very different speeds; a product of many rows takes as long as 20 of one."""
+    monkeypatch.setattr(probe, "_WIDTH", 8)
+    now = 0.0
+
+    def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        nonlocal now
+        now += product_s * max(1.0, rows.shape[0] / 6)
+        return rows
+
+    monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
+    points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=4 * 256)
+    assert {1, 128} <= {rows for rows, _ in points}
+    assert now <= (2.0 if product_s < 0.05 else 4.0)
+    if product_s <= 0.001:
+        assert [rows for rows, _ in points] == [1, 8, 32, 128, 256]
+    rates_found = dict(points)
+    assert rates_found[1] == pytest.approx(2 * 64 / product_s)
+
+
+SETTINGS = {name: Setting(1e9, "given") for name in ("ram", "ssd", "link", "memory")} | {
+    "vram": Setting(0, "given")
+}
+
+
+def test_a_site_measures_what_it_does_not_know_once() -> None:
+    asked = []
+
+    def calibrate(dtype: str, packed_bits: int) -> FlopsByRows:
+        asked.append((dtype, packed_bits))
+        return POINTS
+
+    site = Site(
+        device="cpu", settings=SETTINGS, flops={"float32": ((1, 1.0),)}, calibrate=calibrate
+    )
+    assert site.calibrated("float32", 0) is site
+    known = site.calibrated("float32", 4)
+    assert known.machine("float32", packed_bits=4).flops == POINTS
+    assert known.machine("float32").flops == ((1, 1.0),)
+    assert known.calibrated("float32", 4) is known
+    assert asked == [("float32", 4)]
+    assert replace(site, calibrate=None).calibrated("bfloat16", 0).flops == site.flops
+
+
+def test_a_session_keeps_what_it_measured(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "rates_file", lambda: kept)
+    monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
+    site = loading.this_site([torch.device("cpu")])
+    assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
+    found = load_rates(kept)
+    assert found is not None
+    assert found.flops == {"float32": POINTS, "bfloat16, 4 bits": POINTS}
+    assert loading.this_site([torch.device("cpu")]).flops == found.flops
+
+
+def test_a_folder_that_cannot_be_written_only_costs_the_next_session_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(loading, "rates_file", lambda: tmp_path / "file" / "rates.json")
+    monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
+    site = loading.this_site([torch.device("cpu")])
+    assert site.calibrated("float32", 0).flops == {"float32": POINTS}
+
+
+def test_the_prior_follows_the_measured_rates() -> None:
+    """1e9 weights: rows beyond the knee take what their arithmetic does."""
+    flops: FlopsByRows = ((1, 1e10), (10, 1e11), (100, 2e11), (200, 2e11))
+    # one row takes 0.2 s, as ten do; 100 take 1 s, and each further one 0.01 s
+    found = cost_prior._by_rates(10**9, flops, stream_s=1.0)
+    assert found == pytest.approx((1.0, 0.01, 100.0))
+    base_s, row_s, knee = cost_prior._by_rates(10**9, flops, stream_s=0.01) or (0.0, 0.0, 0.0)
+    assert base_s == pytest.approx(0.2)
+    assert knee == 10
+    assert 0.2 + 64 * row_s == pytest.approx(0.2 + 64 * 0.8 / 90)
+    assert cost_prior._by_rates(10**9, (), stream_s=1.0) is None
+    assert cost_prior._by_rates(10**6, flops, stream_s=1.0) is None  # a pass is run instead
