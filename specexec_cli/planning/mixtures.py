@@ -63,12 +63,24 @@ def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
 
 
 def stream_seconds(
-    plan: Plan, target: ModelBytes, work: Work, machine: Machine, rows: int
+    plan: Plan,
+    target: ModelBytes,
+    work: Work,
+    machine: Machine,
+    rows: int,
+    ssd_bytes: int | None = None,
 ) -> float:
-    """Seconds of a pass of so many rows without arithmetic."""
+    """Seconds of a pass of so many rows without arithmetic.
+
+    Args:
+        ssd_bytes: that it reads, of a mixture whose experts come one by one; as planned unless
+            told.
+    """
     if target.experts is None or not plan.expert_bytes:
         return plan.stream_s
-    ssd_s = pass_bytes(plan, target, work, rows) / machine.ssd_bytes_per_s
+    if ssd_bytes is None:
+        ssd_bytes = pass_bytes(plan, target, work, rows)
+    ssd_s = ssd_bytes / machine.ssd_bytes_per_s
     read = target.dense.total + target.experts.asked_for(rows)
     return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
 

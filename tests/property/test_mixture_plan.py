@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.planning.memory import Work, fixed_parts
+from specexec_cli.planning.outlook import outlook, with_more_ram
 from specexec_cli.planning.placement import place, without_ssd
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import Machine, Plan
@@ -104,6 +106,46 @@ def test_every_mode_places_a_mixture(mode: str) -> None:
     if mode == "ssd":
         assert set(plan.tiers) == {"ssd"}
         assert plan.expert_bytes < 6 * GB
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=cases())
+def test_what_is_expected_of_experts_hangs_together(case: tuple[ModelBytes, Work, Machine]) -> None:
+    target, work, machine = case
+    plan = plan_or_none(*case)
+    experts = target.experts
+    if plan is None or not plan.expert_bytes or experts is None:
+        return
+    layers = experts.in_all // experts.count
+    found = outlook(target, work, machine, plan)
+    assert [each.rows for each in found] == [1, 4, 16]
+    for each in found:
+        even, skewed = each.experts
+        chance = 1.0 - (1.0 - experts.chosen / experts.count) ** each.rows
+        assert even == pytest.approx(layers * experts.count * chance)
+        assert skewed <= even * (1 + 1e-9), "rows that like the same experts ask for fewer"
+        assert layers * experts.chosen <= even * (1 + 1e-9)
+        for asked, held, read in zip(each.experts, each.held_share, each.ssd_bytes, strict=True):
+            assert 0.0 <= held <= 1.0
+            size = sum(experts.layers) / experts.in_all
+            assert read == pytest.approx(asked * (1.0 - held) * size, abs=size)
+    richer = with_more_ram(target, None, work, machine)
+    for fewer, more in pairwise([found[0].tokens_per_s, *(each.tokens_per_s for each in richer)]):
+        assert more[0] >= fewer[0] * 0.99
+        assert more[1] >= fewer[1] * 0.99
+
+
+def test_one_row_of_skewed_routing_finds_most_experts_in_a_quarter() -> None:
+    target, work = architecture_bytes(QWEN3_30B), Work(context_tokens=4096, budget=0)
+    machine = Machine(ram_bytes=22 * GB)
+    plan = place("auto", target, None, work, machine)
+    assert target.experts is not None
+    share = plan.expert_bytes / sum(target.experts.layers)
+    one, *_ = outlook(target, work, machine, plan)
+    even, skewed = one.held_share
+    assert one.experts == (pytest.approx(48 * 8), pytest.approx(48 * 8))
+    assert even == pytest.approx(share, abs=0.01)
+    assert 2 * share < skewed < share ** 0.17, "a row chooses no expert twice"
 
 
 def test_a_gpu_takes_whole_layers_for_now() -> None:
