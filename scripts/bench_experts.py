@@ -196,7 +196,7 @@ def main() -> None:
     found = {}
     if not args.without_whole:
         # a pass of whole layers costs the same wherever it is: a few of them tell
-        few = {"warm_tokens": 2, "tokens": {"autoregressive": 6, "specexec": 40},
+        few = {"warm_tokens": 2, "tokens": {"autoregressive": 6, "specexec": 24},
                "prompts": prompts[:2]}  # fmt: skip
         found["whole layers"] = measure({**task, **few, "whole_layers": True}, None)
         if args.before is not None:

@@ -36,6 +36,7 @@ def plan(
     link: machine.Link = None,
     budget: options.Budget = None,
     offload: options.Offload = "auto",
+    experts: options.Experts = "auto",
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and text together. Default: 4096.")
     ] = None,
@@ -51,6 +52,7 @@ def plan(
     request = Request(
         pair=pair, target=target, draft=draft, method=cast(Method, method),
         models_file=models_file, offline=offline, offload=options.offload_mode(offload),
+        experts=options.expert_place(experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
     )  # fmt: skip
     decision = resolve(request, machine.site(ram, vram, ssd, link))

@@ -82,19 +82,42 @@ class StreamedExperts(nn.Module):
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts; see PerExpert.forward."""
         source = cast(ExpertSource, self._context.source)
-        chosen, counts = torch.unique(top_k_index, return_counts=True)
+        picks = top_k_index.reshape(-1).cpu()
+        chosen, counts = torch.unique(picks, return_counts=True)
         wanted = dict(zip(chosen.tolist(), counts.tolist(), strict=True))
+        # for each expert the places in `picks` that name it, in rising order
+        named = torch.split(torch.argsort(picks, stable=True), list(wanted.values()))
+        places = dict(zip(wanted, named, strict=True))
+        inputs = _Inputs(rows, top_k_weights.reshape(-1, 1))
         found: dict[int, tuple[Tensor, Tensor]] = {}  # expert -> its rows, and what it adds to them
         for index, stored in source.take(self._layer, wanted, rows.shape[0]):
-            row, choice = torch.where(top_k_index == index)
             weights = {name: stored[place] for name, place in self._names[index].items()}
-            output = functional_call(self._experts[index], weights, (rows[row],))
-            found[index] = row, output * top_k_weights[row, choice, None]
+            device = next(iter(weights.values())).device
+            own, weight = inputs.on(device)
+            place = places[index].to(device)
+            row = place // top_k_index.shape[1]
+            output = functional_call(self._experts[index], weights, (own[row],)) * weight[place]
+            found[index] = row.to(rows.device), output.to(rows.device)
         total = torch.zeros_like(rows)
         for index in wanted:
             row, weighted = found[index]
             total.index_add_(0, row, weighted.to(total.dtype))
         return total
+
+
+class _Inputs:
+    """Rows and weights of a layer on every device that computes experts."""
+
+    def __init__(self, rows: Tensor, weights: Tensor) -> None:
+        self._on = {rows.device: (rows, weights)}
+        self._home = rows.device
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(rows, hidden) and (rows * chosen, 1) on a device, to which they are copied once."""
+        if device not in self._on:
+            rows, weights = self._on[self._home]
+            self._on[device] = rows.to(device), weights.to(device)
+        return self._on[device]
 
 
 def split_layers(skeleton: Skeleton) -> list[SplitLayer]:

@@ -64,6 +64,14 @@ class ExpertFiles:
         """Those of the keys that there are, in the order of the files."""
         return sorted((key for key in keys if key in self._rank), key=self._rank.__getitem__)
 
+    def first_byte(self, key: int) -> int:
+        """Where in what is read of an expert its first tensor begins."""
+        return self._layouts[key].places[0][1]
+
+    def n_bytes(self, key: int) -> int:
+        """What is read of an expert, in whole blocks."""
+        return self._layouts[key].buffer_bytes
+
     def open(self, notice: Notice) -> None:
         """Opens the files.
 

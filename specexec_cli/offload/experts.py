@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is 
 _MEND = "Stream whole layers instead: --offload ssd"
 _FREE = -1
 _EXPECTED = 1e9  # more than any score
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class ExpertStore:
@@ -68,9 +70,9 @@ class ExpertStore:
         self.bytes_read = 0  # of experts, what the files were asked for
         self.wait_s = 0.0  # the consumer waited for a reader
         self.reading_s = 0.0  # at least one read was under way
-        self._at = ExpertFiles(layers, piece_bytes)
-        self.slot_bytes = self._at.slot_bytes
-        self.slots = min(cap_bytes // self.slot_bytes, len(self._at))
+        self.files = ExpertFiles(layers, piece_bytes)
+        self.slot_bytes = self.files.slot_bytes
+        self.slots = min(cap_bytes // self.slot_bytes, len(self.files))
         if not self.slots:
             raise ValueError(f"no slot of {self.slot_bytes} bytes fits into {cap_bytes}")
         self._threads: list[threading.Thread] = []
@@ -80,6 +82,8 @@ class ExpertStore:
         )
         self._slot_of: dict[int, int] = {}  # expert -> slot, read or being read
         self._held: NDArray[np.int64] = np.full(self.slots, _FREE)  # slot -> expert
+        # experts that are held elsewhere as well: no reason to keep them here
+        self._elsewhere = np.zeros(len(layers) * self.files.width, dtype=np.bool_)
         self._missing = [0] * self.slots  # pieces not there yet
         self._failed: list[BaseException | None] = [None] * self.slots
         self._read_for: list[object | None] = [None] * self.slots  # the request, if there was one
@@ -87,7 +91,7 @@ class ExpertStore:
         self._ready = np.zeros(self.slots, dtype=np.bool_)  # holds all of an expert
         self._pinned = np.zeros(self.slots, dtype=np.bool_)  # asked for, and not done with
         # by expert, how often the present pass is still expected to ask for it
-        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self._at.width, dtype=np.int64)
+        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self.files.width, dtype=np.int64)
         # a generator that is dropped ends its request wherever it is dropped, also under the lock
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -109,7 +113,7 @@ class ExpertStore:
     def _open(self, notice: Notice) -> None:
         size = self.slots * self.slot_bytes
         check_free(size, f"slots for {self.slots} experts", _MEND)
-        self._at.open(notice)
+        self.files.open(notice)
         self._buffer = HugeBuffer(size, "the expert slots", _MEND)
         self._blob = as_blob(self._buffer)
         self._threads = [
@@ -121,27 +125,51 @@ class ExpertStore:
 
     # The consumer's side
 
+    @property
+    def width(self) -> int:
+        """Keys of a layer; see ExpertFiles."""
+        return self.files.width
+
+    @property
+    def blob(self) -> Tensor:
+        """All slots as (bytes,) uint8."""
+        assert self._blob is not None, "the store is open"
+        return self._blob
+
+    def bytes_of(self, key: int) -> Tensor:
+        """What was read of an expert that has been handed out, (bytes,) uint8."""
+        start = self._slot_of[key] * self.slot_bytes
+        return self.blob[start : start + self.files.n_bytes(key)]
+
+    def elsewhere(self, key: int, held: bool) -> None:
+        """Tells that an expert is held elsewhere as well, so that its slot is taken first."""
+        with self._lock:
+            self._elsewhere[key] = held
+
     def take(
-        self, layer: int, wanted: Mapping[int, int], rows: int
+        self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Each wanted expert once, as they arrive.
 
         Args:
             wanted: expert -> rows of the pass that are routed to it.
             rows: of the pass.
+            elsewhere: experts that the pass needs as well and somebody else has, with their rows.
         Yields:
             (expert, its tensors by name), valid until the next one is asked for.
         Raises:
             StreamError: an expert could not be read, by file and offset.
         """
         request = object()
-        left = [layer * self._at.width + expert for expert in wanted]
-        self.scores.used(layer, list(wanted.items()), rows)
+        left = [layer * self.files.width + expert for expert in wanted]
+        self.scores.used(layer, [*wanted.items(), *elsewhere.items()], rows)
+        self.touched += len(elsewhere)
+        self.hits += len(elsewhere)
         try:
             self._ask(request, layer, left)
             while left:
                 key, slot = self._wait_for_one(left)
-                yield key - layer * self._at.width, self._tensors[slot]
+                yield key - layer * self.files.width, self._tensors[slot]
                 left.remove(key)
                 self._done_with(request, slot)
         finally:
@@ -164,11 +192,11 @@ class ExpertStore:
                     self.hits += int(self._ready[slot])
             self.touched += len(keys)
             # what a visit did not ask for, it will not ask for later
-            first = layer * self._at.width
+            first = layer * self.files.width
             self._ahead[:first] = 0
-            visited = self._ahead[first : first + self._at.width]
+            visited = self._ahead[first : first + self.files.width]
             np.maximum(visited - 1, 0, out=visited)
-            self._wanted.extend(self._at.in_order(missing))
+            self._wanted.extend(self.files.in_order(missing))
             self._work.notify_all()
 
     def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
@@ -212,8 +240,9 @@ class ExpertStore:
             self._expected.clear()
             self._ahead[:] = 0
             for layer in np.flatnonzero(likely.any(axis=1)).tolist():
-                first = layer * self._at.width
-                keys = self._at.in_order((first + np.flatnonzero(likely[layer])).tolist())
+                first = layer * self.files.width
+                chosen = first + np.flatnonzero(likely[layer])
+                keys = self.files.in_order(chosen[~self._elsewhere[chosen]].tolist())
                 self._expected.extend(keys)
                 self._ahead[keys] = visits
             self._work.notify_all()
@@ -222,9 +251,9 @@ class ExpertStore:
         """Begin to read the experts with the highest scores into free slots."""
         counts = self.scores.counts.ravel()
         best = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] > 0.0]
-        chosen = [key for key in best if key in self._at][: self.slots]
+        chosen = [key for key in best if key in self.files][: self.slots]
         with self._lock:
-            self._usual.extend(self._at.in_order(chosen))
+            self._usual.extend(self.files.in_order(chosen))
             self._work.notify_all()
 
     def restart(self) -> None:
@@ -241,7 +270,7 @@ class ExpertStore:
             self._work.notify_all()
         for thread in self._threads:
             thread.join()
-        self._at.close()
+        self.files.close()
         self._tensors = []
         self._blob = None
         if self._buffer is not None:
@@ -258,7 +287,7 @@ class ExpertStore:
                 assert self._buffer is not None
                 start = slot * self.slot_bytes + piece.offset
                 target = self._buffer.view[start : start + piece.stop - piece.start]
-                count = self._at.read(piece, target)
+                count = self.files.read(piece, target)
                 del target
             except BaseException as caught:  # handed to the consumer, which raises it
                 error = caught
@@ -301,8 +330,8 @@ class ExpertStore:
         self._pinned[slot] = queue is self._wanted
         self._read_for[slot] = self._request if queue is self._wanted else None
         self._tensors[slot] = {}
-        self._missing[slot] = len(self._at.pieces[key])
-        self._to_read.extend((slot, piece) for piece in self._at.pieces[key])
+        self._missing[slot] = len(self.files.pieces[key])
+        self._to_read.extend((slot, piece) for piece in self.files.pieces[key])
         return True
 
     def _free_slot(self, queue: deque[int]) -> int | None:
@@ -312,8 +341,9 @@ class ExpertStore:
         if queue is self._usual:
             return None
         # what the pass will need soon is worth more than what it will need late
-        layers_left = 1 + (len(self._ahead) - self._held) // self._at.width
+        layers_left = 1 + (len(self._ahead) - self._held) // self.files.width
         worth = self.scores.counts.ravel()[self._held]
+        worth[self._elsewhere[self._held]] = -1.0
         worth += _EXPECTED * layers_left * (self._ahead[self._held] > 0)
         worth[~self._ready | self._pinned] = np.inf
         slot = int(np.argmin(worth))
@@ -338,7 +368,7 @@ class ExpertStore:
         failed, self._failed[slot] = self._failed[slot], None
         if failed is None:
             assert self._blob is not None
-            self._tensors[slot] = self._at.tensors(key, self._blob, slot * self.slot_bytes)
+            self._tensors[slot] = self.files.tensors(key, self._blob, slot * self.slot_bytes)
             self._ready[slot] = True
         else:
             # a read that was begun for nobody, or for a pass that was aborted, is tried again

@@ -51,7 +51,8 @@ def outlook(target: ModelBytes, work: Work, machine: Machine, plan: Plan) -> tup
 
 def cache_share(experts: ExpertBytes, plan: Plan) -> float:
     """Of the experts' bytes, what the cache holds; all of it where no expert comes from the SSD."""
-    return min(1.0, plan.expert_bytes / sum(experts.layers)) if plan.expert_bytes else 1.0
+    held = plan.expert_bytes + plan.device_expert_bytes
+    return min(1.0, held / sum(experts.layers)) if held else 1.0
 
 
 def with_more_ram(
@@ -91,16 +92,12 @@ def _outlook(target: ModelBytes, work: Work, machine: Machine, plan: Plan, rows:
         ssd_bytes = missing * sum(experts.layers) / experts.in_all
         seconds = pass_seconds(target, work, machine, plan, rows, round(dense + ssd_bytes))
         columns.append((asked, 1.0 - missing / asked, ssd_bytes, rows / seconds))
-    asked, held, read, rate = zip(*columns, strict=True)
+    even, skewed = columns
+    ranges = list(zip(even, skewed, strict=True))
     return Outlook(
-        rows=rows, experts=_pair(asked), held_share=_pair(held), ssd_bytes=_pair(read),
-        tokens_per_s=_pair(rate),
+        rows=rows, experts=ranges[0], held_share=ranges[1], ssd_bytes=ranges[2],
+        tokens_per_s=ranges[3],
     )  # fmt: skip
-
-
-def _pair(values: tuple[float, ...]) -> Range:
-    even, skewed = values
-    return even, skewed
 
 
 def _chances(experts: ExpertBytes, power: float) -> list[float]:

@@ -163,7 +163,7 @@ def resolve(
 
     def placed(work: Work, settings: Mapping[str, Setting]) -> Plan:
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
-        return place(request.offload, target.sizes, draft_sizes, work, machine)
+        return place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
 
     try:
         plan = placed(work, site.settings)
