@@ -5,8 +5,8 @@
 
 Memory is what lets the planner give the experts' cache `--share` of their bytes. Whole layers,
 moved by this version and by the one in CHECKOUT, get as much, or the least that they run with. All
-must write the same text. Reads of single experts are timed bare as well: at random places in file
-order, with as many at once as the store has. The last line is JSON.
+must write the same text. Reads of experts are timed bare as well: at random places in file order,
+as many at a time as a visit of a layer missed. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,7 @@ from specexec_cli.planning.site import Setting
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 WORKER = Path(__file__).with_name("expert_worker.py")
 METHODS = ("autoregressive", "specexec")
-RAW_S = 2.0  # of bare reads, before and after the programs
-RAW_BATCH = 8  # bare reads are asked for so many at a time, as a layer's experts are
+RAW_S = 2.0  # of bare reads
 
 
 def decision_for(rig: Path, draft: Path, share: float) -> Decision:
@@ -82,40 +81,28 @@ def expert_layouts(rig: Path) -> list[Layout]:
     ]
 
 
-def raw_rate(layouts: list[Layout], seed: int) -> float:
-    """Bytes per second of reads of single experts with nothing done between them."""
+def raw_rate(layouts: list[Layout], batch: int, seed: int) -> float:
+    """Bytes per second of bare reads of so many experts at a time, the next when all are there."""
     rng = random.Random(seed)
-    files = {extent.path: None for layout in layouts for extent in layout.extents}
+    files = {extent.path for layout in layouts for extent in layout.extents}
     opened = {path: DirectFile(path, print) for path in files}
     size = max(layout.buffer_bytes for layout in layouts)
-    buffers = [
-        HugeBuffer(size, "a raw read", "Close other programs") for _ in range(READER_THREADS)
-    ]
-    work: list[Layout] = []
-    lock, end = threading.Lock(), time.perf_counter() + RAW_S
-    done = [0] * READER_THREADS
+    buffers = [HugeBuffer(size, "a raw read", "Close other programs") for _ in range(batch)]
 
-    def read(number: int) -> None:
-        while time.perf_counter() < end:
-            with lock:
-                if not work:
-                    chosen = rng.sample(range(len(layouts)), RAW_BATCH)
-                    work.extend(layouts[index] for index in sorted(chosen))
-                layout = work.pop(0)
-            for piece in layout.pieces():
-                target = buffers[number].view[
-                    piece.offset : piece.offset + piece.stop - piece.start
-                ]
-                done[number] += opened[piece.path].read_into(target, piece.start, piece.stop)
-                del target
+    def read(layout: Layout, buffer: HugeBuffer) -> int:
+        done = 0
+        for piece in layout.pieces():
+            target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
+            done += opened[piece.path].read_into(target, piece.start, piece.stop)
+            del target
+        return done
 
-    threads = [threading.Thread(target=read, args=(n,)) for n in range(READER_THREADS)]
-    started = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    rate = sum(done) / (time.perf_counter() - started)
+    total, started = 0, time.perf_counter()
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        while time.perf_counter() < started + RAW_S:
+            chosen = [layouts[index] for index in sorted(rng.sample(range(len(layouts)), batch))]
+            total += sum(readers.map(read, chosen, buffers))
+    rate = total / (time.perf_counter() - started)
     for file in opened.values():
         file.close()
     for buffer in buffers:
@@ -154,12 +141,17 @@ def show(name: str, found: dict[str, Any], base: dict[str, float]) -> None:
         print(line, flush=True)
 
 
-def shares(row: dict[str, float], expert_bytes: float, raw: float) -> dict[str, float]:
+def shares(row: dict[str, float], layouts: list[Layout], layers: int) -> dict[str, float]:
     """How near reads come to what is needed, and to the link's rate."""
-    needed = (row["touched"] - row["hits"]) * expert_bytes
+    missed = row["touched"] - row["hits"]
+    batch = max(1, round(missed / (row["passes"] * layers)))
+    raw = [raw_rate(layouts, batch, seed) for seed in (0, 1)]
+    needed = missed * float(np.mean([layout.tensor_bytes for layout in layouts]))
     return {
         "read_of_needed": row["bytes_read"] / needed if needed else 1.0,
-        "rate_of_raw": row["bytes_read"] / row["reading_s"] / raw,
+        "missed_by_a_visit": missed / (row["passes"] * layers),
+        "raw_bytes_per_s": float(np.mean(raw)),
+        "rate_of_raw": row["bytes_read"] / row["reading_s"] / float(np.mean(raw)),
         "reading_share": row["reading_s"] / row["seconds"],
         "waiting_share": row["wait_s"] / row["seconds"],
     }
@@ -191,8 +183,6 @@ def main() -> None:
         "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens,
         "tokens": dict.fromkeys(METHODS, args.tokens),
     }  # fmt: skip
-    layouts = expert_layouts(args.rig)
-    raw = [raw_rate(layouts, 0)]
     found = {}
     if not args.without_whole:
         # a pass of whole layers costs the same wherever it is: a few of them tell
@@ -202,7 +192,6 @@ def main() -> None:
         if args.before is not None:
             found["before"] = measure({**task, **few}, args.before)
     found["experts"] = measure(task, None)
-    raw.append(raw_rate(layouts, 1))
     base: dict[str, float] = {}
     for name, result in found.items():
         if name != "experts":
@@ -215,16 +204,15 @@ def main() -> None:
                 shared = min(len(ours), len(theirs))
                 if ours[:shared] != theirs[:shared]:
                     print(f"{name}, {method}: another text", file=sys.stderr)
-    expert_bytes = float(np.mean([layout.tensor_bytes for layout in layouts]))
+    layouts = expert_layouts(args.rig)
+    layers = sum(size > 0 for size in experts.layers)
     reads = {
-        method: shares(row, expert_bytes, float(np.mean(raw)))
-        for method, row in found["experts"]["methods"].items()
+        method: shares(row, layouts, layers) for method, row in found["experts"]["methods"].items()
     }
-    print(f"bare reads of single experts: {', '.join(format_bytes(rate) + '/s' for rate in raw)}")
     for method, row in reads.items():
         print(method, {name: round(value, 3) for name, value in row.items()})
     print(json.dumps({**environment(args.rig, 0), "bench": "experts", "share": args.share,
-                      "expert_bytes": decision.plan.expert_bytes, "raw": raw, "reads": reads,
+                      "expert_bytes": decision.plan.expert_bytes, "reads": reads,
                       "found": found}))  # fmt: skip
 
 

@@ -197,7 +197,7 @@ class ExpertStore:
             visited = self._ahead[first : first + self.files.width]
             np.maximum(visited - 1, 0, out=visited)
             self._wanted.extend(self.files.in_order(missing))
-            self._work.notify_all()
+            self._wake()
 
     def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
         """The first of these experts that is there, and its slot."""
@@ -219,14 +219,22 @@ class ExpertStore:
         with self._lock:
             if self._request is request:
                 self._pinned[slot] = False
-                self._work.notify_all()
+                self._wake()
 
     def _end_request(self) -> None:
         with self._lock:
             self._wanted.clear()
             self._pinned[:] = False
             self._request = self._error = None
-            self._work.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """One reader, where there may be something to read; it wakes the next one.
+
+        Readers that are woken for nothing take turns with the consumer's arithmetic.
+        """
+        if self._to_read or self._wanted or self._expected or self._usual:
+            self._work.notify()
 
     def expect(self, rows: int, visits: int) -> None:
         """A pass begins: what it is almost sure to need is read ahead, layer by layer.
@@ -245,7 +253,7 @@ class ExpertStore:
                 keys = self.files.in_order(chosen[~self._elsewhere[chosen]].tolist())
                 self._expected.extend(keys)
                 self._ahead[keys] = visits
-            self._work.notify_all()
+            self._wake()
 
     def warm(self) -> None:
         """Begin to read the experts with the highest scores into free slots."""
@@ -254,7 +262,7 @@ class ExpertStore:
         chosen = [key for key in best if key in self.files][: self.slots]
         with self._lock:
             self._usual.extend(self.files.in_order(chosen))
-            self._work.notify_all()
+            self._wake()
 
     def restart(self) -> None:
         """Forget the request and the expectations of an aborted pass; what is in slots stays."""
@@ -380,4 +388,4 @@ class ExpertStore:
             self._held[slot] = _FREE
             self._pinned[slot] = False
         self._arrived.notify_all()
-        self._work.notify()  # a slot that may be taken
+        self._wake()  # it is a slot that may be taken
