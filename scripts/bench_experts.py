@@ -180,13 +180,13 @@ def main() -> None:
         "rig": str(args.rig), "draft": str(args.draft), "dtype": "auto",
         "ram_bytes": int(decision.settings["ram"].value), "whole_layers": False,
         "tree": {"budget": args.budget, "max_depth": 16, "batch": 8},
-        "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens,
+        "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens // 2,
         "tokens": dict.fromkeys(METHODS, args.tokens),
     }  # fmt: skip
     found = {}
     if not args.without_whole:
         # a pass of whole layers costs the same wherever it is: a few of them tell
-        few = {"warm_tokens": 2, "tokens": {"autoregressive": 6, "specexec": 24},
+        few = {"warm_tokens": 2, "tokens": {"autoregressive": 5, "specexec": 16},
                "prompts": prompts[:2]}  # fmt: skip
         found["whole layers"] = measure({**task, **few, "whole_layers": True}, None)
         if args.before is not None:
