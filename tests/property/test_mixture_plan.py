@@ -212,5 +212,5 @@ def test_beside_a_gpu_dense_parts_come_first_and_experts_where_they_are_fastest(
 def test_beside_a_gpu_coarse_mixtures_move_whole_layers() -> None:
     config = {**QWEN3_30B, "num_experts": 8, "num_experts_per_tok": 2}
     target, work = architecture_bytes(config), Work(context_tokens=4096, budget=0)
-    plan = place("auto", target, None, work, Machine(ram_bytes=32 * GB, vram_bytes=2 * GB))
+    plan = place("auto", target, None, work, Machine(ram_bytes=32 * GB, vram_bytes=4 * GB))
     assert plan.expert_bytes == 0
