@@ -1,6 +1,6 @@
 """Which experts a cache should keep: rules beside Belady's optimum, on a mixture's own routing.
 
-    python scripts/expert_cache.py --model /var/tmp/rig-30b --tokens 2000
+    python scripts/expert_cache.py --model RIG --tokens 2000
 
 The model reads the held-out prompts in one pass each, and what its rows choose is taken as the
 passes of one row each that decoding would make. Every rule then runs over that trace with room

@@ -16,11 +16,11 @@ _PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 
 
 @dataclass(frozen=True, slots=True)
-class _Cgroup:
+class Cgroup:
     folder: Path
 
     @classmethod
-    def create(cls, limit_bytes: int) -> _Cgroup | None:
+    def create(cls, limit_bytes: int) -> Cgroup | None:
         """A memory cgroup of this limit, None where this user may not make one."""
         for root, limit_file in (
             (CGROUPS / "memory", "memory.limit_in_bytes"),
@@ -51,7 +51,7 @@ class _Cgroup:
 
 def run_capped(command: Sequence[str], limit_bytes: int) -> int:
     """Run the command with at most this much memory; returns its exit status."""
-    group = _Cgroup.create(limit_bytes)
+    group = Cgroup.create(limit_bytes)
     enter: Callable[[], None]
     if group is not None:
         enter, kind = group.enter, "cgroup"

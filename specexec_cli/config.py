@@ -10,6 +10,7 @@ from specexec_cli.errors import ConfigError
 Method = Literal["specexec", "autoregressive", "dsi"]
 BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
+ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are computed beside a GPU
 # Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
 # (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.
 Tier = Literal["resident", "ram", "ssd"]

@@ -150,6 +150,11 @@ class GenerationStats:
         return self.generated_tokens / self.target_passes if self.target_passes else 0.0
 
     @property
+    def bytes_per_token(self) -> float:
+        """Bytes streamed for each generated token, those of the prompt's pass included."""
+        return self.bytes_streamed / self.generated_tokens if self.generated_tokens else 0.0
+
+    @property
     def tokens_per_s(self) -> float:
         """Generated tokens over the whole wall time, prefill included."""
         return self.generated_tokens / self.total_s if self.total_s else 0.0

@@ -29,7 +29,7 @@ from specexec_cli.planning.probe import probe_link, probe_ssd
 from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import Setting, Site, known_rates
+from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
 from specexec_cli.planning.tiers import Plan
 
 Notice = Callable[[str], None]
@@ -98,6 +98,8 @@ class Prepared:
             buffers=buffers,
             device_buffers=device_buffers,
             expert_bytes=self.decision.plan.expert_bytes,
+            device_expert_bytes=self.decision.plan.device_expert_bytes,
+            copy_rows=self.decision.plan.copy_rows,
             notice=notice,
             progress=progress,
         )
@@ -196,6 +198,7 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
             **known_rates(rates, vram_bytes > 0),
         },
         flops=(rates and rates.flops) or {},
+        host_bytes_per_s=host_rate(rates),
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         measure=lambda target, plan: _measured(target, plan, device),
         calibrate=_calibrate if device.type == "cpu" else None,

@@ -30,6 +30,7 @@ AVERAGED = (
     "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
     "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s", "bytes_per_pass",
     "stream_bytes_per_s", "link_share", "roofline_share", "peak_ram_bytes", "peak_vram_bytes",
+    "bytes_per_token", "experts_per_token", "experts_held_share",
 )  # fmt: skip
 
 Metrics = dict[str, float | int | None]
@@ -62,6 +63,7 @@ def run_metrics(
         is_chain: whether acceptance rates mean something.
     """
     passes = stats.target_passes
+    asked = stats.experts_asked  # 0 where no experts come one by one
     bytes_per_pass = stats.bytes_streamed / passes
     streams = link_bytes_per_s is not None and stats.bytes_streamed > 0
     link_share = roofline_share = None
@@ -91,6 +93,9 @@ def run_metrics(
         "roofline_share": roofline_share,
         "peak_ram_bytes": stats.peak_ram_bytes,
         "peak_vram_bytes": stats.peak_vram_bytes,
+        "bytes_per_token": stats.bytes_per_token,
+        "experts_per_token": asked / stats.generated_tokens if asked else None,
+        "experts_held_share": stats.experts_held / asked if asked else None,
     }
 
 

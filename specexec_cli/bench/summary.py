@@ -54,7 +54,9 @@ def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
     first = rows[0]
     metrics: dict[str, Any] = {}
     for name in AVERAGED:
-        samples = [row["metrics"][name] for row in rows if row["metrics"][name] is not None]
+        # results of earlier versions may lack a number
+        found = [row["metrics"].get(name) for row in rows]
+        samples = [value for value in found if value is not None]
         metrics[name] = spread(samples) if samples else None
     pairs = [(row, baselines[key]) for row in rows if (key := _prompt_key(row)) in baselines]
     return {

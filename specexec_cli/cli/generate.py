@@ -184,5 +184,6 @@ def stats_json(stats: GenerationStats) -> dict[str, float]:
         "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
         "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
         "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
+        "bytes_per_token",
     )  # fmt: skip
     return {name: getattr(stats, name) for name in names}

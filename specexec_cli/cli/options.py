@@ -21,6 +21,7 @@ from specexec_cli.config import (
     DraftScoring,
     DsiOptions,
     DtypeName,
+    ExpertPlace,
     Method,
     OffloadMode,
     SamplingConfig,
@@ -165,6 +166,14 @@ Offload = Annotated[
         autocompletion=among(*get_args(OffloadMode)),
     ),
 ]
+Experts = Annotated[
+    str,
+    typer.Option(
+        help="Beside a GPU, what computes a mixture's experts: gpu, cpu, or auto.",
+        rich_help_panel=_MEMORY,
+        autocompletion=among(*get_args(ExpertPlace)),
+    ),
+]
 Device = Annotated[
     str,
     typer.Option(
@@ -283,6 +292,7 @@ class MachineOptions:
     """Options that say where and how to compute."""
 
     offload: Offload = "auto"
+    experts: Experts = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
     sp: Sp = "auto"
@@ -320,6 +330,7 @@ class MeasuredModels:
     offline: Offline = False
     yes: Yes = False
     offload: Offload = "auto"
+    experts: Experts = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
 
@@ -334,6 +345,7 @@ class MeasuredModels:
             offline=self.offline,
             tree=TreeRequest(policy="fixed"),
             offload=offload_mode(self.offload),
+            experts=expert_place(self.experts),
             device=self.device,
             dtype=dtype_name(self.dtype),
             prompt=longest_prompt,
@@ -396,6 +408,7 @@ def request(
         offline=models.offline,
         tree=tree.request(),
         offload=offload_mode(machine.offload),
+        experts=expert_place(machine.experts),
         device=machine.device,
         dtype=dtype_name(machine.dtype),
         dsi=dsi_options(machine.sp, machine.lookahead, machine.devices, machine.ray),
@@ -406,6 +419,11 @@ def request(
 def offload_mode(value: str) -> OffloadMode:
     """The value of --offload, checked against the words it takes."""
     return cast(OffloadMode, one_of(value, "--offload", get_args(OffloadMode)))
+
+
+def expert_place(value: str) -> ExpertPlace:
+    """The value of --experts, checked against the words it takes."""
+    return cast(ExpertPlace, one_of(value, "--experts", get_args(ExpertPlace)))
 
 
 def dtype_name(value: str) -> DtypeName:

@@ -12,6 +12,7 @@ from specexec_cli.cli import machine, options
 from specexec_cli.config import Method
 from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
+from specexec_cli.planning.outlook import Outlook, Richer, cache_share, outlook, with_more_ram
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
@@ -35,6 +36,7 @@ def plan(
     link: machine.Link = None,
     budget: options.Budget = None,
     offload: options.Offload = "auto",
+    experts: options.Experts = "auto",
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and text together. Default: 4096.")
     ] = None,
@@ -50,13 +52,15 @@ def plan(
     request = Request(
         pair=pair, target=target, draft=draft, method=cast(Method, method),
         models_file=models_file, offline=offline, offload=options.offload_mode(offload),
+        experts=options.expert_place(experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
     )  # fmt: skip
     decision = resolve(request, machine.site(ram, vram, ssd, link))
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     speed, runs = predicted(decision, models_file), _runs(decision)
     if as_json:
-        told = {"prediction": asdict(speed), "reached": [asdict(run) for run in runs], "dsi": dsi}
+        told = {"prediction": asdict(speed), "reached": [asdict(run) for run in runs], "dsi": dsi,
+                "experts": _experts_json(decision)}  # fmt: skip
         typer.echo(json.dumps({**_as_json(decision), **told}))
         return
     from specexec_cli.cli.plan_view import show_plan
@@ -65,7 +69,31 @@ def plan(
     more = without_ssd(
         decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan
     )
-    show_plan(decision, more, dsi, speed, runs)
+    show_plan(decision, more, dsi, speed, runs, *expert_outlook(decision))
+
+
+def expert_outlook(decision: Decision) -> tuple[tuple[Outlook, ...], tuple[Richer, ...]]:
+    """What the cache of experts is expected to bring; nothing where there is none."""
+    if not decision.plan.expert_bytes:
+        return (), ()
+    sizes, work, site = decision.target.sizes, decision.work, decision.machine
+    draft = decision.draft.sizes if decision.draft else None
+    return outlook(sizes, work, site, decision.plan), with_more_ram(sizes, draft, work, site)
+
+
+def _experts_json(decision: Decision) -> dict[str, Any] | None:
+    by_rows, richer = expert_outlook(decision)
+    experts = decision.target.sizes.experts
+    if not by_rows or experts is None:
+        return None
+    return {
+        "dense_bytes": sum(decision.target.sizes.dense.layers),
+        "expert_bytes": sum(experts.layers),
+        "cache_bytes": decision.plan.expert_bytes,
+        "cache_share": cache_share(experts, decision.plan),
+        "by_rows": [asdict(each) for each in by_rows],
+        "more_ram": [asdict(each) for each in richer],
+    }
 
 
 def _runs(decision: Decision) -> list[Run]:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from specexec_cli.device import format_bytes
 from specexec_cli.planning.memory import Parts
+from specexec_cli.planning.outlook import Outlook, Range, Richer, cache_share
 from specexec_cli.planning.reached import Run
 from specexec_cli.planning.resolve import Decision, SizedModel
 from specexec_cli.planning.site import Setting
@@ -27,6 +28,8 @@ def show_plan(
     dsi: str | None,
     speed: Speed,
     runs: Sequence[Run],
+    by_rows: Sequence[Outlook] = (),
+    richer: Sequence[Richer] = (),
 ) -> None:
     """Print the plan to stdout.
 
@@ -35,6 +38,8 @@ def show_plan(
         dsi: whether several GPUs would pay, in a sentence.
         speed: what is expected.
         runs: what earlier sessions reached here.
+        by_rows: of a cache of experts, what it is expected to bring.
+        richer: the same with more memory.
     """
     target, draft, work = decision.target, decision.draft, decision.work
     settings, plan = decision.settings, decision.plan
@@ -47,7 +52,12 @@ def show_plan(
     ):  # fmt: skip
         console.print(table)
         console.print()
+    if by_rows:
+        console.print(_experts(by_rows))
+        console.print()
     lines = [*_findings(settings, plan, without_ssd), *_drafting(speed), *([dsi] if dsi else [])]
+    if by_rows:
+        lines = [*_expert_lines(decision, richer), *lines]
     for line in lines:
         for part in textwrap.wrap(line, min(console.width, 100)):
             console.print(part)
@@ -135,6 +145,42 @@ def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
         how = f"{run.date}, offload {run.offload}, {run.device}"
         table.add_row("reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), how)
     return table
+
+
+def _experts(by_rows: Sequence[Outlook]) -> Table:
+    table = _table("experts", "asked for", "in memory", "read", "tok/s at most")
+    for each in by_rows:
+        rows = "1 row" if each.rows == 1 else f"{each.rows} rows"
+        read = " to ".join(map(format_bytes, each.ssd_bytes))
+        table.add_row(
+            f"a pass of {rows}", _between(each.experts, "{:.0f}"),
+            _between(each.held_share, "{:.0%}"), read, _between(each.tokens_per_s, "{:.2g}"),
+        )  # fmt: skip
+    return table
+
+
+def _between(values: Range, form: str) -> str:
+    low, high = (form.format(value) for value in values)
+    return low if low == high else f"{low} to {high}"
+
+
+def _expert_lines(decision: Decision, richer: Sequence[Richer]) -> list[str]:
+    sizes, plan = decision.target.sizes, decision.plan
+    assert sizes.experts is not None, "only mixtures have experts"
+    stored = sum(sizes.experts.layers)
+    lines = [
+        f"Experts: {format_bytes(stored)}, of which {format_bytes(plan.expert_bytes)} "
+        f"({cache_share(sizes.experts, plan):.0%}) fit into memory; dense parts "
+        f"{format_bytes(sum(sizes.dense.layers))}.",
+        "From: all are chosen equally often. To: 27 % of them hold 80 % of the choices.",
+    ]
+    for each in richer:
+        rate = _between(each.tokens_per_s, "{:.2g}")
+        lines.append(
+            f"With {format_bytes(each.ram_bytes)} of RAM: {each.cache_share:.0%} of the experts in "
+            f"memory, {rate} tok/s without drafting."
+        )
+    return lines
 
 
 def _seconds(seconds: float) -> str:

@@ -49,7 +49,8 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
     if stats.experts_asked:
         parts.append(
             f"{stats.experts_asked / stats.generated_tokens:.0f} experts/tok, "
-            f"{stats.experts_held / stats.experts_asked:.0%} in memory"
+            f"{stats.experts_held / stats.experts_asked:.0%} in memory, "
+            f"{stats.bytes_per_token / 1e6:.0f} MB/tok"
         )
     loss = stats.drafting_loss
     if loss is not None:

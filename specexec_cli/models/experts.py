@@ -13,7 +13,6 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from specexec_cli.models.linear import PerExpert
 from specexec_cli.models.pass_context import PassContext
@@ -38,18 +37,41 @@ class SplitLayer:
     experts: list[dict[str, TensorRange]]  # per expert: parameter name inside the expert -> bytes
 
 
-class Expert(nn.Module):
-    """One expert's gated MLP over linears of any kind."""
+class Expert:
+    """One expert's gated MLP over linears of any kind, whose weights come with every call."""
 
-    def __init__(self, linears: nn.ModuleDict, act_fn: nn.Module) -> None:
-        super().__init__()
-        self.linears = linears  # `gate`, `up`, `down`
-        self.act_fn = act_fn
+    def __init__(
+        self, linears: nn.ModuleDict, act_fn: nn.Module, tensors: dict[str, TensorRange]
+    ) -> None:
+        """Over empty linears.
 
-    def forward(self, rows: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, hidden)."""
-        linears = self.linears
-        output: Tensor = linears["down"](self.act_fn(linears["gate"](rows)) * linears["up"](rows))
+        Args:
+            linears: `gate`, `up` and `down`.
+            tensors: by parameter name inside them, as `gate.weight`.
+        """
+        self._gate, self._up, self._down = (linears[name] for name in ("gate", "up", "down"))
+        self._act_fn = act_fn
+        # torch's functional_call looks through all modules at every call, which took longer than
+        # the products of one row
+        self._parameters = []
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            self._parameters.append((linears.get_submodule(path)._parameters, leaf, tensor.name))
+        self._empty = [parameters[leaf] for parameters, leaf, _ in self._parameters]
+
+    def __call__(self, stored: Mapping[str, Tensor], rows: Tensor) -> Tensor:
+        """(rows, hidden) -> (rows, hidden).
+
+        Args:
+            stored: the expert's tensors by checkpoint names.
+        """
+        try:
+            for parameters, leaf, name in self._parameters:
+                parameters[leaf] = stored[name]  # type: ignore[assignment]
+            output: Tensor = self._down(self._act_fn(self._gate(rows)) * self._up(rows))
+        finally:  # no view may outlive the slot
+            for (parameters, leaf, _), empty in zip(self._parameters, self._empty, strict=True):
+                parameters[leaf] = empty
         return output
 
 
@@ -69,32 +91,53 @@ class StreamedExperts(nn.Module):
             tensors: see SplitLayer.experts.
         """
         super().__init__()
-        # not submodules: their parameters are none of the layer's
+        # no modules: their parameters are none of the layer's
         self._experts = [
-            Expert(cast(nn.ModuleDict, linears), block.act_fn) for linears in block.experts
-        ]
-        self._names = [
-            {f"linears.{name}": tensor.name for name, tensor in expert.items()}
-            for expert in tensors
+            Expert(cast(nn.ModuleDict, linears), block.act_fn, expert)
+            for linears, expert in zip(block.experts, tensors, strict=True)
         ]
         self._layer, self._context = layer, context
 
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts; see PerExpert.forward."""
         source = cast(ExpertSource, self._context.source)
-        chosen, counts = torch.unique(top_k_index, return_counts=True)
+        picks = top_k_index.reshape(-1).cpu()
+        chosen, counts = torch.unique(picks, return_counts=True)
         wanted = dict(zip(chosen.tolist(), counts.tolist(), strict=True))
-        found: dict[int, tuple[Tensor, Tensor]] = {}  # expert -> its rows, and what it adds to them
+        # which of the picks name an expert, and so which rows it is to compute, both rising
+        order = torch.argsort(picks, stable=True)
+        sizes = list(wanted.values())
+        rows_of = torch.split(order // top_k_index.shape[1], sizes)
+        pairs = zip(torch.split(order, sizes), rows_of, strict=True)
+        places = dict(zip(wanted, pairs, strict=True))
+        inputs = _Inputs(rows, top_k_weights.reshape(-1, 1))
+        found: dict[int, Tensor] = {}  # expert -> what it adds to its rows
         for index, stored in source.take(self._layer, wanted, rows.shape[0]):
-            row, choice = torch.where(top_k_index == index)
-            weights = {name: stored[place] for name, place in self._names[index].items()}
-            output = functional_call(self._experts[index], weights, (rows[row],))
-            found[index] = row, output * top_k_weights[row, choice, None]
+            device = next(iter(stored.values())).device
+            own, weight = inputs.on(device)
+            place, row = places[index]
+            output = self._experts[index](stored, own[row.to(device)]) * weight[place.to(device)]
+            found[index] = output.to(rows.device)
         total = torch.zeros_like(rows)
         for index in wanted:
-            row, weighted = found[index]
-            total.index_add_(0, row, weighted.to(total.dtype))
+            row = places[index][1].to(rows.device)
+            total.index_add_(0, row, found[index].to(total.dtype))
         return total
+
+
+class _Inputs:
+    """Rows and weights of a layer on every device that computes experts."""
+
+    def __init__(self, rows: Tensor, weights: Tensor) -> None:
+        self._on = {rows.device: (rows, weights)}
+        self._home = rows.device
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(rows, hidden) and (rows * chosen, 1) on a device, to which they are copied once."""
+        if device not in self._on:
+            rows, weights = self._on[self._home]
+            self._on[device] = rows.to(device), weights.to(device)
+        return self._on[device]
 
 
 def split_layers(skeleton: Skeleton) -> list[SplitLayer]:

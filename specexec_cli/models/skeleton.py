@@ -25,6 +25,8 @@ from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.planning.architectures import ARCHITECTURES, Rename
 
 _FLOATS = ("F16", "BF16", "F32", "F64")
+# a matrix of one expert, as PerExpert names it inside a layer
+_OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate|up|down)\.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +179,42 @@ def _find_layer(
 ) -> dict[str, TensorRange]:
     found = {}
     for name, parameter in layer.named_parameters():
-        found[name] = _find(checkpoint, _stored(name, renames, prefix), parameter)
+        stored = _stored(name, renames, prefix)
+        if _lookup(checkpoint, stored) is None and _lookup(checkpoint, prefix + name) is not None:
+            stored = prefix + name  # saved under transformers' names
+        part = _of_fused(checkpoint, prefix, name, parameter)
+        found[name] = part or _find(checkpoint, stored, parameter)
     return found
+
+
+def _of_fused(
+    checkpoint: Checkpoint, prefix: str, name: str, parameter: nn.Parameter
+) -> TensorRange | None:
+    """An expert's matrix inside a tensor of all experts, None where it has one of its own.
+
+    transformers saves (experts, 2 * intermediate, hidden), the rows of `gate` before those of
+    `up`, and (experts, hidden, intermediate), unless it is told to keep to the checkpoint's names.
+
+    Raises:
+        CheckpointError: the tensor of all experts is of another shape than the config says.
+    """
+    of_expert = _OF_EXPERT.fullmatch(name)
+    if of_expert is None:
+        return None
+    down = of_expert["linear"] == "down"
+    fused = f"{prefix}{of_expert['block']}.{'down_proj' if down else 'gate_up_proj'}"
+    tensor = _lookup(checkpoint, fused)
+    if tensor is None:
+        return None
+    rows, columns = parameter.shape
+    each, index = rows if down else 2 * rows, int(of_expert["index"])
+    if len(tensor.shape) != 3 or tensor.shape[1:] != (each, columns) or index >= tensor.shape[0]:
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{fused}' has shape {list(tensor.shape)}, config.json asks for "
+            f"[experts, {each}, {columns}]. Are both files of the same model?"
+        )
+    first = each * index + (rows if of_expert["linear"] == "up" else 0)
+    return tensor.rows(first, rows)
 
 
 def _stored(name: str, renames: tuple[Rename, ...], prefix: str) -> str:
@@ -201,10 +237,14 @@ def _find_resident(
     return found
 
 
-def _find(checkpoint: Checkpoint, name: str, parameter: nn.Parameter) -> TensorRange:
+def _lookup(checkpoint: Checkpoint, name: str) -> TensorRange | None:
     # a checkpoint saved from the bare base model lacks its prefix
     bare = name.partition(".")[2]
-    tensor = checkpoint.tensors.get(name) or checkpoint.tensors.get(bare)
+    return checkpoint.tensors.get(name) or checkpoint.tensors.get(bare)
+
+
+def _find(checkpoint: Checkpoint, name: str, parameter: nn.Parameter) -> TensorRange:
+    tensor = _lookup(checkpoint, name)
     if tensor is None:
         raise CheckpointError(
             f"{checkpoint.folder}: tensor '{name}' is missing. "

@@ -27,6 +27,7 @@ from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
 from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.offload.expert_device import DeviceExperts
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import CudaLink
@@ -86,6 +87,8 @@ class StreamedModel:
         buffers: int = 3,
         device_buffers: int = 3,
         expert_bytes: int = 0,
+        device_expert_bytes: int = 0,
+        copy_rows: int | None = None,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -96,8 +99,11 @@ class StreamedModel:
                 to stay, converted to the compute dtype.
             buffers: of the ring in RAM.
             device_buffers: of the ring on a GPU.
-            expert_bytes: that slots for experts may take; they then come one by one and `tiers` is
-                about the rest of each layer. 0 moves them with their layers.
+            expert_bytes: that slots for experts in RAM may take; they then come one by one and
+                `tiers` is about the rest of each layer. 0 moves them with their layers.
+            device_expert_bytes: that slots for experts on a GPU may take.
+            copy_rows: on a GPU, experts of so many rows and more are copied to it; see
+                DeviceExperts.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -122,26 +128,34 @@ class StreamedModel:
             )
         if split:
             stream_experts(skeleton, split, model.context)
-            model._open_experts([parts.experts for parts in split], expert_bytes, notice)
+            model._open_experts(
+                [parts.experts for parts in split], expert_bytes, device_expert_bytes, copy_rows,
+                notice,
+            )  # fmt: skip
         return model
 
     def _open_experts(
         self,
         experts: Sequence[Sequence[Mapping[str, TensorRange]]],
         cap_bytes: int,
+        device_bytes: int,
+        copy_rows: int | None,
         notice: Callable[[str], None],
     ) -> None:
         """Takes the experts' slots; where that fails nothing stays open."""
-        assert isinstance(self.source, LayerStream), "experts come one by one on a CPU alone"
+        assert isinstance(self.source, LayerStream | DeviceStream), "dense parts are streamed"
         chosen = int(self.skeleton.config.num_experts_per_tok)
         scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
         ranges = [[list(expert.values()) for expert in layer] for layer in experts]
         try:
             self.experts = ExpertStore(ranges, cap_bytes, scores, notice=notice)
+            source: ExpertStore | DeviceExperts = self.experts
+            if self.device.type == "cuda":
+                source = DeviceExperts(self.experts, CudaLink(self.device), device_bytes, copy_rows)
         except BaseException:
             self.source.close()
             raise
-        self.source = MixtureStream(self.source, self.experts)
+        self.source = MixtureStream(self.source, source)
 
     @property
     def source(self) -> LayerSource | None:

@@ -16,26 +16,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from specexec_cli.errors import StreamError
+from specexec_cli.offload.expert_files import ExpertFiles
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.memory import HugeBuffer
-from specexec_cli.offload.reader import (
-    BLOCK_BYTES,
-    PIECE_BYTES,
-    DirectFile,
-    Extent,
-    Layout,
-    Notice,
-    lay_out,
-    once,
-)
-from specexec_cli.offload.resident import as_blob, check_free, open_files, views
+from specexec_cli.offload.reader import PIECE_BYTES, Extent, Notice
+from specexec_cli.offload.resident import as_blob, check_free
 from specexec_cli.offload.store import TensorRange
 
 READER_THREADS = 4  # experts are small: see docs/experiments.md, "Expert caches"
@@ -43,6 +35,7 @@ LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is 
 _MEND = "Stream whole layers instead: --offload ssd"
 _FREE = -1
 _EXPECTED = 1e9  # more than any score
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 class ExpertStore:
@@ -76,25 +69,21 @@ class ExpertStore:
         self.touched = self.hits = 0  # experts asked for so far; of those, in a slot by then
         self.bytes_read = 0  # of experts, what the files were asked for
         self.wait_s = 0.0  # the consumer waited for a reader
-        # An expert is known by a number: layer * width + its index in the layer.
-        self._width = max(map(len, layers))
-        self._layouts: dict[int, Layout] = {
-            layer * self._width + index: lay_out(tensors)
-            for layer, experts in enumerate(layers)
-            for index, tensors in enumerate(experts)
-        }
-        places = {key: _place(layout) for key, layout in self._layouts.items()}
-        self._rank = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
-        self._pieces = {key: layout.pieces(piece_bytes) for key, layout in self._layouts.items()}
-        self.slot_bytes = slot_bytes([layout.buffer_bytes for layout in self._layouts.values()])
-        self.slots = min(cap_bytes // self.slot_bytes, len(self._layouts))
+        self.reading_s = 0.0  # at least one read was under way
+        self.files = ExpertFiles(layers, piece_bytes)
+        self.slot_bytes = self.files.slot_bytes
+        self.slots = min(cap_bytes // self.slot_bytes, len(self.files))
         if not self.slots:
             raise ValueError(f"no slot of {self.slot_bytes} bytes fits into {cap_bytes}")
-        self._files: dict[Path, DirectFile] = {}
         self._threads: list[threading.Thread] = []
         self._buffer: HugeBuffer | None = None
+        self._blob: Tensor | None = (
+            None  # the buffer's bytes; none before it is there and behind close()
+        )
         self._slot_of: dict[int, int] = {}  # expert -> slot, read or being read
         self._held: NDArray[np.int64] = np.full(self.slots, _FREE)  # slot -> expert
+        # experts that are held elsewhere as well: no reason to keep them here
+        self._elsewhere = np.zeros(len(layers) * self.files.width, dtype=np.bool_)
         self._missing = [0] * self.slots  # pieces not there yet
         self._failed: list[BaseException | None] = [None] * self.slots
         self._read_for: list[object | None] = [None] * self.slots  # the request, if there was one
@@ -102,7 +91,7 @@ class ExpertStore:
         self._ready = np.zeros(self.slots, dtype=np.bool_)  # holds all of an expert
         self._pinned = np.zeros(self.slots, dtype=np.bool_)  # asked for, and not done with
         # by expert, how often the present pass is still expected to ask for it
-        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self._width, dtype=np.int64)
+        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self.files.width, dtype=np.int64)
         # a generator that is dropped ends its request wherever it is dropped, also under the lock
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
@@ -111,6 +100,7 @@ class ExpertStore:
         self._expected: deque[int] = deque()  # those that this pass is likely to ask for
         self._usual: deque[int] = deque()  # those that earlier sessions asked for, for free slots
         self._to_read: deque[tuple[int, Extent]] = deque()  # slot and piece
+        self._reading, self._began_s = 0, 0.0  # reads under way, and since when there is one
         self._request: object | None = None  # of each take() its own
         self._error: BaseException | None = None
         self._closing = False
@@ -123,7 +113,7 @@ class ExpertStore:
     def _open(self, notice: Notice) -> None:
         size = self.slots * self.slot_bytes
         check_free(size, f"slots for {self.slots} experts", _MEND)
-        open_files(self._files, list(self._layouts.values()), once(notice))
+        self.files.open(notice)
         self._buffer = HugeBuffer(size, "the expert slots", _MEND)
         self._blob = as_blob(self._buffer)
         self._threads = [
@@ -135,27 +125,51 @@ class ExpertStore:
 
     # The consumer's side
 
+    @property
+    def width(self) -> int:
+        """Keys of a layer; see ExpertFiles."""
+        return self.files.width
+
+    @property
+    def blob(self) -> Tensor:
+        """All slots as (bytes,) uint8."""
+        assert self._blob is not None, "the store is open"
+        return self._blob
+
+    def bytes_of(self, key: int) -> Tensor:
+        """What was read of an expert that has been handed out, (bytes,) uint8."""
+        start = self._slot_of[key] * self.slot_bytes
+        return self.blob[start : start + self.files.n_bytes(key)]
+
+    def elsewhere(self, key: int, held: bool) -> None:
+        """Tells that an expert is held elsewhere as well, so that its slot is taken first."""
+        with self._lock:
+            self._elsewhere[key] = held
+
     def take(
-        self, layer: int, wanted: Mapping[int, int], rows: int
+        self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Each wanted expert once, as they arrive.
 
         Args:
             wanted: expert -> rows of the pass that are routed to it.
             rows: of the pass.
+            elsewhere: experts that the pass needs as well and somebody else has, with their rows.
         Yields:
             (expert, its tensors by name), valid until the next one is asked for.
         Raises:
             StreamError: an expert could not be read, by file and offset.
         """
         request = object()
-        left = [layer * self._width + expert for expert in wanted]
-        self.scores.used(layer, list(wanted.items()), rows)
+        left = [layer * self.files.width + expert for expert in wanted]
+        self.scores.used(layer, [*wanted.items(), *elsewhere.items()], rows)
+        self.touched += len(elsewhere)
+        self.hits += len(elsewhere)
         try:
             self._ask(request, layer, left)
             while left:
                 key, slot = self._wait_for_one(left)
-                yield key - layer * self._width, self._tensors[slot]
+                yield key - layer * self.files.width, self._tensors[slot]
                 left.remove(key)
                 self._done_with(request, slot)
         finally:
@@ -178,12 +192,12 @@ class ExpertStore:
                     self.hits += int(self._ready[slot])
             self.touched += len(keys)
             # what a visit did not ask for, it will not ask for later
-            first = layer * self._width
+            first = layer * self.files.width
             self._ahead[:first] = 0
-            visited = self._ahead[first : first + self._width]
+            visited = self._ahead[first : first + self.files.width]
             np.maximum(visited - 1, 0, out=visited)
-            self._wanted.extend(sorted(missing, key=self._rank.__getitem__))
-            self._work.notify_all()
+            self._wanted.extend(self.files.in_order(missing))
+            self._wake()
 
     def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
         """The first of these experts that is there, and its slot."""
@@ -205,14 +219,22 @@ class ExpertStore:
         with self._lock:
             if self._request is request:
                 self._pinned[slot] = False
-                self._work.notify_all()
+                self._wake()
 
     def _end_request(self) -> None:
         with self._lock:
             self._wanted.clear()
             self._pinned[:] = False
             self._request = self._error = None
-            self._work.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """One reader, where there may be something to read; it wakes the next one.
+
+        Readers that are woken for nothing take turns with the consumer's arithmetic.
+        """
+        if self._to_read or self._wanted or self._expected or self._usual:
+            self._work.notify()
 
     def expect(self, rows: int, visits: int) -> None:
         """A pass begins: what it is almost sure to need is read ahead, layer by layer.
@@ -226,23 +248,21 @@ class ExpertStore:
             self._expected.clear()
             self._ahead[:] = 0
             for layer in np.flatnonzero(likely.any(axis=1)).tolist():
-                keys = [
-                    layer * self._width + expert
-                    for expert in np.flatnonzero(likely[layer]).tolist()
-                ]
-                keys = sorted((key for key in keys if key in self._rank), key=self._rank.get)  # type: ignore[arg-type]
+                first = layer * self.files.width
+                chosen = first + np.flatnonzero(likely[layer])
+                keys = self.files.in_order(chosen[~self._elsewhere[chosen]].tolist())
                 self._expected.extend(keys)
                 self._ahead[keys] = visits
-            self._work.notify_all()
+            self._wake()
 
     def warm(self) -> None:
         """Begin to read the experts with the highest scores into free slots."""
         counts = self.scores.counts.ravel()
         best = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] > 0.0]
-        chosen = [key for key in best if key in self._rank][: self.slots]
+        chosen = [key for key in best if key in self.files][: self.slots]
         with self._lock:
-            self._usual.extend(sorted(chosen, key=self._rank.__getitem__))
-            self._work.notify_all()
+            self._usual.extend(self.files.in_order(chosen))
+            self._wake()
 
     def restart(self) -> None:
         """Forget the request and the expectations of an aborted pass; what is in slots stays."""
@@ -258,10 +278,9 @@ class ExpertStore:
             self._work.notify_all()
         for thread in self._threads:
             thread.join()
-        for file in self._files.values():
-            file.close()
+        self.files.close()
         self._tensors = []
-        self._blob = None  # type: ignore[assignment]
+        self._blob = None
         if self._buffer is not None:
             self._buffer.close()
 
@@ -276,7 +295,7 @@ class ExpertStore:
                 assert self._buffer is not None
                 start = slot * self.slot_bytes + piece.offset
                 target = self._buffer.view[start : start + piece.stop - piece.start]
-                count = self._files[piece.path].read_into(target, piece.start, piece.stop)
+                count = self.files.read(piece, target)
                 del target
             except BaseException as caught:  # handed to the consumer, which raises it
                 error = caught
@@ -288,6 +307,9 @@ class ExpertStore:
             while not self._closing:
                 if self._to_read:
                     work = self._to_read.popleft()
+                    if not self._reading:
+                        self._began_s = time.perf_counter()
+                    self._reading += 1
                     self._work.notify()  # where there is more, another reader goes on with it
                     return work
                 if not self._give_slot():
@@ -316,8 +338,8 @@ class ExpertStore:
         self._pinned[slot] = queue is self._wanted
         self._read_for[slot] = self._request if queue is self._wanted else None
         self._tensors[slot] = {}
-        self._missing[slot] = len(self._pieces[key])
-        self._to_read.extend((slot, piece) for piece in self._pieces[key])
+        self._missing[slot] = len(self.files.pieces[key])
+        self._to_read.extend((slot, piece) for piece in self.files.pieces[key])
         return True
 
     def _free_slot(self, queue: deque[int]) -> int | None:
@@ -327,8 +349,9 @@ class ExpertStore:
         if queue is self._usual:
             return None
         # what the pass will need soon is worth more than what it will need late
-        layers_left = 1 + (len(self._ahead) - self._held) // self._width
+        layers_left = 1 + (len(self._ahead) - self._held) // self.files.width
         worth = self.scores.counts.ravel()[self._held]
+        worth[self._elsewhere[self._held]] = -1.0
         worth += _EXPECTED * layers_left * (self._ahead[self._held] > 0)
         worth[~self._ready | self._pinned] = np.inf
         slot = int(np.argmin(worth))
@@ -337,6 +360,9 @@ class ExpertStore:
     def _piece_done(self, slot: int, count: int, error: BaseException | None) -> None:
         with self._lock:
             self.bytes_read += count
+            self._reading -= 1
+            if not self._reading:
+                self.reading_s += time.perf_counter() - self._began_s
             self._missing[slot] -= 1
             if error is not None:
                 # a traceback's frames would keep views of the buffer alive
@@ -349,7 +375,8 @@ class ExpertStore:
         key = int(self._held[slot])
         failed, self._failed[slot] = self._failed[slot], None
         if failed is None:
-            self._tensors[slot] = views(self._layouts[key], self._blob, slot * self.slot_bytes)
+            assert self._blob is not None
+            self._tensors[slot] = self.files.tensors(key, self._blob, slot * self.slot_bytes)
             self._ready[slot] = True
         else:
             # a read that was begun for nobody, or for a pass that was aborted, is tried again
@@ -361,14 +388,4 @@ class ExpertStore:
             self._held[slot] = _FREE
             self._pinned[slot] = False
         self._arrived.notify_all()
-        self._work.notify()  # a slot that may be taken
-
-
-def slot_bytes(expert_bytes: Sequence[int]) -> int:
-    """Bytes of a slot that holds any of these experts, a multiple of the disk's blocks."""
-    return -(-max(expert_bytes) // BLOCK_BYTES) * BLOCK_BYTES
-
-
-def _place(layout: Layout) -> tuple[str, int]:
-    first = layout.extents[0]
-    return str(first.path), first.start
+        self._wake()  # it is a slot that may be taken

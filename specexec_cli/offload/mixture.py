@@ -7,21 +7,30 @@ from contextlib import AbstractContextManager
 
 from torch import Tensor
 
+from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.offload.expert_device import DeviceExperts
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.stream import LayerStream
 
 
 class MixtureStream:
-    """A LayerStream over dense parts with an ExpertStore beside it; the same interface as both."""
+    """Dense parts that are streamed with experts beside them; the same interface as both."""
 
-    def __init__(self, dense: LayerStream, experts: ExpertStore) -> None:
+    def __init__(
+        self, dense: LayerStream | DeviceStream, experts: ExpertStore | DeviceExperts
+    ) -> None:
         """Takes both over: close() closes them."""
-        self._dense, self.experts = dense, experts
+        self._dense, self._experts = dense, experts
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes of dense parts handed out from the ring, and of experts read."""
-        return self._dense.bytes_streamed + self.experts.bytes_read
+        """Bytes of dense parts handed out from the ring, and of experts.
+
+        Experts are counted as they are read on a CPU, and on a GPU as they are copied to it.
+        """
+        experts = self._experts
+        moved = experts.bytes_read if isinstance(experts, ExpertStore) else experts.bytes_copied
+        return self._dense.bytes_streamed + moved
 
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The dense part of a layer; see LayerStream.layer."""
@@ -31,14 +40,14 @@ class MixtureStream:
         self, layer: int, wanted: Mapping[int, int], rows: int
     ) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """Experts of a layer; see ExpertStore.take."""
-        return self.experts.take(layer, wanted, rows)
+        return self._experts.take(layer, wanted, rows)
 
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass."""
         self._dense.restart()
-        self.experts.restart()
+        self._experts.restart()
 
     def close(self) -> None:
         """Stop the readers, close the files, give the memory back. Idempotent."""
         self._dense.close()
-        self.experts.close()
+        self._experts.close()

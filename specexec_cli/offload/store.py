@@ -40,6 +40,18 @@ class TensorRange:
     def n_bytes(self) -> int:
         return self.stop - self.start
 
+    def rows(self, first: int, count: int) -> TensorRange:
+        """Rows of the tensor as a matrix of its last dimension, as a tensor of their own.
+
+        Args:
+            first: counted over all leading dimensions together.
+        """
+        row_bytes = self.shape[-1] * ITEM_BYTES[self.dtype]
+        start = self.start + first * row_bytes
+        name = f"{self.name}[{first}:{first + count}]"
+        shape = (count, self.shape[-1])
+        return TensorRange(name, self.path, self.dtype, shape, start, start + count * row_bytes)
+
 
 @dataclass(frozen=True)
 class Checkpoint(Mapping[str, TensorRange]):

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specexec_cli.config import OffloadMode, Tier
+from specexec_cli.config import ExpertPlace, OffloadMode, Tier
+from specexec_cli.planning.arithmetic import compute_seconds
 from specexec_cli.planning.memory import FLOAT32_BYTES, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import (
@@ -21,6 +22,9 @@ from specexec_cli.planning.tiers import (
     plan_of,
     ring_buffers,
 )
+
+_COARSE = 4  # a row that needs one expert of so many needs a large share of them
+MOST_CPU_ROWS = 64  # of an expert; with more rows its arithmetic outlasts a copy on any machine
 
 
 def mixture_plan(
@@ -54,21 +58,104 @@ def mixture_plan(
     return _with_experts(plan, target, experts, work, machine, cap)
 
 
+def gpu_mixture_plan(
+    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, where: ExpertPlace
+) -> Plan:
+    """The same beside a GPU: dense parts in VRAM first, experts in what is left of it and of RAM.
+
+    Whole layers move where all of them fit into VRAM, and where a row needs a large share of the
+    experts (Mixtral: two of eight): large copies that are begun early are then worth more.
+
+    Args:
+        where: experts are computed.
+    Raises:
+        DoesNotFitError: not even the least of it fits.
+    """
+    experts = target.experts
+    assert experts is not None, "only mixtures have experts"
+    if experts.chosen * _COARSE >= experts.count:
+        return make_plan(target, draft, work, machine)
+    beside = plan_of(target, draft, work, machine, ["resident"] * len(target.layers), 0, 0)
+    if beside.peak_vram_bytes <= machine.usable(machine.vram_bytes):
+        return beside
+    outputs, slot = _outputs(target, experts, work), experts.largest + HUGE_PAGE_BYTES // 8
+    copy_rows = _copy_rows(target, experts, machine, where)
+    kept_back = outputs + (2 * slot if copy_rows is not None else 0)
+    less = replace(
+        machine,
+        vram_bytes=max(1, machine.vram_bytes - round(kept_back / (1 - machine.margin))),
+        ram_bytes=max(0, machine.ram_bytes - round(_least(experts) / (1 - machine.margin))),
+    )
+    plan = make_plan(target.dense, draft, work, less)
+    vram = machine.usable(machine.vram_bytes) - plan.peak_vram_bytes - outputs
+    on_device = min(vram, (experts.in_all + 1) * slot) if copy_rows is not None else 0
+    cap = machine.usable(machine.ram_bytes) - plan.peak_ram_bytes
+    most = buffer_bytes([experts.in_all * slot])
+    cap = max(_least(experts), min(cap, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    rows = work.verify_rows
+    ssd_bytes = sum(
+        size for size, tier in zip(target.dense.layers, plan.tiers, strict=True) if tier == "ssd"
+    ) + _missing(experts, cap + on_device, rows)
+    copied = _missing(experts, on_device, rows) if copy_rows == 1 else 0
+    link_bytes = plan.link_bytes + copied
+    return replace(
+        plan,
+        ram=(*plan.ram, ("expert cache", cap)),
+        vram=(*plan.vram, ("experts", on_device), ("experts' outputs", outputs)),
+        ssd_bytes=ssd_bytes,
+        ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
+        link_bytes=link_bytes,
+        link_s=link_bytes / machine.link_bytes_per_s,
+        expert_bytes=cap,
+        device_expert_bytes=on_device,
+        copy_rows=copy_rows,
+    )
+
+
+def _copy_rows(
+    target: ModelBytes, experts: ExpertBytes, machine: Machine, where: ExpertPlace
+) -> int | None:
+    """Of how many rows an expert must be, to be copied to the GPU faster than the CPU is done."""
+    if where != "auto":
+        return 1 if where == "gpu" else None
+    copy_s = experts.largest / machine.link_bytes_per_s
+    if copy_s <= experts.largest / machine.host_bytes_per_s:
+        return 1
+    params = round(experts.largest * target.layer_params / max(1, sum(target.layers)))
+    rows = 1
+    while rows < MOST_CPU_ROWS and compute_seconds(params, rows, machine.host_flops) < copy_s:
+        rows *= 2
+    return rows
+
+
 def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
     """Bytes from the SSD that a pass of so many rows is expected to move."""
     if target.experts is None or not plan.expert_bytes:
         return plan.ssd_bytes
-    dense = plan.ssd_bytes - _missing(target.experts, plan.expert_bytes, work.verify_rows)
-    return dense + _missing(target.experts, plan.expert_bytes, rows)
+    held = plan.expert_bytes + plan.device_expert_bytes
+    dense = plan.ssd_bytes - _missing(target.experts, held, work.verify_rows)
+    return dense + _missing(target.experts, held, rows)
 
 
 def stream_seconds(
-    plan: Plan, target: ModelBytes, work: Work, machine: Machine, rows: int
+    plan: Plan,
+    target: ModelBytes,
+    work: Work,
+    machine: Machine,
+    rows: int,
+    ssd_bytes: int | None = None,
 ) -> float:
-    """Seconds of a pass of so many rows without arithmetic."""
+    """Seconds of a pass of so many rows without arithmetic.
+
+    Args:
+        ssd_bytes: that it reads, of a mixture whose experts come one by one; as planned unless
+            told.
+    """
     if target.experts is None or not plan.expert_bytes:
         return plan.stream_s
-    ssd_s = pass_bytes(plan, target, work, rows) / machine.ssd_bytes_per_s
+    if ssd_bytes is None:
+        ssd_bytes = pass_bytes(plan, target, work, rows)
+    ssd_s = ssd_bytes / machine.ssd_bytes_per_s
     read = target.dense.total + target.experts.asked_for(rows)
     return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from specexec_cli.config import OffloadMode, Tier
+from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
-from specexec_cli.planning.mixtures import mixture_plan
+from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Machine, Plan, make_plan, plan_of, ring_buffers
 
@@ -89,12 +89,15 @@ def place(
     draft: ModelBytes | None,
     work: Work,
     machine: Machine,
+    experts: ExpertPlace = "auto",
 ) -> Plan:
     """Chooses each layer's tier.
 
     auto streams what does not fit, on a CPU every layer of a target that is not small; none loads
     the whole target to stay; ram and ssd name the place of what does not stay on a GPU.
 
+    Args:
+        experts: beside a GPU, where a mixture's are computed.
     Raises:
         DoesNotFitError: what was asked for does not fit.
     """
@@ -106,6 +109,8 @@ def place(
         return _all_loaded(target, draft, work, machine)
     if target.experts is not None and not on_gpu and mode != "ram":
         return mixture_plan(mode, target, draft, work, machine)
+    if on_gpu and mode == "auto" and target.experts is not None:
+        return gpu_mixture_plan(target, draft, work, machine, experts)
     if on_gpu or mode == "auto":
         plan = make_plan(target, draft, work, machine)
         if mode not in ("ram", "ssd"):

@@ -13,6 +13,7 @@ from specexec_cli.config import (
     DraftScoring,
     DsiOptions,
     DtypeName,
+    ExpertPlace,
     Method,
     OffloadMode,
     TreeConfig,
@@ -70,6 +71,7 @@ class Request:
     offline: bool = False
     tree: TreeRequest = field(default_factory=TreeRequest)
     offload: OffloadMode = "auto"
+    experts: ExpertPlace = "auto"  # where a mixture's experts are computed beside a GPU
     device: str = "auto"
     dtype: DtypeName = "auto"
     # Tokens of prompt and text to plan memory for. Longer texts are not refused: they take memory

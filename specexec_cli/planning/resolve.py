@@ -160,7 +160,8 @@ def resolve(
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
         )
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
-        return work, place(request.offload, target.sizes, draft_sizes, work, machine)
+        plan = place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
+        return work, plan
 
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)

@@ -39,6 +39,7 @@ class Site:
     device: str  # cpu, or the GPU that computes, as in cuda:0
     settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
+    host_bytes_per_s: float = ASSUMED["CPU memory"]  # at which the CPU reads weights
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
     calibrate: Calibrate | None = None  # likewise
@@ -71,6 +72,8 @@ class Site:
             # nothing is known of a GPU's arithmetic
             flops=() if found["vram"].value else flops,
             base_bytes=self.program_bytes,
+            host_bytes_per_s=self.host_bytes_per_s,
+            host_flops=flops,
         )
 
 
@@ -100,7 +103,17 @@ def described_site(
         **known_rates(rates, bool(vram.value), ssd_bytes_per_s, link_bytes_per_s, card),
     }
     device = "cuda:0" if vram.value else "cpu"
-    return Site(device=device, settings=settings, flops=(rates and rates.flops) or {})
+    return Site(
+        device=device,
+        settings=settings,
+        flops=(rates and rates.flops) or {},
+        host_bytes_per_s=host_rate(rates),
+    )
+
+
+def host_rate(rates: Rates | None) -> float:
+    """Bytes per second at which the CPU reads weights: as measured, or else assumed."""
+    return (rates and rates.memory_bytes_per_s) or ASSUMED["CPU memory"]
 
 
 def known_rates(

@@ -20,6 +20,7 @@ from specexec_cli.planning.packed_formats import PACKED_KINDS
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # of all experts of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +170,10 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
             if expert := _EXPERT.search(name):
                 place = int(found[1]), int(expert[1])
                 each[place] = each.get(place, 0) + tensor.n_bytes
+            elif _FUSED.search(name):
+                for index in range(tensor.shape[0]):
+                    place = int(found[1]), index
+                    each[place] = each.get(place, 0) + tensor.n_bytes // tensor.shape[0]
         else:
             resident += tensor.n_bytes
             head += tensor.n_bytes if name.startswith("lm_head.") else 0

@@ -78,12 +78,10 @@ def predict(
         tree: the recommended one; the budget that memory is planned for may be larger.
         rate: None without a draft model.
     """
-    layer_s = _GPU_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
+    layer_s = _layer_seconds(machine)
 
     def pass_s(rows: int) -> float:
-        compute_s = compute_seconds(target.active_params, rows, machine.flops)
-        stream_s = stream_seconds(plan, target, work, machine, rows)
-        return max(stream_s, compute_s) + layer_s * len(target.layers)
+        return pass_seconds(target, work, machine, plan, rows)
 
     plain = 1.0 / pass_s(1)
     if draft is None or rate is None:
@@ -108,6 +106,28 @@ def predict(
         draft_s=draft_s,
         tokens_per_pass=rate,
     )
+
+
+def pass_seconds(
+    target: ModelBytes,
+    work: Work,
+    machine: Machine,
+    plan: Plan,
+    rows: int,
+    ssd_bytes: int | None = None,
+) -> float:
+    """Seconds of a pass of so many rows.
+
+    Args:
+        ssd_bytes: that it reads; as planned unless told.
+    """
+    compute_s = compute_seconds(target.active_params, rows, machine.flops)
+    stream_s = stream_seconds(plan, target, work, machine, rows, ssd_bytes)
+    return max(stream_s, compute_s) + _layer_seconds(machine) * len(target.layers)
+
+
+def _layer_seconds(machine: Machine) -> float:
+    return _GPU_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
 
 
 def _steps(tree: TreeConfig, tokens_per_pass: float) -> float:

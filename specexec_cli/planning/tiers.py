@@ -33,6 +33,9 @@ class Machine:
     flops: FlopsByRows = ()
     base_bytes: int = 500_000_000  # the process before any weight is loaded
     margin: float = 0.04  # share of each memory that is left alone
+    # of the CPU beside a GPU, by which the place of a mixture's experts is chosen
+    host_bytes_per_s: float = 20e9
+    host_flops: FlopsByRows = ()
 
     def __post_init__(self) -> None:
         rates = (self.ssd_bytes_per_s, self.link_bytes_per_s, self.memory_bytes_per_s)
@@ -65,6 +68,8 @@ class Plan:
     # What slots for experts take; `tiers` are then about the rest of each layer, and the bytes
     # moved are those of a verification pass whose rows choose all experts equally often.
     expert_bytes: int = 0
+    device_expert_bytes: int = 0  # slots for experts on a GPU
+    copy_rows: int | None = None  # experts of so many rows are computed on it; None: by the CPU
 
     @property
     def label(self) -> str:

@@ -15,12 +15,15 @@ from checkpoints import (
     save_checkpoint,
 )
 from quantized_checkpoints import save_quantized
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.models import decoder_layer
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.verify.masks import verification_rows
 
 MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed"]
@@ -90,6 +93,38 @@ def test_logits_are_transformers_own(name: str, tmp_path: Path) -> None:
     ours = chain_logits(model, tokens)
     model.close()
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_of_one_tensor_give_the_logits_of_separate_ones(name: str, tmp_path: Path) -> None:
+    """transformers can save all experts of a layer as one tensor, and names as its own modules."""
+    own = save_checkpoint(tmp_path / "apart", architecture(name))
+    own.save_pretrained(tmp_path / "fused", save_original_format=False)
+    stored = read_checkpoint(tmp_path / "fused")
+    assert any(name.endswith("mlp.experts.gate_up_proj") for name in stored)
+    sizes = [checkpoint_bytes(read_checkpoint(tmp_path / each)) for each in ("apart", "fused")]
+    assert sizes[0] == sizes[1]
+    assert_same_under_caps(tmp_path / "fused", torch.float32, [1, 3])
+    both = [open_float32(tmp_path / each, expert_bytes=1 << 20) for each in ("apart", "fused")]
+    separate, fused = map(logits_of_a_text, both)
+    for model in both:
+        model.close()
+    assert all(torch.equal(left, right) for left, right in zip(separate, fused, strict=True))
+    model = open_float32(tmp_path / "fused", None)  # loaded to stay
+    torch.testing.assert_close(logits_of_a_text(model)[0], separate[0], rtol=0, atol=1e-4)
+    model.close()
+
+
+def test_a_tensor_of_all_experts_of_another_shape_is_refused(tmp_path: Path) -> None:
+    own = save_checkpoint(tmp_path / "apart", architecture("mixtral"))
+    own.save_pretrained(tmp_path / "fused", save_original_format=False)
+    path = tmp_path / "fused" / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    tensors[name] = tensors[name].transpose(1, 2).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"gate_up_proj' has shape .* config.json asks for"):
+        open_float32(tmp_path / "fused")
 
 
 def test_in_bfloat16_too(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ STATS = {
     "bytes_streamed": int, "stream_bytes_per_s": float, "peak_ram_bytes": int,
     "peak_vram_bytes": int,
     "experts_asked": int,
-    "experts_held": int,
+    "experts_held": int, "bytes_per_token": float,
 }  # fmt: skip
 CONFIG = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "budget", "max_depth",

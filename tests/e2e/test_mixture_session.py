@@ -12,9 +12,12 @@ from checkpoints import BYTE_VOCAB, architecture, save_pair
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import StreamError
+from specexec_cli.models import streamed
+from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.reader import DirectFile
 from specexec_cli.session import expert_counts
 from specexec_cli.session.factory import Session
+from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession
 
 
@@ -55,16 +58,51 @@ def test_trees_give_the_text_of_plain_decoding(pair: tuple[Path, Path]) -> None:
         assert session.settings["offload"] == "ssd"
 
 
-def test_what_was_used_most_is_kept_and_read_first(pair: tuple[Path, Path], cache: Path) -> None:
+def experts_of(session: TextSession) -> ExpertStore:
+    assert isinstance(session, LocalSession)
+    store = session._target.model.experts
+    assert store is not None
+    return store
+
+
+def test_counts_are_kept_as_they_were(pair: tuple[Path, Path], cache: Path) -> None:
     with opened(pair, remember=True) as session:
         expected = text(session, "autoregressive")
+        counts = experts_of(session).scores.counts.round(3)
     (kept,) = (cache / "experts").glob("*.json")
-    counts = np.array(json.loads(kept.read_text()))
     assert counts.shape == (3, 4)
     assert counts.sum() > 0
+    assert json.loads(kept.read_text()) == counts.tolist()
     with opened(pair, remember=True) as session:
+        assert np.array_equal(experts_of(session).scores.counts, counts)
         assert text(session, "autoregressive") == expected
-    assert np.array(json.loads(kept.read_text())).sum() > counts.sum() / 2
+
+
+def test_what_was_used_most_is_read_before_the_first_prompt(
+    pair: tuple[Path, Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(pair, remember=True) as session:
+        each = experts_of(session).slot_bytes
+    (kept,) = (cache / "experts").glob("*.json")
+    # every expert was used, no two of them equally often
+    counts = np.random.default_rng(0).permutation(np.arange(1.0, 13.0)).reshape(3, 4)
+    kept.write_text(json.dumps(counts.tolist()))
+    real = streamed.ExpertStore
+    slots = 5
+    monkeypatch.setattr(
+        streamed,
+        "ExpertStore",
+        lambda layers, cap, *more, **how: real(layers, slots * each, *more, **how),
+    )
+    with opened(pair, remember=True) as session:
+        store = experts_of(session)
+        for _ in range(500):
+            if store._ready.all():
+                break
+            threading.Event().wait(0.01)
+        assert store.slots == slots
+        assert sorted(store._held.tolist()) == sorted(np.argsort(-counts.ravel())[:slots].tolist())
+        assert store.touched == 0
 
 
 @pytest.mark.parametrize(

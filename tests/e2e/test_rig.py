@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,15 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import architecture, chain_logits, open_float32, save_checkpoint
+from checkpoints import (
+    architecture,
+    chain_logits,
+    open_float32,
+    save_byte_tokenizer,
+    save_checkpoint,
+)
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.models.experts import StreamedExperts
 from specexec_cli.offload.store import read_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_rig
+from rig_routing import Routing, routing_of
 from rig_shapes import SHAPES, Shape, parse_shape, place_dims, place_heads
 
 DEMO = make_rig.DEMO
@@ -116,6 +125,44 @@ def test_the_engine_streams_it(source: Path, tmp_path: Path) -> None:
     finally:
         model.close()
     assert_close(streamed, logits(load(source), tokens))
+
+
+def routing_of_rig(rig: Path, texts: list[list[int]], experts: int) -> list[Routing]:
+    """What each layer's router does with the texts."""
+    model = open_float32(rig, expert_bytes=1 << 24)
+    blocks = [m for m in model.skeleton.model.modules() if isinstance(m, StreamedExperts)]
+    choices: list[list[np.ndarray]] = [[] for _ in blocks]
+    for block, seen in zip(blocks, choices, strict=True):
+        block.register_forward_pre_hook(lambda _, args, seen=seen: seen.append(args[1].numpy()))
+    for tokens in texts:
+        chain_logits(model, tokens)
+    model.close()
+    return [routing_of(seen, experts) for seen in choices]
+
+
+def test_routers_follow_the_skew_and_the_locality_that_are_asked_for(
+    source: Path, tmp_path: Path
+) -> None:
+    """Measured on the rig's own passes over the texts that its routers were made for."""
+    folder = tmp_path / "source"
+    shutil.copytree(source, folder)
+    words = save_byte_tokenizer(folder)
+    prompts = [item["prompt"] for item in json.loads(make_rig.TEXTS.read_text("utf-8"))]
+    texts = [words(prompt)["input_ids"][:250] for prompt in prompts[:6]]
+    shape = MIXTURE.replace("experts=8,chosen=3", "experts=16,chosen=2")
+    found = {}
+    for skew, locality in ((0.3, 0.5), (0.6, 0.5), (0.6, 0.15)):
+        rig = make_rig.write_rig(
+            folder, shape, tmp_path / f"rig-{skew}-{locality}",
+            routing=Routing(skew=skew, locality=locality),
+        )  # fmt: skip
+        assert_same_function(folder, rig, vocab=256, count=4)
+        layers = routing_of_rig(rig, texts, 16)
+        found[skew, locality] = layers
+        for layer in layers:
+            assert layer.skew == pytest.approx(skew, abs=0.13)
+    mean = {asked: np.mean([layer.locality for layer in got]) for asked, got in found.items()}
+    assert mean[0.6, 0.5] > mean[0.6, 0.15] + 0.1
 
 
 @pytest.mark.skipif(not (DEMO / "model.safetensors").is_file(), reason="no demo weights")

@@ -165,7 +165,7 @@ def run(machine: Machine, disk: Disk, program: list[tuple]) -> Iterator[None]:  
             broken = any(
                 piece.start <= byte < piece.stop
                 for expert in wanted
-                for piece in store._pieces[layer * EXPERTS + expert]
+                for piece in store.files.pieces[layer * EXPERTS + expert]
                 for byte in disk.bad
             )
             try:

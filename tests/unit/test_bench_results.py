@@ -84,7 +84,17 @@ def test_numbers_that_a_run_does_not_have_are_none():
     found = run_metrics(steps, stats_of(steps, 1.0), link_bytes_per_s=None, is_chain=False)
     missing = {name for name, value in found.items() if value is None}
     assert missing == {"tpot_s", "acceptance_rate", "token_acceptance_rate", "link_share",
-                       "roofline_share"}  # fmt: skip
+                       "roofline_share", "experts_per_token", "experts_held_share"}  # fmt: skip
+
+
+def test_experts_of_a_run_by_hand():
+    steps = [step(3, 4), step(5, 4)]
+    stats = stats_of(steps, 6.0)
+    stats.experts_asked, stats.experts_held = 40, 10
+    found = run_metrics(steps, stats, link_bytes_per_s=None, is_chain=False)
+    assert found["experts_per_token"] == 5.0
+    assert found["experts_held_share"] == 0.25
+    assert found["bytes_per_token"] == pytest.approx(stats.bytes_streamed / 8)
 
 
 def test_a_draft_token_behind_an_eos_was_not_tested():

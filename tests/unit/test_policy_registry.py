@@ -18,7 +18,8 @@ from specexec_cli.planning.request import TreeRequest
 def test_the_command_line_knows_the_policies_without_loading_numpy() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from specexec_cli.cli.main import app;"
-        "shown = CliRunner().invoke(app, ['generate', '--help-all'], env={'COLUMNS': '400'}).output;"
+        "asked = ['generate', '--help-all'];"
+        "shown = CliRunner().invoke(app, asked, env={'COLUMNS': '400'}).output;"
         "assert 'cost (as much as pays' in shown, shown;"
         "print([m for m in ('numpy', 'torch') if m in sys.modules])"
     )

@@ -1,0 +1,220 @@
+"""Experts one by one beside whole layers: tokens per second of a mixture in the same memory.
+
+    python scripts/make_rig.py --shape qwen3-30b-a3b --layers 12 --bits 4 --skew 0.27 --out RIG
+    python scripts/bench_experts.py --rig RIG --share 0.25 --before CHECKOUT
+
+Memory is what lets the planner give the experts' cache `--share` of their bytes. Whole layers,
+moved by this version and by the one in CHECKOUT, get as much, or the least that they run with. All
+must write the same text. Reads of experts are timed bare as well: at random places in file order,
+as many at a time as a visit of a layer missed. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from offload_report import environment
+
+from specexec_cli.device import format_bytes
+from specexec_cli.loading import this_site
+from specexec_cli.models.experts import split_layers
+from specexec_cli.models.quant_checkpoint import Quantization
+from specexec_cli.models.skeleton import build_skeleton, load_config
+from specexec_cli.offload.experts import READER_THREADS
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import DirectFile, Layout, lay_out
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.site import Setting
+
+DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
+WORKER = Path(__file__).with_name("expert_worker.py")
+METHODS = ("autoregressive", "specexec")
+RAW_S = 2.0  # of bare reads
+
+
+def decision_for(rig: Path, draft: Path, share: float) -> Decision:
+    """What is planned with the least memory that gives experts this share of their bytes."""
+    request = Request(target=str(rig), draft=str(draft))
+    site = replace(this_site([torch.device("cpu")]), measure=None)
+    low, high, found = 0, 1 << 38, None
+    while high - low > 1 << 20:
+        ram = (low + high) // 2
+        settings = {**site.settings, "ram": Setting(ram, "given")}
+        try:
+            found = resolve(request, replace(site, settings=settings))
+            experts = found.target.sizes.experts
+            assert experts is not None, f"{rig} is no mixture"
+            enough = not found.plan.expert_bytes or (
+                found.plan.expert_bytes >= share * sum(experts.layers)
+            )
+        except MemoryError:
+            enough = False
+        low, high = (low, ram) if enough else (ram, high)
+    settings = {**site.settings, "ram": Setting(high, "given")}
+    return resolve(request, replace(site, settings=settings))
+
+
+def expert_layouts(rig: Path) -> list[Layout]:
+    """Where each expert of a checkpoint lies."""
+    checkpoint = read_checkpoint(rig)
+    quantization = Quantization.read(checkpoint, print)
+    skeleton = build_skeleton(load_config(checkpoint), checkpoint, quantization)
+    return [
+        lay_out(list(expert.values()))
+        for layer in split_layers(skeleton)
+        for expert in layer.experts
+    ]
+
+
+def raw_rate(layouts: list[Layout], batch: int, seed: int) -> float:
+    """Bytes per second of bare reads of so many experts at a time, the next when all are there."""
+    rng = random.Random(seed)
+    files = {extent.path for layout in layouts for extent in layout.extents}
+    opened = {path: DirectFile(path, print) for path in files}
+    size = max(layout.buffer_bytes for layout in layouts)
+    buffers = [HugeBuffer(size, "a raw read", "Close other programs") for _ in range(batch)]
+
+    def read(layout: Layout, buffer: HugeBuffer) -> int:
+        done = 0
+        for piece in layout.pieces():
+            target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
+            done += opened[piece.path].read_into(target, piece.start, piece.stop)
+            del target
+        return done
+
+    total, started = 0, time.perf_counter()
+    with ThreadPoolExecutor(READER_THREADS) as readers:
+        while time.perf_counter() < started + RAW_S:
+            chosen = [layouts[index] for index in sorted(rng.sample(range(len(layouts)), batch))]
+            total += sum(readers.map(read, chosen, buffers))
+    rate = total / (time.perf_counter() - started)
+    for file in opened.values():
+        file.close()
+    for buffer in buffers:
+        buffer.close()
+    return rate
+
+
+def measure(task: dict[str, Any], checkout: Path | None) -> dict[str, Any]:
+    """Runs expert_worker.py over this version, or over an earlier one's checkout."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "task.json"
+        path.write_text(json.dumps(task))
+        env = {**os.environ, "XDG_CACHE_HOME": folder}  # nothing learned earlier
+        if checkout is not None:
+            env["PYTHONPATH"] = os.pathsep.join(map(str, (checkout, checkout / "kernels")))
+        ran = subprocess.run(
+            [sys.executable, WORKER, path], env=env, stdout=subprocess.PIPE, text=True, check=True
+        )
+    found: dict[str, Any] = json.loads(ran.stdout.splitlines()[-1])
+    return found
+
+
+def show(name: str, found: dict[str, Any], base: dict[str, float]) -> None:
+    """One line for each method."""
+    for method, row in found["methods"].items():
+        rate = row["tokens"] / row["seconds"]
+        line = (
+            f"{name:14} {method:15} {rate:7.2f} tok/s {row['tokens'] / row['passes']:5.2f} tok/pass"
+        )
+        line += f" {format_bytes(row['bytes'] / row['tokens']):>9}/token"
+        if method in base:
+            line += f" {rate / base[method]:6.2f}x"
+        if row.get("touched"):
+            line += f"  {row['touched'] / row['tokens']:.0f} experts/token, "
+            line += f"{row['hits'] / row['touched']:.1%} held"
+        print(line, flush=True)
+
+
+def shares(row: dict[str, float], layouts: list[Layout], layers: int) -> dict[str, float]:
+    """How near reads come to what is needed, and to the link's rate."""
+    missed = row["touched"] - row["hits"]
+    batch = max(1, round(missed / (row["passes"] * layers)))
+    raw = [raw_rate(layouts, batch, seed) for seed in (0, 1)]
+    needed = missed * float(np.mean([layout.tensor_bytes for layout in layouts]))
+    return {
+        "read_of_needed": row["bytes_read"] / needed if needed else 1.0,
+        "missed_by_a_visit": missed / (row["passes"] * layers),
+        "raw_bytes_per_s": float(np.mean(raw)),
+        "rate_of_raw": row["bytes_read"] / row["reading_s"] / float(np.mean(raw)),
+        "reading_share": row["reading_s"] / row["seconds"],
+        "waiting_share": row["wait_s"] / row["seconds"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rig", type=Path, required=True, metavar="FOLDER", help="of make_rig.py")
+    parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="FOLDER")
+    parser.add_argument("--share", type=float, default=0.25, help="of the experts' bytes")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of an earlier version")
+    parser.add_argument("--without-whole", action="store_true", help="no whole layers beside it")
+    parser.add_argument("--tokens", type=int, default=64, help="of each text with experts")
+    parser.add_argument("--texts", type=int, default=2)
+    parser.add_argument("--budget", type=int, default=64, help="of the draft tree")
+    args = parser.parse_args()
+    decision = decision_for(args.rig, args.draft, args.share)
+    experts = decision.target.sizes.experts
+    assert experts is not None
+    sizes = decision.settings["ram"].value, decision.plan.expert_bytes, sum(experts.layers)
+    ram, cache, stored = map(format_bytes, sizes)
+    print(f"{ram} of RAM, {cache} for experts of {stored}")
+    prompts = [item["prompt"] for item in json.loads((DEMO / "heldout_prompts.json").read_text())
+               if item["kind"] == "code"]  # fmt: skip
+    task = {
+        "rig": str(args.rig), "draft": str(args.draft), "dtype": "auto",
+        "ram_bytes": int(decision.settings["ram"].value), "whole_layers": False,
+        "tree": {"budget": args.budget, "max_depth": 16, "batch": 8},
+        "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens // 2,
+        "tokens": dict.fromkeys(METHODS, args.tokens),
+    }  # fmt: skip
+    found = {}
+    if not args.without_whole:
+        # a pass of whole layers costs the same wherever it is: a few of them tell
+        few = {"warm_tokens": 2, "tokens": {"autoregressive": 5, "specexec": 16},
+               "prompts": prompts[:2]}  # fmt: skip
+        found["whole layers"] = measure({**task, **few, "whole_layers": True}, None)
+        if args.before is not None:
+            found["before"] = measure({**task, **few}, args.before)
+    found["experts"] = measure(task, None)
+    base: dict[str, float] = {}
+    for name, result in found.items():
+        if name != "experts":
+            for method, row in result["methods"].items():
+                base[method] = max(base.get(method, 0.0), row["tokens"] / row["seconds"])
+    for name, result in found.items():
+        show(name, result, base if name == "experts" else {})
+        for method, texts in result["texts"].items():
+            for ours, theirs in zip(found["experts"]["texts"][method], texts, strict=False):
+                shared = min(len(ours), len(theirs))
+                if ours[:shared] != theirs[:shared]:
+                    print(f"{name}, {method}: another text", file=sys.stderr)
+    layouts = expert_layouts(args.rig)
+    layers = sum(size > 0 for size in experts.layers)
+    reads = {
+        method: shares(row, layouts, layers) for method, row in found["experts"]["methods"].items()
+    }
+    for method, row in reads.items():
+        print(method, {name: round(value, 3) for name, value in row.items()})
+    print(json.dumps({**environment(args.rig, 0), "bench": "experts", "share": args.share,
+                      "expert_bytes": decision.plan.expert_bytes, "reads": reads,
+                      "found": found}))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
