@@ -170,7 +170,7 @@ Experts = Annotated[
     str,
     typer.Option(
         help="Beside a GPU, what computes a mixture's experts: gpu, cpu, or auto.",
-        rich_help_panel=_MEMORY,
+        rich_help_panel=MEMORY,
         autocompletion=among(*get_args(ExpertPlace)),
     ),
 ]
