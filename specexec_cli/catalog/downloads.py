@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 from specexec_cli.catalog.hub import (
     UNWANTED_FILES,
@@ -22,13 +21,9 @@ from specexec_cli.catalog.hub import (
     explain,
     fetch,
     gate,
-    silent_bar,
 )
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import NotFetchedError
-
-# what huggingface_hub calls the bar of the bytes that reach the disk
-_DISK_BAR = "huggingface_hub.snapshot_download"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,23 +108,7 @@ def pull(download: Download, progress: Callable[[int], None]) -> Path:
     Raises:
         UnknownModelError, CheckpointError: see hub.fetch.
     """
-    return fetch(download.entry, bar=_counting_bar(progress))
-
-
-def _counting_bar(progress: Callable[[int], None]) -> type[Any]:
-    """A bar that shows nothing and passes on the bytes that reach the disk."""
-
-    class Counting(silent_bar()):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts = kwargs.get("name") == _DISK_BAR
-            super().__init__(*args, **kwargs)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            if self._counts and n:
-                progress(int(n))
-            return None
-
-    return Counting
+    return fetch(download.entry, stored=progress)
 
 
 @dataclass(frozen=True, slots=True)

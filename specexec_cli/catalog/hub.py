@@ -7,6 +7,7 @@ huggingface_hub is imported where it is used, so that no command pays for it wit
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,19 +37,22 @@ _AT_ONCE = 2
 # '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
 UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 
+# what huggingface_hub calls the bar of the bytes that reach the disk
+_DISK_BAR = "huggingface_hub.snapshot_download"
+
 
 def fetch(
     entry: ModelEntry,
     *,
     offline: bool = False,
-    bar: type[Any] | None = None,
+    stored: Callable[[int], None] = lambda n_bytes: None,
 ) -> Path:
     """The folder that holds the entry's checkpoint, downloaded into the hub's cache if need be.
 
     Args:
         entry: a local folder is returned as it is.
         offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
-        bar: tqdm class of the progress bars; None shows nothing.
+        stored: told of bytes as they reach the disk.
     Raises:
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
         CheckpointError: the repository has no safetensors weights.
@@ -58,7 +62,7 @@ def fetch(
         if not (folder / "config.json").is_file():
             raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
         return folder
-    folder = _download(entry, offline, bar)
+    folder = _download(entry, offline, stored)
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{entry.repo} holds no safetensors weights at revision '{entry.revision or 'main'}', "
@@ -88,7 +92,7 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
                     "config.json",
                     revision=entry.revision,
                     local_files_only=offline,
-                    tqdm_class=silent_bar(),
+                    tqdm_class=_silent_bar(),
                 )
             )
         except Exception as error:  # whatever the hub, the network or the disk did: one line
@@ -126,7 +130,7 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     return snapshot if complete else None
 
 
-def _download(entry: ModelEntry, offline: bool, bar: type[Any] | None) -> Path:
+def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -> Path:
     from huggingface_hub import constants, snapshot_download
 
     offline = offline or constants.is_offline_mode()
@@ -139,21 +143,31 @@ def _download(entry: ModelEntry, offline: bool, bar: type[Any] | None) -> Path:
                 ignore_patterns=UNWANTED_FILES,
                 local_files_only=offline,
                 max_workers=_AT_ONCE,
-                tqdm_class=bar or silent_bar(),
+                tqdm_class=_silent_bar(stored),
             )
         )
     except Exception as error:  # whatever the hub, the network or the disk did: one line
         raise explain(error, entry, offline) from error
 
 
-def silent_bar() -> type[Any]:
-    """A progress bar class that never shows."""
+def _silent_bar(stored: Callable[[int], None] = lambda n_bytes: None) -> type[Any]:
+    """A progress bar class that never shows.
+
+    Args:
+        stored: told of bytes as they reach the disk.
+    """
     from huggingface_hub.utils.tqdm import tqdm
 
     class Silent(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = kwargs.get("name") == _DISK_BAR
             kwargs["disable"] = True
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> bool | None:
+            if self._counts and n:
+                stored(int(n))
+            return None
 
     return Silent
 

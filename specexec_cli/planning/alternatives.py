@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.errors import OutOfMemoryError, SpecexecError
+from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.resolve import resolve
@@ -61,9 +61,7 @@ def _first(changes: Iterator[Change], site: Site) -> Change | None:
 def _fits(request: Request, site: Site) -> bool:
     try:
         resolve(request, site)
-    except OutOfMemoryError:
-        return False
-    except SpecexecError:  # a draft whose size cannot be told helps nobody
+    except SpecexecError:  # it does not fit, or its size cannot be told, which helps nobody
         return False
     return True
 

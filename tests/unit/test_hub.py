@@ -74,15 +74,16 @@ def test_revision_and_offline_are_passed_on(
     ]
 
 
-def test_progress_bars_are_silent_or_the_callers_own(
+def test_progress_bars_are_silent_and_what_is_stored_is_told(
     calls: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    fetch(ENTRY)
-    with calls[0]["tqdm_class"](total=10, desc="loud") as bar:
-        bar.update(5)
+    stored: list[int] = []
+    fetch(ENTRY, stored=stored.append)
+    for name in ("huggingface_hub.snapshot_download", "huggingface_hub.http_get"):
+        with calls[0]["tqdm_class"](total=10, desc="loud", name=name) as bar:
+            bar.update(5)
     assert capfd.readouterr().err == ""
-    fetch(ENTRY, bar=int)
-    assert calls[1]["tqdm_class"] is int
+    assert stored == [5], "bytes on the wire are not those on the disk"
 
 
 # --- Every failure is one line that says what to do ---
