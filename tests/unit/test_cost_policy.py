@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, no_signals, outcome
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.policies.cost import Cost
-from specexec_cli.drafting.search import grow_tree
+from specexec_cli.drafting.search import Frontier, grow_tree
 
 PRIOR = CostModel(base_s=1.0, row_s=1 / 60, knee_rows=60.0, step_s=0.01)
 
@@ -100,3 +101,52 @@ def test_trust_is_what_came_over_what_was_expected_and_ten_tokens_of_each() -> N
     policy.observe(outcome(tree, 2, 0.0, 1.0))
     # both tokens at both depths: 0.9 of the first, 0.81 of the second
     assert policy._trust == pytest.approx((0.97 * 10 + 2) / (0.97 * 10 + 1.71))
+
+
+def policy_of(model: CostModel, **tree: int) -> Cost:
+    return Cost(TreeConfig(**tree, policy="cost"), IterationCost(model))
+
+
+FREE = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
+
+
+def test_a_tree_keeps_to_its_depth_where_more_would_pay() -> None:
+    policy, text = policy_of(FREE, budget=64, max_depth=5, batch=8), Text([0.99], seed=0)
+    assert len(policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree) == 5
+    assert len(policy.grow(grow_tree, text.expand, 3, no_signals, 1).tree) == 3
+
+
+def test_a_draft_model_that_offers_nothing_gives_no_tree_and_no_doubt() -> None:
+    def nothing(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        shape = (len(frontier.ids), 2)
+        return np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)
+
+    policy = policy_of(FREE, budget=8, max_depth=4)
+    assert len(policy.grow(grow_tree, nothing, 4, no_signals, 1).tree) == 0
+    assert policy._doubted is False
+
+
+@pytest.mark.parametrize(("row_s", "doubted"), [(0.1, False), (1.5, True)])
+@pytest.mark.parametrize("base_s", [0.5, 2.0])
+def test_a_tree_is_doubted_that_is_slower_than_none(
+    base_s: float, row_s: float, doubted: bool
+) -> None:
+    """A token of probability 0.8, for a row that costs so much of a pass."""
+    dear = CostModel(base_s=base_s, row_s=row_s * base_s, knee_rows=1.0, step_s=0.0)
+    policy, text = policy_of(dear, budget=8, max_depth=4), Text([0.8], seed=0)
+    assert len(policy.grow(grow_tree, text.expand, 4, no_signals, 1).tree) >= 1
+    assert policy._doubted is doubted
+
+
+def test_a_rest_is_an_empty_tree_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, text = policy_of(FREE, budget=8, max_depth=4), Text([0.8], seed=0)
+    monkeypatch.setattr(policy._rests, "rests", lambda plain_s: True)
+    found = policy.grow(grow_tree, text.expand, 4, no_signals, 1)
+    assert text.steps == len(found.tree) == 0
+    assert (found.ids.dtype, found.ids.shape) == (np.int64, (0,))
+
+
+def test_what_children_catch_of_their_parents_is_followed_with_a_floor() -> None:
+    policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.01], seed=0)
+    policy.grow(grow_tree, text.expand, 3, no_signals, 1)
+    assert policy._caught == pytest.approx(0.05 + (0.7 - 0.05) * 0.8)

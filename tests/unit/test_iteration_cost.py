@@ -164,6 +164,17 @@ def noisy(prior: CostModel | None, count: int) -> CostModel:
     return cost.model
 
 
+def test_knees_are_looked_for_beyond_the_passes_seen_where_the_prior_says_what_those_take() -> None:
+    """Passes of up to 40 rows all take the same; the prior knows of a rise, at another level."""
+    cost, rng = IterationCost(PRIOR), np.random.default_rng(0)
+    for _ in range(20):
+        rows, steps = int(rng.integers(1, 40)), int(rng.integers(1, 9))
+        cost.observe(rows, steps, 0.04 * steps, (0.9 + 0.02 * steps) * rng.lognormal(0.0, 0.1))
+    found = [0.9093913551101259, 0.006229341721435185, 47.34753428234995, 0.020283825739332007]
+    assert cost.model.knee_rows > 40
+    np.testing.assert_allclose(fields(cost.model), found, rtol=1e-6)
+
+
 def steady(count: int) -> IterationCost:
     return fed(None, PRIOR, count)
 
