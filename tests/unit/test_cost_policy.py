@@ -150,3 +150,20 @@ def test_what_children_catch_of_their_parents_is_followed_with_a_floor() -> None
     policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.01], seed=0)
     policy.grow(grow_tree, text.expand, 3, no_signals, 1)
     assert policy._caught == pytest.approx(0.05 + (0.7 - 0.05) * 0.8)
+
+
+def test_first_trees_have_a_node_at_least_and_later_ones_never_more_than_the_budget() -> None:
+    blind, text = (
+        Cost(TreeConfig(budget=3, max_depth=3, policy="cost"), IterationCost()),
+        Text([0.9], seed=0),
+    )
+    for _ in range(2):
+        assert blind._room() == 1
+        blind.observe(outcome(blind.grow(grow_tree, text.expand, 3, no_signals, 1).tree, 0, 0, 1.0))
+    assert blind._room() == 3
+    known = policy_of(FREE, budget=20, max_depth=3)
+    assert known._room() == 20
+    known._cost.observe(8, 1, 0.0, 1.0)
+    assert known._room() == 12
+    known._cost.observe(100, 1, 0.0, 1.0)
+    assert known._room() == 20

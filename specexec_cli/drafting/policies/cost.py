@@ -116,7 +116,7 @@ class Cost:
         size, _ = self._best(log_probs, self._steps)
         if self._probing:
             by = self._PROBED[self._iteration // self._PROBE % len(self._PROBED)]
-            size = min(math.ceil(by * size), self._tree.budget, len(log_probs))
+            size = math.ceil(by * size)  # the search keeps to the budget
         return size
 
     def _room(self) -> int:
