@@ -1,7 +1,9 @@
 """Draws docs/terminal.svg: the first commands of an evening, as a terminal shows them.
 
 The commands run as they are shown, on a machine that is described by options, so that the picture
-is the same wherever it is drawn. `--check` fails where the output has changed since.
+is the same wherever it is drawn. For `pull` the machine and the hub are stand-ins, which tell the
+same sizes as models.toml; what it says of them is its own. `--check` fails where the output has
+changed since.
 """
 
 from __future__ import annotations
@@ -12,34 +14,88 @@ import shlex
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
-PATH = Path(__file__).parents[1] / "docs" / "terminal.svg"
+from specexec_cli.catalog.registry import load_registry
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+from fake_hub import FakeHub, running  # noqa: E402
+
+PATH = ROOT / "docs" / "terminal.svg"
 COLUMNS = 80
+PAIR = "qwen2.5-32b-instruct-gptq"
+QUESTIONS = ("What does dict.get do?", "And list.append?")
 COMMANDS = (
     "specexec models recommend --vram 24 --ram 64",
-    "specexec plan --pair qwen2.5-72b-instruct-gptq --vram 24 --ram 64",
+    f"specexec plan --pair {PAIR} --vram 24 --ram 64",
+    f"specexec pull {PAIR}",
     "specexec generate --chat 'What does os.path.join do?'",
+    "specexec chat",
 )
+# A 24 GB card, 64 GB of RAM and a disk of which 812 GB are free, at a terminal.
+_STAND_IN = """
+from specexec_cli.cli import fetching, main
+from specexec_cli.planning import fetching as room, site
+machine = site.described_site(ram_bytes=64 * 10**9, vram_bytes=24 * 10**9)
+fetching.described_site = lambda **_: machine
+room.free_disk_bytes = lambda: 812 * 10**9
+fetching.someone_is_there = lambda: True
+main.main()
+"""
+
+
+class _Declared(bytes):
+    """A file of the hub's that is as long as it says, and is never sent."""
+
+    declared = 0
+
+    def __len__(self) -> int:
+        return self.declared
+
+
+def _hub() -> FakeHub:
+    """A hub that knows the pair's two models by name and size."""
+    registry = load_registry()
+    pair = registry.pair(PAIR)
+    repos = {}
+    for name in (pair.target, pair.draft):
+        entry = registry.model(name)
+        weights = _Declared()
+        weights.declared = entry.size_bytes or 0
+        repos[entry.repo] = {"model.safetensors": weights}
+    return FakeHub(repos=repos)
 
 
 def output(command: str) -> str:
-    """What the command prints, with nothing of this machine's in it."""
-    with tempfile.TemporaryDirectory() as empty:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    """What the command shows, with nothing of this machine's in it."""
+    words = shlex.split(command)[1:]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    with ExitStack() as stack:
+        empty = stack.enter_context(tempfile.TemporaryDirectory())
         environment = {
             **clean, "COLUMNS": str(COLUMNS), "HF_HOME": f"{empty}/hf", "HF_HUB_OFFLINE": "1",
             "XDG_CACHE_HOME": f"{empty}/cache", "XDG_CONFIG_HOME": f"{empty}/config",
+            "XDG_STATE_HOME": f"{empty}/state",
         }  # fmt: skip
-        words = shlex.split(command)
+        program, typed = ["-m", "specexec_cli.cli.main"], ""
+        if words[0] == "pull":
+            hub = stack.enter_context(running(_hub()))
+            environment |= {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+            program, typed = ["-c", _STAND_IN], "n\n"
+        if words[0] == "chat":
+            typed = "\n".join(QUESTIONS) + "\n"
         done = subprocess.run(
-            [sys.executable, "-m", "specexec_cli.cli.main", *words[1:]],
-            env=environment, capture_output=True, text=True, check=True,
+            [sys.executable, *program, *words], input=typed,
+            env=environment, capture_output=True, text=True, check=words[0] != "pull",
         )  # fmt: skip
+    if words[0] == "pull":  # the key that was typed, which a terminal shows
+        return done.stderr.replace("[y/N] ", "[y/N] n\n")
     return done.stdout
 
 
@@ -48,8 +104,21 @@ def drawn() -> str:
     console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"), highlight=False)  # noqa: SIM115
     for command in COMMANDS:
         console.print(Text(f"$ {command}", "bold green"))
-        console.print(Text(output(command).rstrip() + "\n"))
+        shown = output(command).rstrip()
+        if command == "specexec chat":
+            shown = "\n".join(_turns(shown))
+        console.print(Text(shown + "\n"))
     return console.export_svg(title="specexec", theme=MONOKAI, unique_id="specexec")
+
+
+def _turns(replies: str) -> list[str]:
+    """The questions before their replies, as a terminal shows a chat; a reply takes two lines."""
+    lines = replies.splitlines()
+    return [
+        line
+        for index, question in enumerate(QUESTIONS)
+        for line in (f"> {question}", *lines[2 * index : 2 * index + 2], "")
+    ]
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ A message says what, where, and the mend.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,7 +87,9 @@ class NotFetchedError(SpecexecError):
 
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean ...?' for the known name closest to `name`, or an empty string."""
-    matches = get_close_matches(name, known, n=1, cutoff=0.5)
+    begun = re.sub(r"[:_/\s]+", "-", name.lower())  # llama3.3:70b, as other programs write it
+    matches = [one for one in known if len(begun) > 2 and one.startswith(begun)]
+    matches = matches or get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean '{matches[0]}'?" if matches else ""
 
 

@@ -63,7 +63,7 @@ def generate(
     from specexec_cli.session import open_session
 
     if not quiet:
-        for line in options.without_effect(models, tree, machine):
+        for line in options.without_effect(models, sampling, tree, machine):
             notice(line)
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)

@@ -71,6 +71,7 @@ def main() -> None:
     # their warnings are for programmers; whoever wants them sets the variable
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    _wait_briefly()
     try:
         code = _run()
         _flush()  # not left to the end of Python, which would tell of a closed pipe in its own way
@@ -90,6 +91,17 @@ def main() -> None:
                 file=sys.stderr,
             )
     sys.exit(code)
+
+
+def _wait_briefly() -> None:
+    """Lets threads of an operation that wait for its last ones give up their core soon.
+
+    libgomp has them try 300,000 times, which is milliseconds. Where other programs run too, the
+    thread that is waited for gets no core meanwhile, hundreds of times a pass. It reads the
+    variable when torch loads it; whoever has set a policy is left alone.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
 def _run() -> int:

@@ -301,9 +301,16 @@ class MachineOptions:
     ray: Ray = None
 
 
-def without_effect(models: ModelOptions, tree: TreeOptions, machine: MachineOptions) -> list[str]:
+def without_effect(
+    models: ModelOptions, sampling: SamplingOptions, tree: TreeOptions, machine: MachineOptions
+) -> list[str]:
     """What was asked for and changes nothing here, one sentence each."""
     told = []
+    if sampling.temperature == 0.0:
+        for name in ("top_p", "top_k", "min_p", "seed"):
+            if getattr(sampling, name) != getattr(SamplingOptions(), name):
+                flag = name.replace("_", "-")
+                told.append(f"--{flag} has no effect at --temperature 0, which is greedy")
     if models.method != "dsi":
         for name in ("sp", "lookahead", "devices", "ray"):
             if getattr(machine, name) != getattr(MachineOptions(), name):

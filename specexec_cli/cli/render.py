@@ -71,7 +71,7 @@ def pass_line(progress: PassProgress) -> str:
     if progress.bytes_per_s:
         parts.append(f"{progress.bytes_per_s / 1e9:.1f} GB/s")
     if progress.draft_nodes:
-        parts.append(f"draft {progress.draft_nodes} nodes")
+        parts.append(f"draft {progress.draft_nodes} node{'s' * (progress.draft_nodes > 1)}")
     return " · ".join(parts)
 
 

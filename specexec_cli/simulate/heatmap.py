@@ -77,7 +77,7 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError(
-            "drawing needs matplotlib, which is not installed: pip install 'specexec-cli[plots]', "
+            "drawing needs matplotlib, which is not installed: pip install matplotlib, "
             "or print the numbers with --json"
         ) from error
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")

@@ -66,6 +66,8 @@ def test_a_line_that_begins_with_a_path_is_text(line: str, command: bool) -> Non
     [(("--sp", "2"), "--sp has no effect without --method dsi"),
      (("--method", "autoregressive", "--budget", "8"), "--budget has no effect without draft"),
      (("--method", "autoregressive", "--no-calibration"), "--no-calibration has no effect"),
+     (("--seed", "3"), "--seed has no effect at --temperature 0"),
+     (("--top-p", "0.9"), "--top-p has no effect at --temperature 0"),
      (("--method", "autoregressive", "--draft", "demo-draft"), "--draft has no effect with")],
 )  # fmt: skip
 def test_an_option_without_effect_is_a_notice(argv: tuple[str, ...], told: str) -> None:
@@ -76,4 +78,5 @@ def test_an_option_without_effect_is_a_notice(argv: tuple[str, ...], told: str) 
 
 
 def test_options_that_have_an_effect_are_not_told() -> None:
-    assert run_cli("generate", "x", "--max-tokens", 2, "--budget", 4).err == ""
+    argv = ("--budget", 4, "--temperature", 0.5, "--seed", 3, "--top-k", 9)
+    assert run_cli("generate", "x", "--max-tokens", 2, *argv).err == ""

@@ -307,6 +307,8 @@ def test_names_that_are_not_there(shipped: Registry) -> None:
         shipped.model("llama2-7b-caht")
     with pytest.raises(UnknownModelError, match=r"'llama2-7b-caht'.*Did you mean 'llama2-7b-chat'"):
         shipped.resolve("llama2-7b-caht")
+    with pytest.raises(UnknownModelError, match=r"Did you mean 'llama3\.3-70b-instruct'"):
+        shipped.pair("llama3.3:70b")
     with pytest.raises(UnknownModelError, match=r"no pair 'dmeo'.*Did you mean 'demo'"):
         shipped.pair("dmeo")
     with pytest.raises(UnknownModelError, match="'demo' is a pair: use --pair demo"):

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_picture_is_up_to_date() -> None:
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "terminal_svg.py"), "--check"],
-        capture_output=True, text=True, timeout=300,
+        capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
