@@ -5,13 +5,14 @@
 
 Implementations take turns, so that a machine that slows down for a while slows all of them down.
 On a busy machine use --clock cpu: one thread, its own processor time. A ratio is baseline time over
-time (above 1 is faster); the floor is the larger of bytes / memory rate and FLOPs / GEMM rate, both
-measured here. The last line is JSON.
+time (above 1 is faster); the floor is the larger of the bytes that an implementation reads / memory
+rate and FLOPs / GEMM rate, both measured here. The last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -39,6 +40,7 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 
+_PIECES, _PIECE_BYTES = 32, 8 << 20  # together more than a cache holds
 SETTLE_S = 2.0  # a ring of three 7B layers is full by then
 
 
@@ -85,15 +87,20 @@ def in_turns(settings: Settings, runs: dict[str, Run]) -> dict[str, list[float]]
 
 def machine_rates(settings: Settings) -> tuple[float, float]:
     """Bytes/s that are read by a large sum, and FLOP/s of a large GEMM in the faster dtype."""
-    source = torch.zeros(64 << 20, device=settings.device)
+    # on a CPU in pieces, the best of which no other program delayed
+    count = _PIECES if settings.device.type == "cpu" else 1
+    pieces = torch.zeros(_PIECES * _PIECE_BYTES // 4, device=settings.device).chunk(count)
+    turn = itertools.cycle(pieces)
     matrix = torch.randn(2048, 2048, device=settings.device)
     narrow = matrix.bfloat16()
     runs: dict[str, Run] = {
-        "sum": source.sum, "gemm": lambda: matrix @ matrix, "bfloat16": lambda: narrow @ narrow,
+        "gemm": lambda: matrix @ matrix, "bfloat16": lambda: narrow @ narrow,
+        **{f"sum {i}": lambda: next(turn).sum() for i in range(count)},
     }  # fmt: skip
     times = in_turns(settings, runs)
+    sum_s = min(seconds for name, found in times.items() if "sum" in name for seconds in found)
     gemm_s = min(times["bfloat16"] + (times["gemm"] if settings.device.type == "cpu" else []))
-    return 4 * source.numel() / min(times["sum"]), 2 * 2048**3 / gemm_s
+    return pieces[0].nbytes / sum_s, 2 * 2048**3 / gemm_s
 
 
 def cases(settings: Settings) -> Iterator[Case]:
@@ -110,19 +117,30 @@ def cases(settings: Settings) -> Iterator[Case]:
     yield compact_case(4096, 16, settings.device, dtype)
 
 
-def result(case: Case, times: dict[str, list[float]], floor_s: float) -> dict[str, Any]:
-    """One case's numbers; the first implementation is the baseline."""
+def result(
+    case: Case, times: dict[str, list[float]], rates: tuple[float, float] | None
+) -> dict[str, Any]:
+    """One case's numbers; the first implementation is the baseline.
+
+    Args:
+        rates: of memory and GEMM; without them there is no floor.
+    """
+
+    def floor_s(n_bytes: int) -> float:
+        return max(n_bytes / rates[0], case.flops / rates[1]) if rates else 0.0
+
     baseline = quantile(next(iter(times.values())), 0.5)
     rows = {
         name: {
             "p20_s": quantile(seconds, 0.2), "p50_s": quantile(seconds, 0.5),
             "p80_s": quantile(seconds, 0.8), "ratio": baseline / quantile(seconds, 0.5),
-            "of_floor": floor_s / quantile(seconds, 0.5), "samples_s": seconds,
+            "of_floor": floor_s(case.wider.get(name, case.n_bytes)) / quantile(seconds, 0.5),
+            "samples_s": seconds,
         }
         for name, seconds in times.items()
     }  # fmt: skip
-    return {"case": case.name, **case.sizes, "bytes": case.n_bytes, "floor_s": floor_s,
-            "implementations": rows}  # fmt: skip
+    return {"case": case.name, **case.sizes, "bytes": case.n_bytes,
+            "floor_s": floor_s(case.n_bytes), "implementations": rows}  # fmt: skip
 
 
 def show(found: dict[str, Any]) -> None:
@@ -160,7 +178,7 @@ def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
                 processor[name].append(processor_s)
         case = Case(name=f"pass of {rows} rows", runs={}, n_bytes=max(streamed.values()),
                     sizes={"rows": rows})  # fmt: skip
-        found.append(result(case, times, 0.0) | {"bytes_streamed": streamed,
+        found.append(result(case, times, None) | {"bytes_streamed": streamed,
                                                  "processor_s": processor})  # fmt: skip
         show(found[-1])
         for name, count in streamed.items():
@@ -191,7 +209,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--rows", default="1,4,16,32,64,128,256,512", metavar="N,...")
     parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
-    parser.add_argument("--bits", default="4,8", metavar="N,...")
+    parser.add_argument("--bits", default="2,3,4,8", metavar="N,...")
     parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
                         help="rigs of one shape: time whole passes instead")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
@@ -217,8 +235,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"memory {rates[0] / 1e9:.1f} GB/s, GEMM {rates[1] / 1e9:.0f} GFLOP/s, "
               f"{torch.get_num_threads()} threads, {settings.clock} clock")  # fmt: skip
         for case in cases(settings):
-            floor = max(case.n_bytes / rates[0], case.flops / rates[1])
-            found.append(result(case, in_turns(settings, case.runs), floor))
+            found.append(result(case, in_turns(settings, case.runs), rates))
             show(found[-1])
     config = {k: str(v) if isinstance(v, Path | list) else v for k, v in vars(args).items()}
     print(json.dumps({"benchmark": "kernels", "config": config, "results": found,

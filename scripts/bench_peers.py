@@ -8,6 +8,12 @@ is a new process under the cap, with the rig's files dropped from the page cache
 that draft write --tokens greedy tokens, the others --baseline-tokens, for one costs them what
 another does. A peer that fails is a row with its message. Times do not hold the opening of the
 model, which is a column of its own; they do hold the prompt. Prints a table; the last line is JSON.
+
+In RAM, on the same shape and bits, with one row a pass and a long prompt:
+
+    python scripts/gguf_rig.py RIG16 RIG4.gguf 4          (in llama.cpp's environment below --home)
+    python scripts/bench_peers.py --rig RIG4 --gguf RIG4.gguf --in-ram --prompt-tokens 256 \
+        --peers "llama.cpp read,specexec autoregressive"
 """
 
 from __future__ import annotations
@@ -140,7 +146,8 @@ class PeerBench:
         if name in self.failed:
             return
         peer, options = PEERS[name], self.options
-        drop_from_page_cache([*sorted(options.rig.glob("*.safetensors")), *self._gguf()])
+        if not options.in_ram:
+            drop_from_page_cache([*sorted(options.rig.glob("*.safetensors")), *self._gguf()])
         with tempfile.TemporaryDirectory(dir=options.home) as scratch:
             task, result = Path(scratch, "task.json"), Path(scratch, "result.json")
             task.write_text(json.dumps(self._task(peer, scratch)))
@@ -195,6 +202,8 @@ class PeerBench:
                 "peer": name,
                 "tokens_per_s": spread(rates),
                 "first_s": spread([run["first_s"] for run in runs]),
+                "prompt_tokens_per_s": spread([run["prompt"] / run["first_s"] for run in runs]),
+                "next_tokens_per_s": spread([_next_rate(run) for run in runs]),
                 "read_bytes_per_s": spread([r["read_bytes"] / r["total_s"] for r in runs]),
                 "load_s": spread([result["load_s"] for result in self.results[name]]),
                 "peak_rss_bytes": max(r["peak_rss_bytes"] for r in self.results[name]),
@@ -206,6 +215,11 @@ class PeerBench:
     def _texts(self, name: str) -> list[list[int]]:
         results = self.results.get(name) or [{"runs": []}]
         return [run["tokens"] for run in results[0]["runs"]]
+
+
+def _next_rate(run: Mapping[str, Any]) -> float:
+    """Tokens/s behind the first one, 0 where there are none."""
+    return (len(run["tokens"]) - 1) / max(run["total_s"] - run["first_s"], 1e-9)
 
 
 def _limited(command: Sequence[str], cap: int) -> int:
@@ -226,10 +240,11 @@ def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def show(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The table; ratios are of median tokens/s to accelerate's."""
-    base = next((e for e in entries if e["peer"] == BASELINE and "failed" not in e), None)
-    header = ["program", "tok/s p50", "p20-p80", "ratio", "first token s", "GB/s", "peak RSS GB",
-              "open s", "same tokens"]  # fmt: skip
+    """The table; ratios are of median tokens/s to accelerate's, or to the first program's."""
+    able = [entry for entry in entries if "failed" not in entry]
+    base = next((e for e in able if e["peer"] == BASELINE), able[0] if able else None)
+    header = ["program", "tok/s p50", "p20-p80", "ratio", "first token s", "prompt tok/s",
+              "then tok/s", "GB/s", "peak RSS GB", "open s", "same tokens"]  # fmt: skip
     rows, failures = [], []
     for entry in entries:
         if "failed" in entry:
@@ -239,7 +254,9 @@ def show(entries: Sequence[Mapping[str, Any]]) -> str:
         ratio = f"{rate['p50'] / base['tokens_per_s']['p50']:.2f}x" if base else "-"
         rows.append([
             entry["peer"], f"{rate['p50']:.3f}", f"{rate['p20']:.3f}-{rate['p80']:.3f}", ratio,
-            f"{entry['first_s']['p50']:.2f}", f"{entry['read_bytes_per_s']['p50'] / 1e9:.2f}",
+            f"{entry['first_s']['p50']:.2f}", f"{entry['prompt_tokens_per_s']['p50']:.1f}",
+            f"{entry['next_tokens_per_s']['p50']:.2f}",
+            f"{entry['read_bytes_per_s']['p50'] / 1e9:.2f}",
             f"{entry['peak_rss_bytes'] / 1e9:.2f}", f"{entry['load_s']['p50']:.1f}",
             "-" if entry["same_tokens"] is None else f"{entry['same_tokens']:.0%}",
         ])  # fmt: skip
@@ -266,6 +283,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     for name, value in (("--budget", 64), ("--depth", 16), ("--batch", 8)):
         parser.add_argument(name, type=int, default=value)
     parser.add_argument("--offload", default="ssd", choices=("ssd", "auto"))
+    parser.add_argument("--in-ram", action="store_true",
+                        help="files stay in the page cache; specexec loads them")  # fmt: skip
+    parser.add_argument("--prompt-tokens", type=int,
+                        help="prompts repeated or cut to so many tokens")  # fmt: skip
     parser.add_argument("--dtype", default="auto", choices=("auto", "bfloat16", "float32"))
     options = parser.parse_args(arguments)
     options.peers = [name.strip() for name in options.peers.split(",")]
@@ -278,6 +299,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if not (options.rig / "config.json").is_file():
         raise ConfigError(f"no rig in {options.rig}: write one with scripts/make_rig.py")
     options.cap = parse_bytes(options.cap, "--cap") if options.cap != "0" else 0
+    if options.in_ram:
+        options.offload = "auto"
     options.rig, options.draft = options.rig.resolve(), options.draft.resolve()
     options.gguf = options.gguf or options.rig.with_name(options.rig.name + ".gguf")
     options.home.mkdir(parents=True, exist_ok=True)
@@ -300,7 +323,10 @@ def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     words = load_tokenizer(options.rig)
     dataset = load_dataset("demo", data_folder=Path(), count=options.prompts)
-    bench = PeerBench(options, [encode(words, prompt) for prompt in dataset.prompts])
+    prompts = [encode(words, prompt) for prompt in dataset.prompts]
+    if count := options.prompt_tokens:
+        prompts = [(prompt * -(-count // len(prompt)))[:count] for prompt in prompts]
+    bench = PeerBench(options, prompts)
     bench.prepare()
     began = time.perf_counter()
     for repeat in range(options.repeats):

@@ -1,6 +1,9 @@
-"""Write a Llama rig's weights as a bf16 GGUF for llama.cpp, tensor by tensor.
+"""Write a Llama rig's weights as a GGUF for llama.cpp, tensor by tensor.
 
-    python gguf_rig.py RIG OUT.gguf        (needs the packages gguf and numpy)
+    python gguf_rig.py RIG OUT.gguf [BITS]        (needs the packages gguf and numpy)
+
+BITS is 16 (bfloat16, unless told), 8 (Q8_0) or 4 (Q4_0): layers in so many bits, embeddings and
+head in bfloat16, as rigs of packed weights have them.
 
 Prompts go in as token ids, so the vocabulary only needs its size: each token is spelled by number.
 """
@@ -55,7 +58,14 @@ def _interleaved(words: np.ndarray, shape: tuple[int, ...], heads: int) -> np.nd
     return rows.swapaxes(1, 2).reshape(shape)
 
 
-def _header(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
+_KINDS = {
+    16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    8: (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
+    4: (gguf.GGMLQuantizationType.Q4_0, gguf.LlamaFileType.MOSTLY_Q4_0),
+}
+
+
+def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int) -> None:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     rope = config.get("rope_parameters") or config
@@ -71,7 +81,7 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
+    writer.add_file_type(_KINDS[bits][1])
     writer.add_tokenizer_model("llama")
     words = [f"<{token}>".encode() for token in range(config["vocab_size"])]
     writer.add_token_list(words)
@@ -79,22 +89,35 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_token_types([int(gguf.TokenType.NORMAL)] * len(words))
 
 
-def write(rig: Path, out: Path) -> None:
+def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantizationType:
+    if len(shape) == 1:
+        return gguf.GGMLQuantizationType.F32
+    return _KINDS[bits if "layers" in name else 16][0]
+
+
+def _as(kind: gguf.GGMLQuantizationType, words: np.ndarray) -> np.ndarray:
+    """bf16 words in another type, as bytes."""
+    if kind == gguf.GGMLQuantizationType.BF16:
+        return np.ascontiguousarray(words).view(np.uint8)
+    wide = (words.astype(np.uint32) << 16).view(np.float32)
+    return gguf.quants.quantize(wide, kind)
+
+
+def write(rig: Path, out: Path, bits: int) -> None:
     """Converts; norms become float32, as llama.cpp wants them."""
     config = json.loads((rig / "config.json").read_text())
     if config["model_type"] != "llama":
         raise SystemExit(f"{rig}: only Llama rigs can be converted, not {config['model_type']}")
     writer = gguf.GGUFWriter(out, "llama")
-    _header(writer, config)
+    _header(writer, config, bits)
     heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
-    kinds = gguf.GGMLQuantizationType
     for name, shape, _ in _tensors(rig):
-        kind, size = (kinds.F32, 4) if len(shape) == 1 else (kinds.BF16, 2)
-        n_bytes = int(np.prod(shape)) * size
-        raw = (shape[0],) if kind == kinds.F32 else (shape[0], shape[1] * 2)
-        writer.add_tensor_info(
-            _renamed(name), raw, np.dtype(np.float32 if size == 4 else np.uint8), n_bytes, kind
-        )
+        kind = _kind(name, shape, bits)
+        single = kind == gguf.GGMLQuantizationType.F32
+        raw = shape if single else gguf.quant_shape_to_byte_shape(shape, kind)
+        n_bytes = int(np.prod(raw)) * (4 if single else 1)
+        dtype = np.dtype(np.float32 if single else np.uint8)
+        writer.add_tensor_info(_renamed(name), raw, dtype, n_bytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -104,9 +127,12 @@ def write(rig: Path, out: Path) -> None:
             continue
         count = next((config[key] for part, key in heads.items() if part in name), None)
         ordered = _interleaved(words, shape, count) if count else words.reshape(shape)
-        writer.write_tensor_data(np.ascontiguousarray(ordered).view(np.uint8))
+        writer.write_tensor_data(_as(_kind(name, shape, bits), ordered))
     writer.close()
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]), Path(sys.argv[2]))
+    width = int(sys.argv[3]) if len(sys.argv) > 3 else 16
+    if width not in _KINDS:
+        raise SystemExit(f"{width} bits: there are {', '.join(map(str, _KINDS))}")
+    write(Path(sys.argv[1]), Path(sys.argv[2]), width)

@@ -32,6 +32,7 @@ class Case:
     name: str
     runs: dict[str, Run]  # the first is the baseline
     n_bytes: int  # that must be moved at least once
+    wider: dict[str, int] = field(default_factory=dict)  # by a run that reads more than n_bytes
     flops: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -58,19 +59,22 @@ def cpu_linear(weight: PackedWeight, rows: int) -> Case:
     """A product on the CPU in both dtypes: packed, and with the same weight in wider dtypes."""
     dense = dequantize_ref(weight).T.contiguous()
     runs: dict[str, Run] = {}
+    wider: dict[str, int] = {}
     for dtype in (torch.float32, torch.bfloat16):
         x, own, name = torch.randn(rows, weight.in_features).to(dtype), dense.to(dtype), str(dtype)
         name = name.removeprefix("torch.")
         runs[f"{name}, PyTorch"] = partial(torch.nn.functional.linear, x, own)
+        wider[f"{name}, PyTorch"] = own.nbytes
         runs[f"{name}, packed"] = partial(dispatch.quantized_matmul, x, weight)
         for stored in (torch.bfloat16, torch.float16, torch.float32):
-            weights = str(stored).removeprefix("torch.")
-            runs[f"{name}, {weights} weights"] = partial(mixed_linear, x, dense.to(stored), None)
+            label, kept = f"{name}, {str(stored).removeprefix('torch.')} weights", dense.to(stored)
+            runs[label] = partial(mixed_linear, x, kept, None)
+            wider[label] = kept.nbytes
         if dtype == torch.float32:
             runs["dequantize + GEMM"] = partial(cpu_quant.tiled_matmul, x, weight)
             if weight.format.bits == 4 and rows <= _INT4_ROWS:
                 runs["PyTorch int4 GEMM"] = _int4(weight, x)
-    return _linear_case(f"linear, {rows} rows", runs, weight, rows)
+    return _linear_case(f"linear, {rows} rows", runs, weight, rows, wider)
 
 
 def _int4(weight: PackedWeight, x: Tensor) -> Run:
@@ -95,14 +99,18 @@ def gpu_linear(weight: PackedWeight, rows: int) -> Case:
         "dequantize + GEMM": lambda: x @ triton_quant.dequantize(weight, torch.bfloat16),
         "chosen": lambda: dispatch.quantized_matmul(x, weight),
     }
-    return _linear_case(f"linear, {rows} rows", runs, weight, rows)
+    wider = {"bfloat16 GEMM": dense.nbytes}
+    return _linear_case(f"linear, {rows} rows", runs, weight, rows, wider)
 
 
-def _linear_case(name: str, runs: dict[str, Run], weight: PackedWeight, rows: int) -> Case:
+def _linear_case(
+    name: str, runs: dict[str, Run], weight: PackedWeight, rows: int, wider: dict[str, int]
+) -> Case:
     sizes = {"rows": rows, "inputs": weight.in_features, "outputs": weight.out_features,
              "bits": weight.format.bits}  # fmt: skip
     flops = 2 * rows * weight.in_features * weight.out_features
-    return Case(name=name, runs=runs, n_bytes=packed_bytes(weight), flops=flops, sizes=sizes)
+    n_bytes = packed_bytes(weight)
+    return Case(name=name, runs=runs, n_bytes=n_bytes, flops=flops, sizes=sizes, wider=wider)
 
 
 def dequantize_case(weight: PackedWeight) -> Case:

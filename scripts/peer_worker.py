@@ -9,6 +9,7 @@ specexec but for its own two entries, since the other programs' environments do 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -92,9 +93,10 @@ def llama_cpp(task: dict[str, Any]) -> Generate:
     """llama.cpp with a bf16 GGUF; with a draft model, its speculative mode."""
     from llama_cpp import Llama
 
+    cores = len(os.sched_getaffinity(0))  # its own default is half of them
     model = Llama(
         model_path=task["gguf"], n_ctx=1024, n_batch=512, use_mmap=not task["direct"],
-        verbose=False, draft_model=_llama_cpp_draft(task),
+        n_threads=cores, n_threads_batch=cores, verbose=False, draft_model=_llama_cpp_draft(task),
     )  # fmt: skip
 
     def generate(prompt: Sequence[int], came: Callable[[int], None]) -> list[int]:
@@ -188,6 +190,7 @@ def _measured(generate: Generate, prompt: Sequence[int]) -> dict[str, Any]:
     tokens = generate(prompt, came)
     return {
         "tokens": tokens,
+        "prompt": len(prompt),
         "first_s": first_s[0],
         "total_s": time.perf_counter() - began,
         "read_bytes": _read_bytes() - read_before,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from specexec_cli.planning.tiers import Plan
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
+_UNDISTURBED = 0.9  # of the time that a calibration takes, in which its thread computes
 _LINK_PROBE_BYTES = 64 << 20
 _SSD_PROBE_S = 0.3
 _SMALL_SSD_PROBE_S = 0.05  # of files that are read faster than a long probe takes
@@ -206,10 +208,17 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
 
 
 def _calibrate(dtype: str, packed_bits: int) -> FlopsByRows:
-    """Measures one kind of arithmetic on this CPU, and keeps the result for later runs."""
+    """Measures one kind of arithmetic on this CPU, and keeps the result for later runs.
+
+    Not where other programs took the CPU meanwhile: this session runs beside them, a later one
+    perhaps alone.
+    """
+    began_s, worked_s = time.perf_counter(), time.thread_time()
     points = probe_arithmetic(dtype, packed_bits)
-    with suppress(OSError):  # a cache: what cannot be kept is measured again
-        keep_flops(rates_file(), arithmetic_name(dtype, packed_bits), points)
+    took_s, worked_s = time.perf_counter() - began_s, time.thread_time() - worked_s
+    if worked_s >= _UNDISTURBED * took_s:
+        with suppress(OSError):  # a cache: what cannot be kept is measured again
+            keep_flops(rates_file(), arithmetic_name(dtype, packed_bits), points)
     return points
 
 

@@ -104,7 +104,9 @@ def _packed(x: Tensor, weight: PackedWeight) -> Tensor:
 def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
     """What the kernel for this many rows is compiled for."""
     widths = cpu_quant.widths(weight)
-    widest = max((v for v in widths if v <= 4), default=0)
+    # AWQ's words are read once where all their nibbles are multiplied together
+    most = 8 if weight.format.awq and rows <= 2 else 4
+    widest = max((v for v in widths if v <= most), default=0)
     if widest and rows <= _FEW[-1]:
         size = next(size for size in _FEW if size >= rows)
         spec = cpu_quant.spec_for("few", weight, size, widest)

@@ -383,11 +383,14 @@ class PackedDot(Products, Unpacker):
         """Codes j and j + unit_pairs in the halves of each lane."""
         b, spec = self.b, self.spec
         mask = self.ints([(2**spec.bits - 1) * 0x10001] * LANES)
-        if spec.awq:  # nibble v of two rows of words
+        if spec.awq:  # nibble v of two rows of words, of which four are joined at once
             low, high = words[j][v], words[j + self.unit_pairs][v]
-            ones = self.ints([0xFFFF] * LANES)
-            joined = b.or_(b.and_(low, ones), b.shl(high, self.ints([16] * LANES)))
-            return b.and_(b.lshr(joined, self.ints([4 * v] * LANES)), mask)
+            sixteen = self.ints([16] * LANES)
+            if v < 4:
+                low, high = b.and_(low, self.ints([0xFFFF] * LANES)), b.shl(high, sixteen)
+            else:
+                low, high = b.lshr(low, sixteen), b.and_(high, self.ints([-0x10000] * LANES))
+            return b.and_(b.lshr(b.or_(low, high), self.ints([4 * (v % 4)] * LANES)), mask)
         if spec.bits == 3:
             low, high = (self.code(words, k, v) for k in (j, j + self.unit_pairs))
             return b.or_(low, b.shl(high, self.ints([16] * LANES)))

@@ -160,14 +160,37 @@ def test_a_site_measures_what_it_does_not_know_once() -> None:
     assert replace(site, calibrate=None).calibrated("bfloat16", 0).flops == site.flops
 
 
-def test_a_session_keeps_what_it_measured(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Clocks:
+    """The wall's and the thread's, of which the second runs at a share of the first."""
+
+    def __init__(self, share: float) -> None:
+        self.now_s, self.share = 0.0, share
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def thread_time(self) -> float:
+        return self.share * self.now_s
+
+    def probe(self, dtype: str, bits: int) -> FlopsByRows:
+        self.now_s += 1.5
+        return POINTS
+
+
+@pytest.mark.parametrize("share", [1.0, 0.95, 0.5])
+def test_a_session_keeps_what_it_measured_undisturbed(
+    kept: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    clocks = Clocks(share)
     monkeypatch.setattr(loading, "rates_file", lambda: kept)
-    monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
+    monkeypatch.setattr(loading, "time", clocks)
+    monkeypatch.setattr(loading, "probe_arithmetic", clocks.probe)
     site = loading.this_site([torch.device("cpu")])
     assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
     found = load_rates(kept)
     assert found is not None
-    assert found.flops == {"float32": POINTS, "bfloat16, 4 bits": POINTS}
+    new = {"bfloat16, 4 bits": POINTS} if share > 0.9 else {}
+    assert found.flops == {"float32": POINTS} | new
     assert loading.this_site([torch.device("cpu")]).flops == found.flops
 
 
