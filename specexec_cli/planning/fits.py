@@ -69,10 +69,11 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
 
 def place_of(plan: Plan, site: Site) -> Place:
     """The slowest place that weights of the target come from."""
-    if "ssd" in plan.tiers or plan.expert_bytes:
+    if plan.ssd_bytes:
         return "SSD"
     on_gpu = site.settings["vram"].value > 0
-    return "VRAM" if on_gpu and set(plan.tiers) == {"resident"} else "RAM"
+    in_vram = on_gpu and set(plan.tiers) == {"resident"} and not plan.expert_bytes
+    return "VRAM" if in_vram else "RAM"
 
 
 def recommended(found: Sequence[Fit], task: str) -> list[Fit]:

@@ -127,6 +127,27 @@ def test_a_tensor_of_all_experts_of_another_shape_is_refused(tmp_path: Path) -> 
         open_float32(tmp_path / "fused")
 
 
+def test_chunks_of_a_prompt_read_an_expert_once_where_a_layer_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer runs all chunks before the next one: what it used stays until it is done."""
+    save_checkpoint(tmp_path, architecture("qwen3-moe"))
+    monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
+    slots = architecture("qwen3-moe").num_experts
+    model = open_float32(tmp_path, expert_bytes=slots * slot_bytes(tmp_path))
+    store = model.experts
+    assert store is not None
+    once = sum(store.files.n_bytes(key) for key in range(len(store.files)))
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    assert store.touched > 5 * len(store.files), "every chunk asks anew"
+    assert store.bytes_read <= once
+    # later passes read ahead, and what is expected of a later layer may have to give way once
+    before = store.bytes_read
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    assert store.bytes_read - before <= 1.5 * once
+    model.close()
+
+
 def test_in_bfloat16_too(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("qwen3-moe"), dtype=torch.bfloat16)
     assert_same_under_caps(tmp_path, torch.bfloat16, [1, 4])

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import BLOCK_BYTES
+from specexec_cli.planning.fits import place_of
 from specexec_cli.planning.memory import Work, fixed_parts
 from specexec_cli.planning.mixtures import MOST_CPU_ROWS
 from specexec_cli.planning.outlook import outlook, with_more_ram
 from specexec_cli.planning.placement import place, without_ssd
+from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -207,6 +209,16 @@ def test_beside_a_gpu_dense_parts_come_first_and_experts_where_they_are_fastest(
     cpu = planned("cpu", host_bytes_per_s=50e9)
     assert (cpu.copy_rows, cpu.device_expert_bytes) == (None, 0)
     assert planned("gpu", vram_bytes=100 * GB).expert_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("ram", "vram", "place_of_it"), [(64, 16, "RAM"), (24, 16, "SSD"), (8, 80, "VRAM")]
+)
+def test_where_a_mixture_beside_a_gpu_comes_from(ram: int, vram: int, place_of_it: str) -> None:
+    target, work = architecture_bytes(QWEN3_30B), Work(context_tokens=4096, budget=0)
+    plan = place("auto", target, None, work, Machine(ram_bytes=ram * GB, vram_bytes=vram * GB))
+    site = Site(device="cuda:0", settings={"vram": Setting(vram * GB, "given")})
+    assert place_of(plan, site) == place_of_it
 
 
 def test_beside_a_gpu_coarse_mixtures_move_whole_layers() -> None:

@@ -78,6 +78,27 @@ def test_the_table_tells_layers_time_and_speed() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_mixture_tells_what_its_cache_brings() -> None:
+    args = ("--pair", "qwen3-30b-a3b", "--method", "autoregressive", "--ram", "16GB")
+    text = " ".join(run(*args).split())
+    assert "a pass of 1 row 384" in text
+    assert "a pass of 16 rows" in text
+    assert "of which" in text
+    assert "fit into memory; dense parts 1.8 GB" in text
+    assert "With 32.0 GB of RAM:" in text
+    assert all(len(line) <= 80 for line in run(*args).splitlines())
+    experts = as_json(*args)["experts"]
+    assert experts["cache_share"] == pytest.approx(experts["cache_bytes"] / experts["expert_bytes"])
+    assert [each["rows"] for each in experts["by_rows"]] == [1, 4, 16]
+    now, more = experts["by_rows"][0], experts["more_ram"]
+    assert [each["ram_bytes"] for each in more] == [24 * GB, 32 * GB]
+    assert now["tokens_per_s"][0] < more[0]["tokens_per_s"][0] < more[1]["tokens_per_s"][0]
+    assert (
+        as_json("--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB")["experts"]
+        is None
+    )
+
+
 def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> None:
     save_rates(
         replace(
