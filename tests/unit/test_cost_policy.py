@@ -167,3 +167,11 @@ def test_first_trees_have_a_node_at_least_and_later_ones_never_more_than_the_bud
     assert known._room() == 12
     known._cost.observe(100, 1, 0.0, 1.0)
     assert known._room() == 20
+
+
+@pytest.mark.parametrize("pending", [1, 2, 900])
+def test_a_pass_that_carries_a_prompt_however_short_teaches_nothing(pending: int) -> None:
+    policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.9], seed=0)
+    tree = policy.grow(grow_tree, text.expand, 3, no_signals, pending).tree
+    policy.observe(replace(outcome(tree, 2, 0.0, 1.0), pending_rows=pending))
+    assert policy._cost.iterations == (1 if pending == 1 else 0)
