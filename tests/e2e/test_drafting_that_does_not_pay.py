@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import pytest
@@ -11,28 +10,37 @@ from cli_runner import run_cli
 
 from specexec_cli.decoding import loop
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.verify.verifier import LocalTarget
 
-GENERATE = ("generate", "def quicksort(items):", "--max-tokens", 64, "--offload", "none")
+GENERATE = (
+    "generate", "def quicksort(items):", "--max-tokens", 64, "--offload", "none",
+    "--temperature", 1, "--seed", 3,
+)  # fmt: skip
 
 
 class SlowDrafts:
-    """A clock on which every step of the draft model takes a second more than it does."""
+    """A clock on which a step of the draft model takes a second, and a pass a tenth of one."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._late_s = 0.0
+        self._now_s = 0.0
         self.steps = 0
-        expand = ModelDrafter._expand
+        expand, verify = ModelDrafter._expand, LocalTarget.verify
 
-        def slow(drafter: ModelDrafter, *arguments: Any) -> Any:
-            self._late_s += 1.0
+        def slow_expand(drafter: ModelDrafter, *arguments: Any) -> Any:
+            self._now_s += 1.0
             self.steps += 1
             return expand(drafter, *arguments)
 
-        monkeypatch.setattr(ModelDrafter, "_expand", slow)
+        def quick_verify(target: LocalTarget, *arguments: Any) -> Any:
+            self._now_s += 0.1
+            return verify(target, *arguments)
+
+        monkeypatch.setattr(ModelDrafter, "_expand", slow_expand)
+        monkeypatch.setattr(LocalTarget, "verify", quick_verify)
         monkeypatch.setattr(loop, "time", self)
 
     def perf_counter(self) -> float:
-        return time.perf_counter() + self._late_s
+        return self._now_s
 
 
 def test_the_policy_goes_without_trees_and_the_stats_say_why(
