@@ -147,10 +147,13 @@ def test_the_line_of_statistics_says_where_drafting_does_not_pay() -> None:
         )  # fmt: skip
 
     stats = GenerationStats()
-    for one in [step(8, 2, 0.2)] * 3 + [step(0, 1, 0.04)] * 3:
+    for one in [step(8, 2, 0.2)] * 3 + [step(0, 1, 0.04)] * 9:
         stats.add(one)
+    assert "does not pay" not in stats_line(stats), "nobody has left these trees out"
+    for _ in range(3):
+        stats.add_rest(step(0, 1, 0.04))
     assert "does not pay" not in stats_line(stats), "three passes tell nothing"
-    stats.add(step(0, 1, 0.04))
+    stats.add_rest(step(0, 1, 0.04))
     told = "a token took 100 ms with trees and 40 ms without, so 4 passes went without"
     assert told in stats_line(stats)
     for _ in range(20):
