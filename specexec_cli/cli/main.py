@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from typing import Annotated, Any
@@ -72,6 +73,8 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     _wait_briefly()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # what an encoding such as ASCII does not have
     try:
         code = _run()
         _flush()  # not left to the end of Python, which would tell of a closed pipe in its own way

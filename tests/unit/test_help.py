@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 from cli_runner import run_cli
@@ -69,3 +72,13 @@ def test_paragraphs_wrap_at_the_screen_alone(monkeypatch: pytest.MonkeyPatch) ->
     assert any(
         "Replies go to stdout" in line and "the exit code is" in line for line in shown.splitlines()
     )
+
+
+def test_a_screen_that_knows_ascii_alone_gets_question_marks_and_no_traceback() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "specexec_cli.cli.main", "plan", "--vram", "0", "--ram", "16"],
+        env={**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"demo  ?  4096 tokens of context" in done.stdout
