@@ -12,7 +12,9 @@ methods where two candidates are nearly tied, as with any half-precision arithme
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,9 +24,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.pass_rows import Chunks, PassRows, Span
 
 NAME = "specexec_tree"
+DENSE = "specexec_dense"
 _CPU_NAME = "specexec_cpu"
 _WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
@@ -35,24 +38,29 @@ class TreeMask:
 
     prefix_len: int
     ancestors: Tensor  # (rows, words) int32, see pack_ancestors
+    dense: Callable[[], Tensor]  # the same as (1, 1, rows, slots) bool, for what has no kernel
 
 
 def implementation(device: torch.device) -> str:
     """transformers' name for how layers without soft-capping attend."""
     if dispatch.uses_triton(device):
         return NAME
-    return _CPU_NAME if device.type == "cpu" else "sdpa"
+    return _CPU_NAME if device.type == "cpu" else DENSE
 
 
 def tree_mask(
-    rows: PassRows, start: int, stop: int, window: int | None, device: torch.device
+    rows: PassRows, start: int, stop: int, span: Span | None, device: torch.device
 ) -> TreeMask | None:
-    """The mask of rows start..stop; None where a sliding window hides part of the prefix."""
-    if window is not None and max(rows.positions[start:stop]) >= window:
+    """The mask of rows start..stop; None where part of the prefix is hidden."""
+    if isinstance(span, Chunks) or (span is not None and max(rows.positions[start:stop]) >= span):
         return None
     prefix_len = rows.prefix_len + min(start, rows.pending)
     visible = rows.mask(start, stop, None)[0, 0, :, prefix_len:]
-    return TreeMask(prefix_len, pack_ancestors(visible).to(device))
+    return TreeMask(
+        prefix_len,
+        pack_ancestors(visible).to(device),
+        lambda: rows.mask(start, stop, None).to(device),
+    )
 
 
 def _attention(
@@ -66,6 +74,10 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """query (1, heads, rows, head_dim), key and value (1, kv_heads, slots, head_dim) ->
     (1, rows, heads, head_dim)."""
+    if not _is_plain(key, value, kwargs):
+        dense = attention_mask.dense() if isinstance(attention_mask, TreeMask) else attention_mask
+        assert dense is not None
+        return _written_out(query, key, value, dense, scaling, kwargs), None
     if isinstance(attention_mask, Tensor) and query.shape[1] > key.shape[1]:
         return _grouped(query, key, value, attention_mask, scaling), None
     if not isinstance(attention_mask, TreeMask):
@@ -77,6 +89,23 @@ def _attention(
         attention_mask.ancestors, attention_mask.prefix_len, scaling,
     )  # fmt: skip
     return attended[None], None
+
+
+def _dense_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As _attention, with the mask as bool, on devices without a kernel."""
+    if _is_plain(key, value, kwargs):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    return _written_out(query, key, value, attention_mask, scaling, kwargs), None
 
 
 def _grouped(
@@ -107,31 +136,82 @@ def _cpu_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As _attention, each row as if it were alone, with the mask as bool."""
+    if not _is_plain(key, value, kwargs):
+        return _wide(_written_out, query, key, value, attention_mask, scaling, kwargs), None
     keys, values = key[0], value[0]
     if not cpu_attention.supports(keys, values):
-        return _wide_attention(query, key, value, attention_mask, scaling), None
+        return _wide(_grouped, query, key, value, attention_mask, scaling), None
     return cpu_attention.attend(query[0], keys, values, attention_mask[0, 0], scaling)[None], None
 
 
-def _wide_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+def _is_plain(key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether it is what the kernels compute: no sinks, no soft-capping, heads of one size."""
+    sizes = key.shape[-1] == value.shape[-1]
+    return sizes and kwargs.get("s_aux") is None and kwargs.get("softcap") is None
+
+
+def _written_out(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Attention operation by operation, for what no kernel computes.
+
+    Args:
+        kwargs: transformers' further arguments: `s_aux`, (heads,) logits of sinks, which take part
+            in the softmax and in nothing else; `softcap`, the largest size of a logit.
+    """
+    heads, rows, head_dim = query.shape[1:]
+    kv_heads, slots = key.shape[1:3]
+    grouped = query.reshape(1, kv_heads, heads // kv_heads * rows, head_dim)
+    scores = grouped @ key.transpose(2, 3) * (head_dim**-0.5 if scaling is None else scaling)
+    scores = scores.view(1, heads, rows, slots)
+    if (softcap := kwargs.get("softcap")) is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if (sinks := kwargs.get("s_aux")) is not None:
+        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(1, heads, rows, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., :slots]
+    attended = weights.reshape(1, kv_heads, -1, slots) @ value
+    return attended.view(1, heads, rows, value.shape[3]).transpose(1, 2)
+
+
+def _wide(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     """Attention in float64, rounded once, at its end, for heads that the kernel does not read.
 
     Passes with other rows group the same sums in other ways. In float64 they differ by so little
     that the rounded results are the same.
     """
+    heads = query.shape[1]
     kv_heads, slots, head_dim = key.shape[1:]
-    group = query.shape[1] // kv_heads
+    group = heads // kv_heads
     together = max(1, _WIDE_BYTES // (2 * slots * head_dim * 8))  # key and value heads
     parts = []
     for first in range(0, kv_heads, together):
         last = min(first + together, kv_heads)
-        queries = query[:, group * first : group * last].double()
+        own = slice(group * first, group * last)
+        queries = query[:, own].double()
         keys, values = key[:, first:last].double(), value[:, first:last].double()
-        parts.append(_grouped(queries, keys, values, mask, scaling))
+        sinks = kwargs.get("s_aux")
+        further = (
+            () if not kwargs else ({**kwargs, "s_aux": None if sinks is None else sinks[own]},)
+        )
+        parts.append(attend(queries, keys, values, mask, scaling, *further))
     return torch.cat(parts, dim=2).to(query.dtype)
 
 
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(DENSE, _dense_attention)
 AttentionInterface.register(_CPU_NAME, _cpu_attention)

@@ -8,6 +8,7 @@ the compute dtype, in which everything else is computed.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,8 +19,9 @@ from torch.func import functional_call
 from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
+from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.quantized import QuantizedLinear
-from specexec_cli.offload.store import TensorRange
+from specexec_cli.models.skeleton import Skeleton, is_piece
 
 # Rows that go through a layer together: bounds activations and masks of a long prompt.
 CHUNK_ROWS = 512
@@ -33,31 +35,56 @@ class DecoderLayer(nn.Module):
         layer: nn.Module,
         index: int,
         context: PassContext,
-        tensors: dict[str, TensorRange],
-        window: int | None,
+        skeleton: Skeleton,
+        span: Span | None,
     ) -> None:
         """Wraps transformers' own layer.
 
         Args:
             context: shared by the layers of a model.
-            tensors: by parameter name inside the layer, where its bytes are.
-            window: the layer's sliding window in positions, None for full attention.
+            skeleton: knows where the bytes of the layer's parameters are.
+            span: how far back the layer's rows see, None for full attention.
         """
         super().__init__()
         self.layer = layer
         self.index = index
-        self.window = window
+        self.span = span
+        # some architectures' last layers attend to the keys of an earlier one (Gemma-4)
+        self.writes_cache = not any(
+            getattr(part, "is_kv_shared_layer", False) for part in layer.modules()
+        )
         self._context = context
-        self._names = {name: tensor.name for name, tensor in tensors.items()}
+        self._signature = inspect.signature(layer.forward)
+        tensors = skeleton.layer_tensors[index]
+        self._pieces = {tensor.name for name, tensor in tensors.items() if is_piece(name)}
+        self._names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
+        self._conversions = skeleton.conversions[index]
+        self._prefix = f"{skeleton.layers_path}.{index}."
+        self._model = [skeleton.model]  # in a list, so that it is no submodule
+        self._positions: Tensor | None = None  # (1, rows) of the chunk that is in the layer
+        self._scale_queries_by_position()
         replace_activations(layer)
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
         self._kept = _parameters(layer, _is_linear)
         self._wide = _parameters(layer, _is_norm)
-        for norm in filter(_is_norm, layer.modules()):
-            norm.register_forward_hook(lambda module, args, output: output.to(context.dtype))
+        for module in layer.modules():
+            if _is_norm(module):
+                module.register_forward_hook(lambda module, args, output: output.to(context.dtype))
+            elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
+                context.dtype != torch.float32
+            ):
+                # where no norm stands in front of it (OLMo-2), what runs through comes as it is
+                module.register_forward_pre_hook(_narrowed(context.dtype))
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """(1, rows, hidden) -> (1, rows, hidden), both float32."""
+    def __getattr__(self, name: str) -> Any:
+        """What modelling code asks a layer for, such as its kind of attention."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(..., rows, hidden) -> (..., rows, hidden), both float32; see _chunks."""
         context = self._context
         if context.source is None:
             output = self._chunks(self.layer, hidden, args, kwargs)
@@ -86,7 +113,29 @@ class DecoderLayer(nn.Module):
                 return weight.to(device)
             return weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
 
-        return {name: converted(name, stored[place]) for name, place in self._names.items()}
+        weights = {name: converted(name, stored[place]) for name, place in self._names.items()}
+        for conversion in self._conversions:
+            pieces = {name: stored[name].to(device) for name in conversion.names}
+            for name, weight in conversion.parameters(pieces, self._model[0]).items():
+                inside = name.removeprefix(self._prefix)
+                weights[inside] = converted(inside, weight)
+        return weights
+
+    def _scale_queries_by_position(self) -> None:
+        """Llama 4 scales queries of layers without rotary positions by how far in the text they
+        are, and takes a row's slot for its position; here it is the position."""
+        for part in self.layer.modules():
+            if not getattr(part, "attn_temperature_tuning", False) or part.use_rope:
+                continue
+            part.attn_temperature_tuning = False  # type: ignore[assignment]
+
+            def scaled(module: nn.Module, args: Any, output: Tensor, of: Any = part) -> Tensor:
+                assert self._positions is not None, "layers get their rows' positions"
+                steps = torch.floor((self._positions.float() + 1.0) / of.floor_scale)
+                scales = torch.log1p(steps) * of.attn_scale + 1.0
+                return (output * scales[..., None]).to(output.dtype)
+
+            part.q_proj.register_forward_hook(scaled)  # type: ignore[union-attr]
 
     def _chunks(
         self,
@@ -94,21 +143,50 @@ class DecoderLayer(nn.Module):
         hidden: Tensor,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Tensor:
-        """Runs the rows through the layer in chunks; the cache fills up in between."""
-        per_row = kwargs.keys() & {"position_ids", "position_embeddings"}
+    ) -> Any:
+        """Runs the rows through the layer in chunks; the cache fills up in between.
+
+        Returns:
+            what the layer returns: rows, or in older architectures a tuple that begins with them.
+        """
+        given = self._by_name(hidden, args, kwargs)
+        if hidden.ndim == 4:  # several streams, which the layer mixes by products (Gemma-3n)
+            hidden = hidden.to(self._context.dtype)
+        total = hidden.shape[-2]
         outputs = []
-        for start in range(0, hidden.shape[1], CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, hidden.shape[1])
-            own = {name: _slice_rows(kwargs[name], start, stop) for name in per_row}
-            if "position_embeddings" in own:  # transformers makes them in the dtype of `hidden`
-                own["position_embeddings"] = tuple(
-                    part.to(self._context.dtype) for part in own["position_embeddings"]
+        for start in range(0, total, CHUNK_ROWS):
+            stop = min(start + CHUNK_ROWS, total)
+            own = {name: _slice_rows(given[name], start, stop) for name in given.keys() & _PER_ROW}
+            if own.get("position_embeddings") is not None:
+                # transformers makes them in the dtype of `hidden`
+                own["position_embeddings"] = _in_dtype(
+                    own["position_embeddings"], self._context.dtype
                 )
-            own["attention_mask"] = self._context.attention_mask(start, stop, self.window)
-            output = run(hidden[:, start:stop], *args, **{**kwargs, **own})
+            mask = self._context.attention_mask(start, stop, self.span)
+            if not self.writes_cache:  # the layer whose keys it sees has finished all its chunks
+                mask = _with_slots_to_come(mask, total - stop)
+            own["attention_mask"] = mask
+            self._positions = own.get("position_ids")
+            output = run(hidden[..., start:stop, :], **{**given, **own})
             outputs.append(output[0] if isinstance(output, tuple) else output)
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)
+        whole = whole.float()
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    def _by_name(
+        self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the layer was given besides `hidden`, all of it by name."""
+        bound = self._signature.bind(hidden, *args, **kwargs).arguments
+        named = dict(list(bound.items())[1:])
+        for parameter in self._signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named.update(named.pop(parameter.name, {}))
+        return named
+
+
+# what transformers hands to a layer row by row
+_PER_ROW = {"position_ids", "position_embeddings", "per_layer_input"}
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -116,7 +194,26 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, nn.LayerNorm) or type(module).__name__.endswith("RMSNorm")
+    return isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__
+
+
+def _narrowed(dtype: torch.dtype) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return args[0].to(dtype), *args[1:]
+
+    return hook
+
+
+def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_in_dtype(part, dtype) for part in value)
+    return value if value.is_complex() else value.to(dtype)
+
+
+def _with_slots_to_come(mask: Any, count: int) -> Any:
+    """The mask for slots that later rows of the pass have filled already: hidden."""
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return nn.functional.pad(mask, (0, count), value=hidden)
 
 
 def _parameters(layer: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
@@ -130,15 +227,22 @@ def _parameters(layer: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[st
 
 
 def _slice_rows(value: Any, start: int, stop: int) -> Any:
+    if value is None:
+        return None
     if isinstance(value, tuple):
         return tuple(_slice_rows(part, start, stop) for part in value)
+    if value.ndim == 3 and value.shape[0] == 3:  # one row of positions each for time, height, width
+        return value[:, :, start:stop]
     return value[:, start:stop]
 
 
-def sliding_window(config: Any, index: int) -> int | None:
-    """The layer's sliding window in positions, or None for full attention."""
-    window = getattr(config, "sliding_window", None)
+def visible_span(config: Any, index: int) -> Span | None:
+    """How far back a layer's rows see, or None for full attention."""
     layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None and layer_types[index] != "sliding_attention":
+    kind = layer_types[index] if layer_types is not None else "sliding_attention"
+    if kind == "chunked_attention":
+        return Chunks(int(config.attention_chunk_size))
+    if kind != "sliding_attention":
         return None
+    window: int | None = getattr(config, "sliding_window", None)
     return window

@@ -94,8 +94,7 @@ class _Step:
         self._slots = torch.zeros(bucket, dtype=torch.int64, device=device)
         shape = (1, 1, bucket, cache.capacity)
         self._masks = {
-            window: model.context.dense(torch.zeros(shape, dtype=torch.bool))
-            for window in model.windows
+            span: model.context.dense(torch.zeros(shape, dtype=torch.bool)) for span in model.spans
         }
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
@@ -108,9 +107,9 @@ class _Step:
         self._positions.copy_(torch.tensor([[*rows.positions, *padding]]))
         slots = range(self._cache.length, self._cache.length + count)
         self._slots.copy_(torch.tensor([*slots, *[padding_slot] * (bucket - count)]))
-        for window, static in self._masks.items():
+        for span, static in self._masks.items():
             mask = torch.zeros(static.shape, dtype=torch.bool)
-            visible = rows.mask(0, count, window)
+            visible = rows.mask(0, count, span)
             mask[:, :, :count, : visible.shape[3]] = visible
             mask[:, :, count:, padding_slot] = True
             static.copy_(self._model.context.dense(mask))

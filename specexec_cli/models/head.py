@@ -1,4 +1,4 @@
-"""The final norm and the output head, with float32 results in every compute dtype.
+"""The output head, with float32 results in every compute dtype.
 
 Tokens are chosen by comparing logits. In bfloat16 two logits between 16 and 32 are equal or at
 least 1/8 apart, so that on the demo pair the two best were exactly equal at one position in a
@@ -17,27 +17,23 @@ from specexec_cli.models.quantized import QuantizedLinear
 
 
 class Head(nn.Module):
-    """Takes the place of a model's output head; the final norm is part of it.
-
-    So the norm is computed for those rows alone whose logits are wanted.
+    """Takes the place of a model's output head, and computes those rows alone that are wanted.
 
     Args:
-        norm: the architecture's own, with weights in float32.
         linear: from hidden to vocabulary, the weight in any dtype.
         dtype: the model's compute dtype.
     """
 
-    def __init__(
-        self, norm: nn.Module, linear: MixedLinear | QuantizedLinear, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, linear: MixedLinear | QuantizedLinear, dtype: torch.dtype) -> None:
         super().__init__()
-        self.norm = norm
         self.linear = linear
         self.dtype = dtype
+        self.rows: Tensor | None = None  # (wanted,) indices of the pass's rows; None: all of them
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """(1, rows, hidden) in the compute dtype -> (1, rows, vocab) float32."""
-        rows: Tensor = self.norm(hidden.float())
+        """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32."""
+        rows = hidden if self.rows is None else hidden[:, self.rows]
+        rows = rows.float()
         if rows.device.type == "cpu" or self.dtype == torch.float32:
             logits: Tensor = self.linear(rows)
             return logits

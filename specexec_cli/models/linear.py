@@ -115,6 +115,11 @@ class MixedEmbedding(nn.Module):
         self.table = table
         self.dtype = dtype
 
+    @property
+    def weight(self) -> Tensor:
+        """The table, for modelling code that looks at it."""
+        return self.table
+
     def forward(self, ids: Tensor) -> Tensor:
         """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
         found = self.table[ids.reshape(-1)].to(self.dtype)

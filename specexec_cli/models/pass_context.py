@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from specexec_cli.models import attention
 from specexec_cli.models.attention import TreeMask
-from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.pass_rows import PassRows, Span
 
 
 class LayerSource(Protocol):
@@ -42,30 +42,30 @@ class PassContext:
         self.on_layer: Callable[[int], None] = lambda index: None
         self._config = config
         self._rows: PassRows | None = None
-        # of the present pass, by first and last row and window
-        self._masks: dict[tuple[int, int, int | None], Tensor | TreeMask] = {}
-        self._step_masks: Mapping[int | None, Tensor] = {}
+        # of the present pass, by first and last row and span
+        self._masks: dict[tuple[int, int, Span | None], Tensor | TreeMask] = {}
+        self._step_masks: Mapping[Span | None, Tensor] = {}
 
     def begin(self, rows: PassRows) -> None:
         """A pass over these rows; masks are made where a layer asks for them."""
         self._rows, self._masks = rows, {}
 
-    def begin_step(self, masks: Mapping[int | None, Tensor]) -> None:
-        """A pass over tensors alone, whose masks are given by sliding window."""
+    def begin_step(self, masks: Mapping[Span | None, Tensor]) -> None:
+        """A pass over tensors alone, whose masks are given by span."""
         self._rows, self._step_masks = None, masks
 
-    def attention_mask(self, start: int, stop: int, window: int | None) -> Tensor | TreeMask:
+    def attention_mask(self, start: int, stop: int, span: Span | None) -> Tensor | TreeMask:
         """The pass's mask for rows start..stop, in the form the attention needs."""
         if self._rows is None:
-            return self._step_masks[window]
-        key = start, stop, window
+            return self._step_masks[span]
+        key = start, stop, span
         if key in self._masks:
             return self._masks[key]
         mask: Tensor | TreeMask | None = None
         if self._config._attn_implementation == attention.NAME:
-            mask = attention.tree_mask(self._rows, start, stop, window, self.device)
+            mask = attention.tree_mask(self._rows, start, stop, span, self.device)
         if mask is None:
-            mask = self.dense(self._rows.mask(start, stop, window))
+            mask = self.dense(self._rows.mask(start, stop, span))
         # a long prompt's dense masks together would take more room than its activations
         if isinstance(mask, TreeMask) or stop - start == len(self._rows.tokens):
             self._masks[key] = mask

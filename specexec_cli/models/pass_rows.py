@@ -11,6 +11,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """A layer's rows see the chunk of so many positions that they are in (Llama 4)."""
+
+    size: int
+
+
+# how far back a layer's rows see where they do not see everything: a window of so many positions
+# that slides along, or chunks
+Span = int | Chunks
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRows:
     """Rows in slot order: `pending` committed tokens, then nodes of a draft tree.
@@ -40,11 +52,11 @@ class PassRows:
             tree_positions=np.zeros(0, dtype=np.int64),
         )
 
-    def mask(self, start: int, stop: int, window: int | None) -> Tensor:
+    def mask(self, start: int, stop: int, span: Span | None) -> Tensor:
         """Attention of rows start..stop to every slot filled once they are in the cache.
 
         Args:
-            window: rows of a sliding-window layer attend to positions above their own minus this.
+            span: rows of a sliding-window layer attend to positions above their own minus this.
         Returns:
             (1, 1, stop - start, slots) bool, True = attend.
         """
@@ -64,10 +76,14 @@ class PassRows:
             nodes = slice(first - self.pending, stop - self.pending)
             visible = self.tree_mask[nodes, : slots - tree_start]
             mask[first - start :, tree_start:] = torch.from_numpy(visible)
-        if window is not None:
-            position = np.concatenate([np.arange(tree_start), self.tree_positions])[:slots]
-            rows_at = torch.tensor(self.positions[start:stop])[:, None]
-            mask &= torch.from_numpy(position) > rows_at - window
+        if span is not None:
+            seen_at = np.concatenate([np.arange(tree_start), self.tree_positions])[:slots]
+            rows_at = np.asarray(self.positions[start:stop])[:, None]
+            if isinstance(span, Chunks):
+                visible_at = seen_at // span.size == rows_at // span.size
+            else:
+                visible_at = seen_at > rows_at - span
+            mask &= torch.from_numpy(visible_at)
         return mask[None, None]
 
 

@@ -6,27 +6,36 @@ rest of the architecture is transformers'.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
-import torch
-from accelerate import init_empty_weights
-from torch import nn
-from torch.overrides import TorchFunctionMode
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import (
+    CONFIG_MAPPING,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.moe import _default_apply_gate
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models import attention
 from specexec_cli.models.linear import MixedLinear, PerExpert, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
+from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.offload.store import Checkpoint, TensorRange
-from specexec_cli.planning.architectures import ARCHITECTURES, Rename
+from specexec_cli.planning.architectures import ARCHITECTURES, refusal
+from specexec_cli.planning.built_sizes import (
+    decoder_layers,
+    empty_model,
+    own_tensors,
+    text_tensors,
+)
 
-_FLOATS = ("F16", "BF16", "F32", "F64")
-# a matrix of one expert, as PerExpert names it inside a layer
+# of transformers' layer_types, those that attend to what lies behind them in the text
+LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+# a matrix of one expert, as PerExpert names it
 _OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate|up|down)\.weight")
+_PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
+_FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +43,71 @@ class Skeleton:
     """A model without weights and the tensors that belong into it."""
 
     model: PreTrainedModel
-    config: PretrainedConfig
+    config: PretrainedConfig  # of the part that reads and writes text
     layers: nn.ModuleList
-    # per layer: parameter name inside the layer -> where its bytes are
+    layers_path: str  # of `layers` in the model
+    # per layer: parameter name inside the layer -> where its bytes are; pieces of a parameter that
+    # several tensors make up have a name of their own
     layer_tensors: list[dict[str, TensorRange]]
+    # per layer: parameters that are made of such pieces
+    conversions: list[list[Conversion]]
     # everything else: parameter name -> where its bytes are
     resident_tensors: dict[str, TensorRange]
+    unused: dict[str, str]  # tensors of the checkpoint that text does not need -> why
+
+
+def is_piece(name: str) -> bool:
+    """Whether a name in Skeleton.layer_tensors is that of a piece, not of a parameter."""
+    return name.startswith(_PIECE)
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The checkpoint's config.json as transformers' own object.
+    """The checkpoint's config.json as transformers' own object: the part about text.
 
     Raises:
         CheckpointError: it is missing or broken, or its architecture is not supported.
     """
-    path, stored = checkpoint.folder / "config.json", dict(checkpoint.config)
-    supported = f"Supported architectures: {', '.join(ARCHITECTURES)}"
-    model_type = stored.get("model_type")
-    # before transformers sees it: what we do not know must not reach any code of the checkpoint
-    if str(model_type) not in ARCHITECTURES:
-        raise CheckpointError(f"{path}: architecture '{model_type}' is not supported. {supported}")
-    try:
-        config = CONFIG_MAPPING[str(model_type)].from_dict(stored)
-    except Exception as error:  # a config class checks its values with what it likes
-        raise CheckpointError(f"{path} is not usable: {_reason(error)}. {supported}") from error
-    if not config.num_hidden_layers >= 1:
-        raise CheckpointError(f"{path}: a model of {config.num_hidden_layers} layers has no text")
+    whole = _load_whole_config(checkpoint)
+    config = whole.get_text_config(decoder=True)
+    layers = getattr(config, "num_hidden_layers", 0)
+    if not layers >= 1:
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: a model of {layers} layers has no text"
+        )
+    if reason := _unknown_attention(config):
+        raise CheckpointError(
+            f"{checkpoint.folder / 'config.json'}: {reason}, which is not supported"
+        )
+    if getattr(config, "eos_token_id", None) is None:
+        config.eos_token_id = getattr(whole, "eos_token_id", None)
     return config
+
+
+def _unknown_attention(config: PretrainedConfig) -> str | None:
+    """What a config asks for that conformance runs of its type may not have met."""
+    for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
+        if kind not in LAYER_KINDS:
+            return f"layers of kind '{kind}'"
+    if getattr(config, "alibi", False):
+        return "biases by distance (ALiBi) in place of positions"
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return "attention in both directions"
+    return None
+
+
+def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
+    path, stored = checkpoint.folder / "config.json", dict(checkpoint.config)
+    model_type = str(stored.get("model_type"))
+    # before transformers sees it: what we do not know must not reach any code of the checkpoint
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(f"{path}: {refusal(model_type)}")
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(stored)
+    except Exception as error:  # a config class checks its values with what it likes
+        raise CheckpointError(
+            f"{path} is not usable: {_reason(error)}. "
+            f"Supported architectures: {', '.join(ARCHITECTURES)}"
+        ) from error
 
 
 def _reason(error: Exception) -> str:
@@ -68,91 +115,99 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" if isinstance(error, KeyError) else first
 
 
-def build_skeleton(
-    config: PretrainedConfig, checkpoint: Checkpoint, quantization: Quantization | None = None
-) -> Skeleton:
+def build_skeleton(checkpoint: Checkpoint, quantization: Quantization | None = None) -> Skeleton:
     """Builds the model on the meta device and finds each of its tensors in the checkpoint.
 
     Args:
         quantization: of the checkpoint, if it is quantized.
     Raises:
-        CheckpointError: a tensor is missing or of another shape than the config says.
+        CheckpointError: a tensor is missing or of another shape than the config says, or belongs
+            to nothing in the model.
     """
-    # Soft-capped attention logits exist in transformers' eager attention alone.
-    softcapping = getattr(config, "attn_logit_softcapping", None) is not None
+    config = load_config(checkpoint)
+    model = _build_model(checkpoint)
+    names = StoredNames.read(model, checkpoint)
+    layers_path, layers = decoder_layers(model, config.num_hidden_layers)
+    for index, layer in enumerate(layers):
+        _replace_modules(layer, f"{layers_path}.{index}.", names)
+    plain = names.plain
+    if quantization is not None:
+        modules = {name.rpartition(".")[0]: at.rpartition(".")[0] for name, at in plain.items()}
+        replace_linears(
+            model, (MixedLinear, nn.Linear), lambda name: modules.get(name, name), quantization
+        )
+    finder = _Finder(checkpoint, model, names)
+    layer_tensors, conversions = [], []
+    for index, layer in enumerate(layers):
+        tensors, made = finder.layer(layer, f"{layers_path}.{index}.")
+        layer_tensors.append(tensors)
+        conversions.append(made)
+    resident = finder.resident(f"{layers_path}.")
+    return Skeleton(
+        model, model.config.get_text_config(decoder=True), layers, layers_path, layer_tensors,
+        conversions, resident, finder.unused(),
+    )  # fmt: skip
+
+
+def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """transformers' own model of a checkpoint, without weights, whatever it reads beside text."""
     try:
-        with init_empty_weights(include_buffers=False), _EmptyOnMeta():
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation="eager" if softcapping else "sdpa",
-                dtype=torch.float32,
-                trust_remote_code=False,
-            )
+        model = empty_model(_load_whole_config(checkpoint))
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a value of the config makes transformers do
         raise CheckpointError(
             f"{checkpoint.folder / 'config.json'} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
-    model.eval()
-    path, layers = _decoder_layers(model, config.num_hidden_layers)
-    rename = ARCHITECTURES[config.model_type].renames
-    for index, layer in enumerate(layers):
-        _replace_modules(layer)
-        if quantization is not None:
-            stored_name = partial(_stored, renames=rename, prefix=f"{path}.{index}.")
-            replace_linears(layer, MixedLinear, stored_name, quantization)
-    if quantization is not None:
-        replace_linears(model, nn.Linear, lambda name: name, quantization)
-    layer_tensors = [
-        _find_layer(checkpoint, layer, f"{path}.{index}.", rename)
-        for index, layer in enumerate(layers)
-    ]
-    resident = _find_resident(checkpoint, model, f"{path}.")
-    return Skeleton(model, config, layers, layer_tensors, resident)
+    text = model.config.get_text_config(decoder=True)
+    # Gemma-2's soft-capped attention stays transformers' own
+    softcapping = getattr(text, "attn_logit_softcapping", None) is not None
+    if model._supports_attention_backend and not softcapping:
+        text._attn_implementation = attention.DENSE
+    return model
 
 
-class _EmptyOnMeta(TorchFunctionMode):
-    """torch.empty() makes no memory, so that large parameters are never allocated.
-
-    init_empty_weights alone lets each come into being first; the freed memory tears holes into the
-    heap, whose address space grows by the size of the whole model.
-    """
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": "meta"}
-        return func(*args, **kwargs)
-
-
-def _decoder_layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
-            return name, module
-    raise CheckpointError(f"{type(model).__name__} has no list of {count} decoder layers")
-
-
-def _replace_modules(layer: nn.Module) -> None:
+def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
     """Linears and fused experts of one layer become those that keep the file's dtype."""
+    stacks = {each.first: each for each in names.conversions if each.stacks_experts}
     for name, module in list(layer.named_modules()):
         replacement: nn.Module
-        if isinstance(module, nn.Linear):
+        if type(module).forward is nn.Linear.forward:
             bias = module.bias is not None
-            replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
-        elif hasattr(module, "gate_up_proj") and isinstance(module.gate_up_proj, nn.Parameter):
+            replacement = MixedLinear(module.in_features, module.out_features, bias=bias)  # type: ignore[arg-type]
+        elif _is_plain_mixture(module):
             replacement = _per_expert(module)
+            for leaf in ("gate_up_proj", "down_proj"):
+                stack = stacks.get(f"{prefix}{name}.{leaf}")
+                if stack is None:  # all experts are in one tensor of the checkpoint too
+                    continue
+                names.conversions.remove(stack)
+                for inside, place in expert_places(stack).items():
+                    names.plain[f"{prefix}{name}.experts.{inside}"] = place
         else:
-            if type(module).__name__.endswith("TopKRouter"):  # multiplies without an nn.Linear
+            if _multiplies(module):
                 module.forward = with_mixed_linears(module.forward)
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)
+
+
+def _is_plain_mixture(module: nn.Module) -> bool:
+    """Whether a module's experts are gated MLPs without anything else."""
+    return (
+        isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+        and getattr(module, "has_gate", False)
+        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
+        and bool(module.is_concatenated)
+        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
+    )
+
+
+def _multiplies(module: nn.Module) -> bool:
+    """Whether it has matrices of its own, as routers and fused experts have."""
+    own = module.parameters(recurse=False)
+    return not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in own)
 
 
 def _per_expert(fused: nn.Module) -> PerExpert:
@@ -171,93 +226,94 @@ def _per_expert(fused: nn.Module) -> PerExpert:
     return PerExpert(nn.ModuleList(expert() for _ in range(experts)), fused.act_fn)  # type: ignore[arg-type]
 
 
-def _find_layer(
-    checkpoint: Checkpoint,
-    layer: nn.Module,
-    prefix: str,
-    renames: tuple[Rename, ...],
-) -> dict[str, TensorRange]:
-    found = {}
-    for name, parameter in layer.named_parameters():
-        stored = _stored(name, renames, prefix)
-        if _lookup(checkpoint, stored) is None and _lookup(checkpoint, prefix + name) is not None:
-            stored = prefix + name  # saved under transformers' names
-        part = _of_fused(checkpoint, prefix, name, parameter)
-        found[name] = part or _find(checkpoint, stored, parameter)
-    return found
+class _Finder:
+    """Looks up a model's tensors, and knows which of the checkpoint nobody asked for."""
 
+    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, names: StoredNames) -> None:
+        self._checkpoint, self._model, self._names = checkpoint, model, names
+        self._used: set[str] = set()
 
-def _of_fused(
-    checkpoint: Checkpoint, prefix: str, name: str, parameter: nn.Parameter
-) -> TensorRange | None:
-    """An expert's matrix inside a tensor of all experts, None where it has one of its own.
+    def layer(
+        self, layer: nn.Module, prefix: str
+    ) -> tuple[dict[str, TensorRange], list[Conversion]]:
+        """One decoder layer's tensors, by name inside the layer, and what is to be made of them."""
+        found: dict[str, TensorRange] = {}
+        made = [each for each in self._names.conversions if each.first.startswith(prefix)]
+        targets = set()
+        for each in made:
+            for name in each.names:
+                found[_PIECE + name] = self._checkpoint.tensors[name]
+            targets |= each.targets()
+            self._used.update(each.names)
+        for name, parameter in own_tensors(layer):
+            if prefix + name not in targets:
+                found[name] = self._find(prefix + name, parameter)
+        return found, made
 
-    transformers saves (experts, 2 * intermediate, hidden), the rows of `gate` before those of
-    `up`, and (experts, hidden, intermediate), unless it is told to keep to the checkpoint's names.
+    def resident(self, layers_prefix: str) -> dict[str, TensorRange]:
+        """Every tensor that text needs outside the layers."""
+        tied = self._model.get_expanded_tied_weights_keys(all_submodels=True)
+        return {
+            name: self._find(name, parameter)
+            for name, parameter in text_tensors(self._model)
+            if not name.startswith(layers_prefix) and name not in tied
+        }
 
-    Raises:
-        CheckpointError: the tensor of all experts is of another shape than the config says.
-    """
-    of_expert = _OF_EXPERT.fullmatch(name)
-    if of_expert is None:
-        return None
-    down = of_expert["linear"] == "down"
-    fused = f"{prefix}{of_expert['block']}.{'down_proj' if down else 'gate_up_proj'}"
-    tensor = _lookup(checkpoint, fused)
-    if tensor is None:
-        return None
-    rows, columns = parameter.shape
-    each, index = rows if down else 2 * rows, int(of_expert["index"])
-    if len(tensor.shape) != 3 or tensor.shape[1:] != (each, columns) or index >= tensor.shape[0]:
-        raise CheckpointError(
-            f"{tensor.path}: tensor '{fused}' has shape {list(tensor.shape)}, config.json asks for "
-            f"[experts, {each}, {columns}]. Are both files of the same model?"
-        )
-    first = each * index + (rows if of_expert["linear"] == "up" else 0)
-    return tensor.rows(first, rows)
+    def unused(self) -> dict[str, str]:
+        """Tensors that nobody asked for, and why."""
+        rest = (name for name in self._checkpoint if name not in self._used)
+        other = "not of the part that reads and writes text, or tied to another"
+        return {name: self._names.unused.get(name, other) for name in rest}
 
+    def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
+        """An expert's matrix inside a tensor of all experts, None where it has one of its own.
 
-def _stored(name: str, renames: tuple[Rename, ...], prefix: str) -> str:
-    """The name in the checkpoint of a parameter or module inside a layer."""
-    dotted = f"{name}."  # the patterns end where a part of the name ends
-    for pattern, replacement in renames:
-        dotted = re.sub(pattern, replacement, dotted)
-    return prefix + dotted[:-1]
+        It is (experts, 2 * intermediate, hidden), the rows of `gate` before those of `up`, or
+        (experts, hidden, intermediate).
 
+        Raises:
+            CheckpointError: the tensor of all experts is of another shape than the config says.
+        """
+        of_expert = _OF_EXPERT.fullmatch(name)
+        if of_expert is None or name in self._names.plain:
+            return None
+        down = of_expert["linear"] == "down"
+        fused = f"{of_expert['block']}.{'down_proj' if down else 'gate_up_proj'}"
+        tensor = self._checkpoint.tensors.get(self._names.plain.get(fused, ""))
+        if tensor is None:
+            return None
+        rows, columns = parameter.shape
+        each, index = rows if down else 2 * rows, int(of_expert["index"])
+        same = len(tensor.shape) == 3 and tensor.shape[1:] == (each, columns)
+        if not same or index >= tensor.shape[0]:
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+                f"config.json asks for [experts, {each}, {columns}]. Are both files of the same "
+                "model?"
+            )
+        self._used.add(tensor.name)
+        first = each * index + (rows if of_expert["linear"] == "up" else 0)
+        return tensor.rows(first, rows)
 
-def _find_resident(
-    checkpoint: Checkpoint, model: PreTrainedModel, layers_prefix: str
-) -> dict[str, TensorRange]:
-    tied = model.config.tie_word_embeddings
-    found = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(layers_prefix) or (tied and name.startswith("lm_head.")):
-            continue
-        found[name] = _find(checkpoint, name, parameter)
-    return found
-
-
-def _lookup(checkpoint: Checkpoint, name: str) -> TensorRange | None:
-    # a checkpoint saved from the bare base model lacks its prefix
-    bare = name.partition(".")[2]
-    return checkpoint.tensors.get(name) or checkpoint.tensors.get(bare)
-
-
-def _find(checkpoint: Checkpoint, name: str, parameter: nn.Parameter) -> TensorRange:
-    tensor = _lookup(checkpoint, name)
-    if tensor is None:
-        raise CheckpointError(
-            f"{checkpoint.folder}: tensor '{name}' is missing. "
-            "The download may be incomplete, or config.json belongs to another model"
-        )
-    if tensor.shape != tuple(parameter.shape):
-        raise CheckpointError(
-            f"{tensor.path}: tensor '{name}' has shape {list(tensor.shape)}, config.json says "
-            f"{list(parameter.shape)}. Are both files of the same model?"
-        )
-    if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
-        raise CheckpointError(
-            f"{tensor.path}: tensor '{name}' is stored as {tensor.dtype}, not as one of "
-            f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"
-        )
-    return tensor
+    def _find(self, name: str, parameter: Tensor) -> TensorRange:
+        if (part := self._of_fused(name, parameter)) is not None:
+            return part
+        stored = self._names.plain.get(name, name)
+        tensor = self._checkpoint.tensors.get(stored)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: tensor '{stored}' is missing. "
+                "The download may be incomplete, or config.json belongs to another model"
+            )
+        self._used.add(stored)
+        if tensor.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{stored}' has shape {list(tensor.shape)}, config.json "
+                f"says {list(parameter.shape)}. Are both files of the same model?"
+            )
+        if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{stored}' is stored as {tensor.dtype}, not as one of "
+                f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"
+            )
+        return tensor

@@ -7,25 +7,27 @@ that stay.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
-from specexec_cli.models.decoder_layer import DecoderLayer, sliding_window
+from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
 from specexec_cli.models.pass_context import LayerSource, PassContext
-from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
-from specexec_cli.models.skeleton import Skeleton, build_skeleton, load_config
+from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
 from specexec_cli.offload.expert_scores import ExpertScores
@@ -34,6 +36,7 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
+from specexec_cli.planning.built_sizes import path_of
 from specexec_cli.planning.placement import converts_tables
 
 
@@ -60,21 +63,25 @@ class StreamedModel:
         self.context = PassContext(skeleton.config, device, dtype)
         # transformers hands a 4D mask on as it is; the layers replace it by their own
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-        if skeleton.config._attn_implementation == "sdpa":
+        if skeleton.config._attn_implementation == attention.DENSE:
             skeleton.config._attn_implementation = attention.implementation(device)
         self._layers = [
             DecoderLayer(
                 layer,
                 index,
                 self.context,
-                skeleton.layer_tensors[index],
-                sliding_window(skeleton.config, index),
+                skeleton,
+                visible_span(skeleton.config, index),
             )
             for index, layer in enumerate(skeleton.layers)
         ]
         for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
         self._load_resident(resident_dtype)
+        for part in skeleton.model.modules():
+            if isinstance(part, PreTrainedModel):
+                # their code asks the first parameter where the model is and what it computes in
+                part.register_parameter("here", _frozen(torch.empty(0, device=device)))
 
     @classmethod
     def open(
@@ -110,9 +117,10 @@ class StreamedModel:
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        config = load_config(checkpoint)
         quantization = Quantization.read(checkpoint, notice)
-        skeleton = build_skeleton(config, checkpoint, quantization)
+        skeleton = build_skeleton(checkpoint, quantization)
+        if skeleton.model.config is not skeleton.config:
+            notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
         split = split_layers(skeleton) if expert_bytes else []
         if split:
             skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
@@ -194,9 +202,9 @@ class StreamedModel:
         return int(config.max_position_embeddings)
 
     @property
-    def windows(self) -> set[int | None]:
-        """The sliding windows of its layers; None is full attention."""
-        return {layer.window for layer in self._layers}
+    def spans(self) -> set[Span | None]:
+        """How far back its layers see; None is full attention."""
+        return {layer.span for layer in self._layers}
 
     @property
     def capturable(self) -> bool:
@@ -205,7 +213,7 @@ class StreamedModel:
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
-        return SlotCache(len(self._layers))
+        return SlotCache(sum(layer.writes_cache for layer in self._layers))
 
     @torch.no_grad()
     def forward(self, rows: PassRows, cache: SlotCache, logit_rows: Sequence[int]) -> Tensor:
@@ -235,23 +243,24 @@ class StreamedModel:
         self,
         tokens: Tensor,
         positions: Tensor,
-        masks: Mapping[int | None, Tensor],
+        masks: Mapping[Span | None, Tensor],
         cache: SlotCache,
     ) -> Tensor:
         """A pass over tensors alone, for models that stay; see graphs.py.
 
         Args:
             tokens, positions: (1, rows).
-            masks: for each of `windows`, (1, 1, rows, slots) as PassContext.dense gives it.
+            masks: for each of `spans`, (1, 1, rows, slots) as PassContext.dense gives it.
         Returns:
             (rows, vocab) logits in float32.
         """
         self.context.begin_step(masks)
-        return self._run(tokens, positions, cache, 0)
+        return self._run(tokens, positions, cache, None)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | int
+        self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | None
     ) -> Tensor:
+        self._head.rows = logit_rows
         with clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
             output = self.skeleton.model(
                 input_ids=tokens,
@@ -259,7 +268,6 @@ class StreamedModel:
                 attention_mask=self._placeholder,
                 past_key_values=cache,
                 use_cache=True,
-                logits_to_keep=logit_rows,
             )
         logits: Tensor = output.logits[0]
         return logits
@@ -277,31 +285,36 @@ class StreamedModel:
     def _load_resident(self, dtype: torch.dtype | None) -> None:
         """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
         model, tensors = self.skeleton.model, self.skeleton.resident_tensors
-        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-            path, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(path), leaf, buffer.to(self.device))
+        text = model.get_decoder()
+        for name, buffer in list(text.named_buffers(remove_duplicate=False)):
+            if not buffer.is_meta:
+                path, _, leaf = name.rpartition(".")
+                setattr(text.get_submodule(path), leaf, buffer.to(self.device))
         loaded = read_tensors(list(tensors.values()))
+        head_path = path_of(model, model.get_output_embeddings())
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
             if dtype is not None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
-            if isinstance(module, nn.Embedding):
+            if isinstance(module, nn.Embedding) and _looks_up(module):
                 _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
-            elif isinstance(module, nn.Linear):
-                _set_module(model, path, _resident_linear(weight))
-            elif isinstance(module, QuantizedLinear):
+            elif type(module).forward is nn.Linear.forward and leaf == "weight":
+                linear = _resident_linear(weight)
+                linear.bias = module.bias
+                _set_module(model, path, linear)
+            elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                norm_path = path
-                setattr(module, leaf, _frozen(loaded[tensor.name].to(self.device, torch.float32)))
-        if not any(name.startswith("lm_head.") for name in tensors):  # tied
-            embedding = model.get_input_embeddings()
-            _set_module(model, "lm_head", _resident_linear(embedding.table))
-        head = Head(model.get_submodule(norm_path), model.get_submodule("lm_head"), self.dtype)
-        _set_module(model, norm_path, nn.Identity())
-        _set_module(model, "lm_head", head)
+                _set_tensor(module, leaf, loaded[tensor.name].to(self.device, torch.float32))
+        head = model.get_submodule(head_path)
+        if type(head) is nn.Linear:  # tied
+            tied = _resident_linear(model.get_input_embeddings().table)
+            tied.bias = head.bias
+            head = tied
+        self._head = Head(head, self.dtype)
+        _set_module(model, head_path, self._head)
 
     def _load_layers(self, progress: Callable[[int, int], None]) -> None:
         """Every layer's weights to stay, those of linears converted once to the compute dtype."""
@@ -314,7 +327,7 @@ class StreamedModel:
                 module = layer.layer.get_submodule(path)
                 # a copy of its own, so that the buffer it was read into is let go
                 dtype = self.dtype if isinstance(module, MixedLinear) else weight.dtype
-                setattr(module, leaf, _frozen(weight.to(dtype, copy=True)))
+                _set_tensor(module, leaf, weight.to(dtype, copy=True))
             done += sum(tensor.n_bytes for tensor in tensors.values())
             progress(done, total)
 
@@ -343,6 +356,15 @@ def _resident_linear(weight: Tensor) -> MixedLinear:
     linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = _frozen(weight)
     return linear
+
+
+def _looks_up(embedding: nn.Embedding) -> bool:
+    """Whether it is given ids alone, as tables of words and positions are."""
+    return len(inspect.signature(embedding.forward).parameters) == 1
+
+
+def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    setattr(module, leaf, tensor if leaf in module._buffers else _frozen(tensor))
 
 
 def _frozen(tensor: Tensor) -> nn.Parameter:

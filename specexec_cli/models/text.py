@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from specexec_cli.models.channels import Channels
+
 _UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
 
 
@@ -23,6 +25,7 @@ class TextStream:
         self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str]
     ) -> None:
         self._tokenizer = tokenizer
+        self._channels = Channels(tokenizer)
         self._stop = tuple(stop)
         self._tokens = list(prompt[-8:])
         self._prefix = 0  # where decoding starts
@@ -37,7 +40,7 @@ class TextStream:
         if unfinished:
             return ""
         self._prefix, self._read = self._read, len(self._tokens)
-        return self._release(new)
+        return self._release(self._channels.text(token, new))
 
     def finish(self) -> str:
         """Everything still held back, once no more tokens come."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Literal
 
-# (pattern over a parameter's name inside a layer, what the checkpoint's layer calls it)
-Rename = tuple[str, str]
+from specexec_cli.planning.conforming import REFUSED, RUNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class Architecture:
 
     model_type: str
     title: str  # for people, as README lists it
-    mlp: Literal["gated", "plain", "experts"] = "gated"
+    # "built": sizes are not told from these fields, but counted on a model built without weights
+    mlp: Literal["built", "gated", "plain", "experts"] = "built"
     norms: int = 2  # vectors of hidden size in a layer's norms, biases not counted
     query_key_norms: bool = False  # a norm of one head's size for queries and one for keys
     # which linears have a bias: those of queries, keys and values ("qkv"); all of attention and
@@ -32,11 +33,24 @@ class Architecture:
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
     shared_expert: bool = False  # an expert that every row goes through, with a gate of its own
-    renames: tuple[Rename, ...] = ()
 
 
 _table: dict[str, Architecture] = {}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
+
+
+def refusal(model_type: str) -> str:
+    """One line about a `model_type` that is not in the table: why, and what comes nearest."""
+    reason = REFUSED.get(model_type)
+    family = model_type.rstrip("0123456789_").partition("_")[0].rstrip("0123456789")
+    near = get_close_matches(model_type, ARCHITECTURES, n=3, cutoff=0.3)
+    near = [name for name in near if name.startswith(family)] or near
+    return (
+        f"architecture '{model_type}' is not supported"
+        + (f": {reason}. " if reason else ". ")
+        + (f"Nearest of those that run: {', '.join(near)}. " if near else "")
+        + "docs/architectures.md lists all"
+    )
 
 
 def register(architecture: Architecture) -> None:
@@ -46,38 +60,22 @@ def register(architecture: Architecture) -> None:
     _table[architecture.model_type] = architecture
 
 
-register(Architecture(model_type="llama", title="Llama"))
-register(Architecture(model_type="mistral", title="Mistral"))
-register(
-    Architecture(
-        model_type="mixtral", title="Mixtral", mlp="experts", default_kv_heads=8,
-        renames=(
-            (r"^mlp\.experts\.experts\.(\d+)\.gate\.", r"block_sparse_moe.experts.\1.w1."),
-            (r"^mlp\.experts\.experts\.(\d+)\.up\.", r"block_sparse_moe.experts.\1.w3."),
-            (r"^mlp\.experts\.experts\.(\d+)\.down\.", r"block_sparse_moe.experts.\1.w2."),
-            (r"^mlp\.gate\.", "block_sparse_moe.gate."),
-        ),
-    )
-)  # fmt: skip
-register(Architecture(model_type="qwen2", title="Qwen2", biases="qkv"))
+register(Architecture(model_type="llama", title="Llama", mlp="gated"))
+register(Architecture(model_type="mistral", title="Mistral", mlp="gated"))
+register(Architecture(model_type="mixtral", title="Mixtral", mlp="experts", default_kv_heads=8))
+register(Architecture(model_type="qwen2", title="Qwen2", mlp="gated", biases="qkv"))
 register(
     Architecture(
         model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
-        renames=(
-            (r"^mlp\.experts\.experts\.(\d+)\.(gate|up|down)\.", r"mlp.experts.\1.\2_proj."),
-        ),
     )
 )  # fmt: skip
-register(Architecture(model_type="qwen3", title="Qwen3", query_key_norms=True))
+register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_norms=True))
 register(
     Architecture(
         model_type="qwen3_moe", title="Qwen3-MoE", mlp="experts", query_key_norms=True,
-        renames=(
-            (r"^mlp\.experts\.experts\.(\d+)\.(gate|up|down)\.", r"mlp.experts.\1.\2_proj."),
-        ),
     )
 )  # fmt: skip
-register(Architecture(model_type="phi3", title="Phi-3"))
+register(Architecture(model_type="phi3", title="Phi-3", mlp="gated"))
 register(
     Architecture(
         model_type="starcoder2", title="StarCoder2", mlp="plain", biases="all",
@@ -92,12 +90,20 @@ register(
 )  # fmt: skip
 register(
     Architecture(
-        model_type="gemma2", title="Gemma-2", norms=4, tied_by_default=True, default_head_dim=256
+        model_type="gemma2",
+        title="Gemma-2",
+        mlp="gated",
+        norms=4,
+        tied_by_default=True,
+        default_head_dim=256,
     )
 )
 register(
     Architecture(
-        model_type="gemma3_text", title="Gemma-3 (text)", norms=4, query_key_norms=True,
-        tied_by_default=True, default_head_dim=256,
+        model_type="gemma3_text", title="Gemma-3 (text)", mlp="gated", norms=4,
+        query_key_norms=True, tied_by_default=True, default_head_dim=256,
     )
 )  # fmt: skip
+for _model_type, _title in RUNS.items():  # those that nothing has to be said about
+    if _model_type not in _table:
+        register(Architecture(model_type=_model_type, title=_title))

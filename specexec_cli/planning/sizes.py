@@ -13,8 +13,9 @@ from typing import Any
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.architectures import ARCHITECTURES, Architecture
+from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
 from specexec_cli.planning.arithmetic import PACKED_BITS
+from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.packed_formats import PACKED_KINDS
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -129,6 +130,8 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     Raises:
         ConfigError: the architecture is not known, or a key is missing.
     """
+    if _is_built(config):
+        return _built_bytes(config)
     config = {**config, **config.get("text_config", {})}
     shape = _read_shape(config)
     item = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
@@ -159,6 +162,9 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
+    if _is_built(checkpoint.config) or "text_config" in checkpoint.config:
+        # names of parts that are not read look like those of layers: what is stored tells the dtype
+        return architecture_bytes({**checkpoint.config, "dtype": _stored_dtype(checkpoint)})
     model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
     resident = head = 0
@@ -187,6 +193,46 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     return replace(model, experts=experts)
 
 
+def _is_built(config: Mapping[str, Any]) -> bool:
+    text = config.get("text_config") or {}
+    kind = ARCHITECTURES.get(str(text.get("model_type") or config.get("model_type")))
+    return kind is not None and kind.mlp == "built"
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str:
+    """The dtype of most of its bytes, as config.json calls it."""
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    found: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype in names:
+            found[tensor.dtype] = found.get(tensor.dtype, 0) + tensor.n_bytes
+    return names[max(found, key=lambda dtype: found[dtype])] if found else "float16"
+
+
+def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
+    """As architecture_bytes, of a model that is built to be counted. Its experts, if it has any,
+    move with their layers."""
+    model = built(config)
+    merged = {**config.get("text_config", {}), **config}
+    item = _DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
+    layers, params, active = [], 0, 0
+    linears: list[_Linear] = []
+    for layer in model.layers:
+        own = [_Linear(*matrix) for matrix in layer.matrices]
+        params += layer.others + sum(each.inputs * each.outputs * each.count for each in own)
+        active += sum(each.inputs * each.outputs * each.active for each in own)
+        matrices = sum(each.count * _linear_bytes(each, item, merged) for each in own)
+        layers.append(layer.others * item + matrices)
+        linears += own
+    return ModelBytes(
+        layers=tuple(layers), resident=model.resident * item, head=model.head * item,
+        layer_params=params, active_params=active,
+        largest_matrix=max(each.inputs * each.outputs for each in linears),
+        kv_elements=sum(layer.kv_elements for layer in model.layers),
+        hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,
+    )  # fmt: skip
+
+
 def _experts(layers: Sequence[int], config: Mapping[str, Any]) -> ExpertBytes | None:
     if not any(layers):
         return None
@@ -208,8 +254,7 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
     name = str(config.get("model_type"))
     kind = ARCHITECTURES.get(name)
     if kind is None:
-        known = ", ".join(ARCHITECTURES)
-        raise ConfigError(f"the size of a '{name}' model is not known; known: {known}")
+        raise ConfigError(f"the size of a '{name}' model is not known: {refusal(name)}")
 
     def number(*keys: str, default: int | None = None) -> int:
         for key in keys:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from transformers import PreTrainedTokenizerBase
 
 from specexec_cli.errors import ConfigError
+from specexec_cli.models.channels import has_channels, without_thinking
 
 
 class PromptEncoder:
@@ -53,6 +54,13 @@ class PromptEncoder:
                 f"{self._model} has no chat template: it is a base model. Use a chat "
                 "or instruct model, or continue raw text: specexec generate, without --chat"
             )
+        if has_channels(self.tokenizer):
+            messages = [
+                {**each, "content": without_thinking(each["content"])}
+                if each["role"] == "assistant"
+                else each
+                for each in messages
+            ]
         try:
             text = self.tokenizer.apply_chat_template(
                 list(messages), add_generation_prompt=True, tokenize=False

@@ -61,6 +61,7 @@ def added_by(name: str, table: Mapping[str, Any]) -> str:
 
 @torch.no_grad()
 def test_the_example_of_an_architecture(tmp_path: Path) -> None:
+    architectures._table.pop("granite")  # it is there by now, and comes back after the test
     added = added_by("architecture", architectures.ARCHITECTURES)
     config = transformers.AutoConfig.for_model(
         added, vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
@@ -168,8 +169,13 @@ def tokens_of(session: TextSession, steps: list[StepResult] | None = None, **how
     return [token for step in found for token in step.tokens]
 
 
-def test_readme_lists_every_architecture() -> None:
+def test_readme_names_architectures_that_run() -> None:
     limits = (ROOT / "README.md").read_text().partition("## Limits")[2]
-    listed = " ".join(limits.partition("Architectures:")[2].partition("Others are")[0].split())
-    for entry in architectures.ARCHITECTURES.values():
-        assert entry.title in listed
+    listed = " ".join(
+        limits.partition("Architectures:")[2].partition("docs/architectures.md")[0].split()
+    )
+    titles = {entry.title for entry in architectures.ARCHITECTURES.values()}
+    names = " ".join(listed.partition("among them")[2].split()).rstrip(". ")
+    named = [name.strip() for name in names.split(",")]
+    assert len(named) > 20
+    assert not set(named) - titles

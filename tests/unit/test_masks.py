@@ -1,4 +1,4 @@
-"""The mask equals ancestry: prefix, pending rows and tree, in chunks, with sliding windows."""
+"""The mask equals ancestry: prefix, pending rows and tree, with windows and chunks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specexec_kernels.tree_attention import unpack_ancestors
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.attention import tree_mask
-from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.pass_rows import Chunks, PassRows, Span
 from specexec_cli.verify.masks import ancestor_matrix, verification_rows
 
 
@@ -36,7 +36,7 @@ def tree_of(parents: np.ndarray) -> DraftTree:
 
 
 def attended(
-    parents: np.ndarray, prefix_len: int, pending: int, row: int, window: int | None
+    parents: np.ndarray, prefix_len: int, pending: int, row: int, span: Span | None
 ) -> set[int]:
     """The slots a row of a verification pass may look at, by definition.
 
@@ -52,7 +52,12 @@ def attended(
         first_node = prefix_len + pending
         slots |= {first_node + n: root_position + d for d, n in enumerate(path, start=1)}
         own = root_position + len(path)
-    return {slot for slot, at in slots.items() if window is None or at > own - window}
+    if isinstance(span, Chunks):
+        return {slot for slot, at in slots.items() if at // span.size == own // span.size}
+    return {slot for slot, at in slots.items() if span is None or at > own - span}
+
+
+spans = st.none() | st.integers(1, 12) | st.builds(Chunks, st.integers(1, 12))
 
 
 @settings(max_examples=400, deadline=None)
@@ -61,18 +66,18 @@ def attended(
     prefix_len=st.integers(0, 9),
     pending=st.integers(1, 9),
     chunk=st.integers(1, 40),
-    window=st.none() | st.integers(1, 12),
+    span=spans,
 )
-def test_a_verification_mask_is_ancestry(parents, prefix_len, pending, chunk, window):
+def test_a_verification_mask_is_ancestry(parents, prefix_len, pending, chunk, span):
     tree = tree_of(parents)
     rows = verification_rows(list(range(pending)), tree, prefix_len)
     for start in range(0, len(rows.tokens), chunk):
         stop = min(start + chunk, len(rows.tokens))
-        mask = rows.mask(start, stop, window)
+        mask = rows.mask(start, stop, span)
         assert mask.shape == (1, 1, stop - start, prefix_len + stop), "slots filled by now"
         for row in range(start, stop):
             found = set(np.flatnonzero(mask[0, 0, row - start].numpy()).tolist())
-            assert found == attended(parents, prefix_len, pending, row, window)
+            assert found == attended(parents, prefix_len, pending, row, span)
 
 
 @settings(max_examples=300, deadline=None)
@@ -81,9 +86,9 @@ def test_a_verification_mask_is_ancestry(parents, prefix_len, pending, chunk, wi
     prefix_len=st.integers(1, 9),
     steps=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     chunk=st.integers(1, 40),
-    window=st.none() | st.integers(1, 12),
+    span=spans,
 )
-def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, window):
+def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, span):
     """As the drafter runs it: each pass adds nodes behind the slots of the earlier ones."""
     tree, matrix = tree_of(parents), ancestor_matrix(parents)
     positions = prefix_len - 1 + tree.depths
@@ -99,11 +104,11 @@ def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, 
         )  # fmt: skip
         for start in range(0, new - old, chunk):
             stop = min(start + chunk, new - old)
-            mask = rows.mask(start, stop, window)[0, 0].numpy()
+            mask = rows.mask(start, stop, span)[0, 0].numpy()
             assert mask.shape == (stop - start, prefix_len + old + stop)
             for row in range(start, stop):
                 # the prefix stands for pending rows that came in an earlier pass
-                expected = attended(parents, 0, prefix_len, prefix_len + old + row, window)
+                expected = attended(parents, 0, prefix_len, prefix_len + old + row, span)
                 assert set(np.flatnonzero(mask[row - start]).tolist()) == expected
         old = new
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
+from specexec_cli.planning.sizes import _built_bytes, architecture_bytes, checkpoint_bytes
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -55,6 +55,16 @@ def assert_same_as_transformers(config: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "changes"), CONFIGS)
 def test_sizes_are_those_of_transformers_models(kind: str, changes: dict[str, Any]) -> None:
     assert_same_as_transformers({"model_type": kind, **SMALL, **changes})
+
+
+@pytest.mark.parametrize(("kind", "changes"), CONFIGS)
+def test_counting_on_a_built_model_finds_the_same(kind: str, changes: dict[str, Any]) -> None:
+    given = {"num_experts_per_tok": 2, "dtype": "bfloat16"}
+    config = {"model_type": kind, **SMALL, **given, **changes}
+    told, counted = architecture_bytes(config), _built_bytes(config)
+    for part in ("layers", "resident", "head", "layer_params", "kv_elements", "hidden", "vocab"):
+        assert getattr(counted, part) == getattr(told, part), part
+    assert counted.active_params == told.active_params
 
 
 @pytest.mark.parametrize("multi_query", [True, False])
@@ -125,7 +135,7 @@ def test_headers_decide_when_there_is_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gpt2"}, "size of a 'gpt2' model is not known; known: llama"),
+        ({"model_type": "mamba"}, "size of a 'mamba' model is not known: .* not supported"),
         ({}, "size of a 'None' model"),
         ({"model_type": "llama", "hidden_size": 8}, "has no 'num_attention_heads'"),
     ],

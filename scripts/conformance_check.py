@@ -1,0 +1,219 @@
+"""Whether specexec computes what transformers computes, on a tiny random model of one type.
+
+The checkpoint is written by save_pretrained, so its tensors have the names of real ones, and opened
+as any other: streamed from disk, layer by layer. Logits are held against transformers' own forward
+with eager attention in float32. What differs only in the order of sums stays far below TOLERANCE; a
+wrong mask, position or weight does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from conformance_configs import WORDS, tiny_config
+from conformance_report import untried_kinds
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specexec_cli.config import SamplingConfig, Tier, TreeConfig
+from specexec_cli.core import DraftTree
+from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.models import decoder_layer
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, register
+from specexec_cli.planning.built_sizes import text_model_class
+from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import LocalTarget
+
+TOLERANCE = 1e-4  # of the largest logit
+_RULED_OUT = -1e30  # logits below it belong to tokens that the architecture never writes
+_CHUNK_ROWS = 16
+_STD = 0.3  # of the random weights: logits then differ clearly from token to token
+
+
+class NotConforming(Exception):
+    """What specexec computes is not what it should be."""
+
+
+def check(model_type: str, folder: Path) -> None:
+    """Raises what goes wrong.
+
+    Args:
+        folder: an empty one.
+    """
+    own = _save(model_type, folder / "target", noise=0.0)
+    if untried := untried_kinds(own):
+        raise NotConforming(untried)
+    _save(model_type, folder / "draft", noise=0.03)
+    if model_type not in ARCHITECTURES:
+        register(Architecture(model_type=model_type, title=model_type))
+    with _small_chunks():
+        _check_passes(own, folder / "target")
+        _check_two_bytes(own, folder / "target")
+        _check_texts(folder)
+
+
+def _save(model_type: str, folder: Path, noise: float) -> PreTrainedModel:
+    """Writes random weights; returns transformers' model of what was written.
+
+    Args:
+        noise: share of other random weights, with which a draft model differs from its target.
+    """
+    config = tiny_config(model_type)
+    kind = text_model_class(config)
+    torch.manual_seed(0)
+    model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=_STD)
+        for parameter in model.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    model.tie_weights()
+    model.save_pretrained(folder)
+    found = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    return found.eval()
+
+
+def _check_passes(own: PreTrainedModel, folder: Path) -> None:
+    """A long prompt in chunks with a tree behind it, a commit, a crop, and what follows them."""
+    rng = np.random.default_rng(0)
+    prompt = _words(rng, 3 * _CHUNK_ROWS + 7)
+    tree = _tree(rng)
+    target = LocalTarget(_open(folder, "ssd"))
+    try:
+        _check_sizes(target.model, folder)
+        _compare("prompt and tree", target.verify(prompt, tree), _expected(own, prompt, tree))
+        nodes = [0, 2, 5]  # a path that leaves siblings and cousins behind
+        target.commit(nodes)
+        context = prompt + tree.tokens[nodes].tolist()
+        bonus = _words(rng, 2)
+        _compare(
+            "after a commit", target.verify(bonus, tree), _expected(own, context + bonus, tree)
+        )
+        target.commit([])
+        target.crop(len(prompt) - 9)
+        turn = _words(rng, 5)
+        rest = prompt[: len(prompt) - 9] + turn
+        _compare("after a crop", target.verify(turn, tree), _expected(own, rest, tree))
+    finally:
+        target.close()
+
+
+def _check_sizes(model: StreamedModel, folder: Path) -> None:
+    """What `plan` reckons with is what there is."""
+    sizes = checkpoint_bytes(read_checkpoint(folder))
+    for index, tensors in enumerate(model.skeleton.layer_tensors):
+        stored = sum({each.name: each.n_bytes for each in tensors.values()}.values())
+        if stored != sizes.layers[index]:
+            raise NotConforming(f"layer {index} has {stored} bytes, not {sizes.layers[index]}")
+    cache = model.new_cache()
+    model.forward(PassRows.chain([WORDS.start], 0), cache, [0])
+    elements = sum(
+        part.shape[1] * part.shape[3]
+        for layer in cache.layers
+        for part in (layer.keys, layer.values)
+    )
+    if elements != sizes.kv_elements:
+        raise NotConforming(f"a token takes {elements} cache elements, not {sizes.kv_elements}")
+
+
+def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
+    """In bfloat16 everything fits together. Random experts may change at a rounding, so how near
+    the logits come is held to little: they point the same way."""
+    model = StreamedModel.open(
+        read_checkpoint(folder), device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd"
+    )
+    prompt = _words(np.random.default_rng(2), 30)
+    with torch.no_grad():
+        expected = own(input_ids=torch.tensor([prompt])).logits[0]
+    found = model.forward(PassRows.chain(prompt, 0), model.new_cache(), range(len(prompt)))
+    model.close()
+    possible = expected > _RULED_OUT
+    likeness = torch.cosine_similarity(found[possible], expected[possible], dim=0)
+    if found.dtype != torch.float32 or not likeness > 0.5:
+        raise NotConforming(f"logits in bfloat16 point elsewhere (cosine {float(likeness):.2f})")
+
+
+def _check_texts(folder: Path) -> None:
+    """Texts with a draft model are the texts without one, token for token."""
+    prompt = _words(np.random.default_rng(1), 20)
+    target, draft = _open(folder / "target", "ram"), _open(folder / "draft", None)
+    config = TreeConfig(budget=12, max_depth=4, batch=4)
+    try:
+        for sampling in (SamplingConfig(temperature=0.0), SamplingConfig(temperature=1.0, seed=5)):
+            sampler = Sampler(sampling)
+            plain = autoregressive(LocalTarget(target), sampler, prompt, 24, ())
+            drafter = ModelDrafter(draft, sampler, config, target.vocab_size)
+            drafted = specexec(LocalTarget(target), drafter, sampler, prompt, 24, ())
+            texts = [[token for step in each for token in step.tokens] for each in (plain, drafted)]
+            if texts[0] != texts[1]:
+                raise NotConforming(f"drafting changes the text (T = {sampling.temperature})")
+    finally:
+        target.close()
+        draft.close()
+
+
+def _open(folder: Path, tier: Tier | None) -> StreamedModel:
+    return StreamedModel.open(
+        read_checkpoint(folder), device=torch.device("cpu"), dtype=torch.float32, tiers=tier
+    )
+
+
+def _words(rng: np.random.Generator, count: int) -> list[int]:
+    found: list[int] = rng.integers(WORDS.start, WORDS.stop, count).tolist()
+    return found
+
+
+def _tree(rng: np.random.Generator) -> DraftTree:
+    """Two roots, siblings at every depth, and one path of four."""
+    parents = np.array([-1, -1, 0, 0, 1, 2, 2, 5, 4])
+    depths = np.array([1, 1, 2, 2, 2, 3, 3, 4, 3])
+    return DraftTree(np.array(_words(rng, len(parents))), parents, depths, np.zeros(len(parents)))
+
+
+@torch.no_grad()
+def _expected(own: PreTrainedModel, context: Sequence[int], tree: DraftTree) -> Tensor:
+    """transformers' logits: row 0 behind the context, row i + 1 behind the path to node i."""
+    rows = [own(input_ids=torch.tensor([list(context)])).logits[0, -1]]
+    for node in range(len(tree)):
+        path: list[int] = []
+        while node >= 0:
+            path.insert(0, int(tree.tokens[node]))
+            node = int(tree.parents[node])
+        rows.append(own(input_ids=torch.tensor([[*context, *path]])).logits[0, -1])
+    return torch.stack(rows)
+
+
+def _compare(when: str, ours: Tensor, expected: Tensor) -> None:
+    if not torch.isfinite(expected).all():
+        raise NotConforming("transformers' own logits are not finite")
+    possible = expected > _RULED_OUT
+    if not torch.equal(possible, ours > _RULED_OUT):
+        raise NotConforming(f"other tokens are ruled out {when}")
+    ours, expected = ours.masked_fill(~possible, 0.0), expected.masked_fill(~possible, 0.0)
+    scale = float(expected.abs().max())
+    if float(expected.std(dim=0).max()) < 1e-3 * scale:
+        raise NotConforming("transformers' own logits do not depend on the text")
+    error = float((ours - expected).abs().max()) / scale
+    if not error <= TOLERANCE:
+        raise NotConforming(f"logits {when} differ by {error:.1e} of the largest")
+
+
+@contextmanager
+def _small_chunks() -> Iterator[None]:
+    """Chunk borders within prompts and trees of a few rows."""
+    before = decoder_layer.CHUNK_ROWS
+    decoder_layer.CHUNK_ROWS = _CHUNK_ROWS
+    try:
+        yield
+    finally:
+        decoder_layer.CHUNK_ROWS = before

@@ -1,0 +1,121 @@
+"""Tiny configurations of every architecture that transformers knows, from its own config classes.
+
+A config class's defaults describe a real model. Each number is made small by what its name says it
+counts; kinds of layers and experts all stay, since they are what an architecture has of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PretrainedConfig
+
+LAYERS = 4
+VOCAB = 64
+WORDS = range(3, 50)  # token ids that are nothing but words; those above may stand for pictures
+POSITIONS = 512
+
+# (pattern over the whole name, small value): the first that fits counts
+_SMALL: list[tuple[str, int]] = [
+    (r"vocab_size.*|.*_vocab_size|num_embeddings", VOCAB),
+    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length", POSITIONS),
+    (r"v_head_dim", 12),
+    (r"qk_head_dim", 16),
+    (r"global_head_dim", 16),
+    (r"(.*_)?head_dim|head_size|kv_channels|rotary_dim", 8),
+    (r".*_lora_rank|.*_rank|hidden_size_per_layer_input", 16),
+    (r"(.*_)?(moe|expert|shared|routed)_.*(size|dim)|expert_ffn_hidden_size", 24),
+    (r".*(intermediate|ffn|inner|feed_forward|mlp).*(size|dim).*|n_inner|d_ff", 48),
+    (r"hidden_size|n_embd|d_model|word_embed_proj_dim|embed_dim|dim|hidden_dim", 32),
+    (r".*(key_value|kv)_heads.*|num_kv_heads|num_attention_groups", 2),
+    (r".*(attention_heads|num_heads)|n_heads?", 4),
+    (r".*experts_per_tok.*|.*top_?k(_experts)?|moe_k|num_selected_experts|moe_top_k", 2),
+    (r"n_group|topk_group|num_expert_group.*", 1),
+    (r".*shared_experts?|.*zero_expert_num", 1),
+    (r"(.*_)?n(um)?_(local_|routed_)?experts|ffn_num_experts|moe_num_experts", 4),
+    (r"num_hidden_layers|(n|num)_layers?|(decoder|encoder)_layers|depth", LAYERS),
+    (r"num_kv_shared_layers|first_k_dense_replace|num_dense_layers", 1),
+    (r"max_window_layers", 2),
+    (r"(.*_)?sliding_window(_size)?|attention_chunk_size|floor_scale|window_size", 8),
+    (r"image_size", 28),
+    (r"patch_size", 14),
+]
+_COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+# what a default cannot be shrunk by its name alone
+_FEW_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_PARTIAL_ROPE = {
+    "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+}  # fmt: skip
+HINTS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
+    "llama4": {"pad_token_id": 0},
+    "deepseek_v2": _FEW_EXPERTS,
+    "dots1": _FEW_EXPERTS,
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "glm4v_text": {"head_dim": 16, "rope_parameters": _PARTIAL_ROPE},
+    "glm4v_moe_text": {"head_dim": 16, "rope_parameters": _PARTIAL_ROPE},
+    "glm_ocr_text": {"head_dim": 16, "rope_parameters": _PARTIAL_ROPE},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGBS01": 61}},
+    "emu3": {"vocabulary_map": {"<image>": 60}},
+}
+
+
+def tiny_config(model_type: str) -> PretrainedConfig:
+    """A configuration of a few thousand weights."""
+    kind = CONFIG_MAPPING[model_type]
+    return kind(**_shrunk(kind))
+
+
+def _shrunk(kind: type[PretrainedConfig]) -> dict[str, Any]:
+    default = kind()
+    parts = kind.sub_configs or {}
+    layers = next((n for n in (getattr(default, c, None) for c in _COUNTS_OF_LAYERS) if n), 0)
+    small: dict[str, Any] = {}
+    for name, value in default.to_dict().items():
+        if name in parts or name in ("model_type", "transformers_version", "architectures"):
+            continue
+        if isinstance(value, list) and layers > LAYERS and len(value) == layers:
+            small[name] = _fewer(value)
+        elif (shrunk := _small(name, value)) != value:
+            small[name] = shrunk
+    queries, keys = ("num_attention_heads", "num_key_value_heads")
+    if keys in small and getattr(default, queries, None) == getattr(default, keys, None):
+        small[keys] = small[queries]  # as many in the architecture, so in its small one
+    for name in parts:
+        part = getattr(default, name, None)
+        if isinstance(part, PretrainedConfig):
+            small[name] = {**_shrunk(type(part)), "model_type": part.model_type}
+    if "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()):
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        small["rope_parameters"] = rope
+    return {**small, **HINTS.get(kind.model_type, {})}
+
+
+def _fewer(values: list[Any]) -> list[Any]:
+    """One value for each of LAYERS layers: every kind there is, and the last layer's last."""
+    kinds = [value for at, value in enumerate(values) if value not in values[:at]]
+    order = kinds[kinds.index(values[-1]) + 1 :] + kinds[: kinds.index(values[-1]) + 1]
+    return [order[(at - LAYERS) % len(order)] for at in range(LAYERS)]
+
+
+def _small(name: str, value: Any) -> Any:
+    if name in ("bos_token_id", "eos_token_id"):
+        return {"bos_token_id": 1, "eos_token_id": 2}[name]
+    if name == "pad_token_id":
+        return None if value is None else 0
+    if re.search(r"token_(id|index)$", name):
+        return WORDS.stop + 10
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        return value
+    for pattern, small in _SMALL:
+        if re.fullmatch(pattern, name):
+            return small if small == POSITIONS else min(small, value)
+    return value

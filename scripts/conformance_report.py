@@ -1,0 +1,149 @@
+"""What the conformance run found: as docs/architectures.md, and as the program's own table."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import transformers
+from conformance_configs import tiny_config
+from torch import nn
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
+
+from specexec_cli.planning.built_sizes import empty_model
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "architectures.md"
+TABLE = ROOT / "specexec_cli" / "planning" / "conforming.py"
+
+# (pattern over the class names of a model's modules, what it means)
+_KINDS = [
+    (
+        r"Mamba|DeltaNet|DeltaAttention|ShortConv|Lightning|LinearAttention|Rwkv|LSTM|RgLru"
+        r"|Recurrent|SSM|Retention|KimiDelta|SConv|Conv1d|HybridConv",
+        "recurrent or convolutional layers",
+    ),
+    (
+        r"Indexer|Compressor|HashAttention",
+        "attention that picks earlier rows by an index of its own",
+    ),
+]
+_ALIBI = ("bloom", "mpt")
+_ENCODERS = (
+    "^(?!modern).*bert|electra|ernie$|roformer|data2vec|big_bird|megatron|roc_bert|xmod|reformer"
+    "|xlm"
+)
+
+
+def reason_of(model_type: str) -> str | None:
+    """What an architecture has that specexec does not do; None where that is not known."""
+    if model_type in _ALIBI:
+        return "biases by distance (ALiBi) in place of positions"
+    kind = CONFIG_MAPPING[model_type]
+    if getattr(kind, "is_encoder_decoder", False) or getattr(kind(), "is_encoder_decoder", False):
+        return "an encoder and a decoder, or one half of the two"
+    if re.search(_ENCODERS, model_type):
+        return "reads text in both directions (an encoder)"
+    for make in (tiny_config, lambda name: CONFIG_MAPPING[name]()):
+        try:
+            model = empty_model(_text(make(model_type)))
+        except Exception:  # nothing can be told of what cannot be built
+            continue
+        names = dict.fromkeys(type(module).__name__ for module in model.modules())
+        for pattern, meaning in _KINDS:
+            found = [name for name in names if re.search(pattern, name)]
+            if found:
+                return f"{meaning} ({found[0]})"
+        return None
+    return None
+
+
+def untried_kinds(model: PreTrainedModel) -> str | None:
+    """What a type's modelling code has for text that its tiny model has not; real ones may."""
+    module = sys.modules[type(model.get_decoder()).__module__]
+    used = {type(part).__name__ for part in model.modules()}
+    for name, kind in vars(module).items():
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used:
+            for pattern, meaning in _KINDS:
+                if re.search(pattern, name) and not re.search("Vision|Audio|Speech", name):
+                    return f"{meaning} ({name})"
+    return None
+
+
+def _text(config: PretrainedConfig) -> PretrainedConfig:
+    text = config.get_text_config(decoder=True)
+    known = type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    return text if known else config
+
+
+def write_reports(found: Mapping[str, Mapping[str, Any]], types: set[str]) -> str:
+    """Writes both files; returns a line for people."""
+    runs = {name: _title(name) for name in sorted(types) if found[name]["verdict"] == "runs"}
+    refused = {name: found[name]["reason"] for name in sorted(types) if name not in runs}
+    TABLE.write_text(_table(runs, refused))
+    DOCS.write_text(docs(runs, refused))
+    return f"{len(runs)} of {len(types)} types run"
+
+
+def _title(model_type: str) -> str:
+    return CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
+
+
+def _table(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
+    lines = [
+        '"""What scripts/conformance found: written by it, not by hand."""',
+        "",
+        "# model_type -> name for people",
+        "RUNS: dict[str, str] = {",
+        *(f'    "{name}": "{title}",' for name, title in runs.items()),
+        "}",
+        "# model_type -> why not",
+        "REFUSED: dict[str, str] = {",
+        *(
+            f"    {name!r}: {_shown(reason)!r},".replace("'", '"')
+            for name, reason in refused.items()
+        ),
+        "}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _shown(reason: str) -> str:
+    """A reason without quotes and folders, in one short line."""
+    reason = re.sub(r"/\S*/", "", reason).replace('"', "").replace("'", "").replace("\\", "")
+    return reason if len(reason) <= 60 else reason[:57].rstrip() + "..."
+
+
+_HEAD = """# Architectures
+
+Written by `scripts/conformance --write`. Every `model_type` of transformers {version} that
+writes text, alone or beside pictures, was tried as a tiny random model whose checkpoint
+`save_pretrained` wrote. A type runs if, streamed from disk in float32,
+
+- a prompt of several chunks with a tree of siblings behind it, the pass after a commit and the pass
+  after a crop have the logits of transformers' own forward with eager attention, to 1e-4 of the
+  largest (sums are added in another order; a wrong mask, position or weight shows from 1e-2 on),
+- texts with drafts, greedy and sampled, are the autoregressive ones, token for token,
+- layers and cache rows have the bytes that `plan` reckons with,
+- every tensor of the checkpoint is used, or known to be of no use for text.
+
+Of models that see or hear, the part that reads and writes text runs; pictures are not read.
+Everything else is refused when it is opened, with the reason below.
+
+{runs} run, {refused} are refused.
+
+| model_type | verdict | reason |
+|---|---|---|
+"""
+
+
+def docs(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
+    """docs/architectures.md."""
+    head = _HEAD.format(version=transformers.__version__, runs=len(runs), refused=len(refused))
+    rows = {name: f"| `{name}` | runs | |" for name in runs}
+    rows |= {name: f"| `{name}` | refused | {_shown(why)} |" for name, why in refused.items()}
+    return head + "\n".join(rows[name] for name in sorted(rows)) + "\n"

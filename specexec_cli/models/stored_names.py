@@ -1,0 +1,164 @@
+"""What a checkpoint calls the parameters of a model: transformers' own table of renamings, applied
+to the names alone.
+
+Checkpoints name their tensors as their makers did: with other prefixes, every expert apart, or two
+matrices in one. transformers knows these names (its conversion_mapping) and converts the tensors
+when it loads them. A streamed layer is never loaded, so here the names are turned round instead:
+which tensors a parameter is made of, and how, where it is more than another name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.offload.store import Checkpoint
+
+# leaves of a packed linear in place of `weight`; see planning/packed_formats.py
+_PACKED = ("qweight", "qzeros", "scales", "g_idx")
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# what older versions of transformers saved, and every model computes for itself
+_BUFFERS = re.compile(
+    r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Parameters that are made of stored tensors of another shape."""
+
+    converter: WeightConverter
+    first: str  # the parameter that transformers names the conversion by
+    sources: dict[str, list[str]]  # transformers' pattern -> names in the checkpoint, in order
+
+    @property
+    def names(self) -> list[str]:
+        """Every tensor it needs, by its name in the checkpoint."""
+        return [name for names in self.sources.values() for name in names]
+
+    def parameters(self, stored: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """The parameters by name in the model.
+
+        Args:
+            stored: tensors by their names in the checkpoint.
+        """
+        converter = deepcopy(self.converter)
+        for pattern, names in self.sources.items():
+            for name in names:
+                converter.add_tensor(self.first, name, pattern, stored[name])  # type: ignore[arg-type]
+        made = converter.convert(self.first, model=model, config=model.config)
+        return {
+            name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
+        }
+
+    def targets(self) -> set[str]:
+        """The parameters that come of it, by name in the model."""
+        first, *others = self.converter.target_patterns
+        return {self.first, *(self.first.replace(first, other) for other in others)}
+
+    @property
+    def stacks_experts(self) -> bool:
+        """Whether it does nothing but put the matrices of all experts into one tensor."""
+        kinds = [type(operation) for operation in self.converter.operations]
+        return kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
+
+
+@dataclass(frozen=True, slots=True)
+class StoredNames:
+    """Every tensor of a checkpoint is in one of the three."""
+
+    plain: dict[str, str]  # parameter, or module + "." + leaf of a packed weight -> stored name
+    conversions: list[Conversion]
+    unused: dict[str, str]  # stored name -> why nothing takes it
+
+    @classmethod
+    def read(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> StoredNames:
+        """Names of a model as transformers builds it, before any module is replaced.
+
+        Raises:
+            CheckpointError: a tensor belongs to nothing in the model.
+        """
+        expected = dict.fromkeys(model.state_dict(), True)
+        transforms = get_model_conversion_mapping(model)
+        renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+        converters = [each for each in transforms if isinstance(each, WeightConverter)]
+        by_pattern = {p: each for each in converters for p in each.source_patterns}
+        plain: dict[str, str] = {}
+        unused: dict[str, str] = {}
+        unknown: list[str] = []
+        converted: dict[str, Conversion] = {}
+        for name in checkpoint:
+            module, _, leaf = name.rpartition(".")
+            packed = leaf in _PACKED or (leaf == "bias" and f"{module}.qweight" in checkpoint)
+            asked = f"{module}.weight" if packed else name
+            found, pattern = rename_source_key(
+                asked, renamings, converters, model.base_model_prefix, expected
+            )
+            if pattern is not None and found in expected:
+                conversion = converted.setdefault(found, Conversion(by_pattern[pattern], found, {}))
+                conversion.sources.setdefault(pattern, []).append(name)
+            elif found in expected:
+                plain[f"{found.rpartition('.')[0]}.{leaf}" if packed else found] = name
+            elif reason := _reason(model, name, found):
+                unused[name] = reason
+            else:
+                unknown.append(name)
+        if unknown:
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor '{unknown[0]}' belongs to nothing in a "
+                f"{model.config.model_type} model ({len(unknown)} such). Is config.json of "
+                "another model, or newer than the installed transformers?"
+            )
+        for conversion in converted.values():
+            for names in conversion.sources.values():
+                names.sort(key=_by_number)
+        return cls(plain, list(converted.values()), unused)
+
+
+def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:
+    """Why a tensor that no parameter is made of is of no use; None where that is not known."""
+    patterns = [
+        pattern
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+        for pattern in module._keys_to_ignore_on_load_unexpected or ()
+    ]
+    if any(re.search(pattern, name) for pattern in patterns for name in (stored, found)):
+        return "transformers' modelling code leaves it out"
+    return "computed, not loaded" if _BUFFERS.search(stored) else None
+
+
+def _by_number(name: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", name)]
+
+
+def expert_places(conversion: Conversion) -> dict[str, str]:
+    """Names such as `3.gate.weight` of a stack of experts -> names in the checkpoint.
+
+    Raises:
+        ValueError: the conversion stacks something else.
+    """
+    patterns = conversion.converter.source_patterns
+    parts = ("down",) if len(patterns) == 1 else ("gate", "up")
+    places = {}
+    for pattern, part in zip(patterns, parts, strict=True):
+        for name in conversion.sources.get(pattern, ()):
+            found = _EXPERT.search(name)
+            if found is None:
+                raise ValueError(f"'{name}' is not the tensor of one expert")
+            places[f"{found[1]}.{part}.{name.rpartition('.')[2]}"] = name
+    return places

@@ -1,0 +1,198 @@
+"""How big a model is, counted on transformers' own model of it, built without weights.
+
+For the many architectures whose counts nobody has written down in sizes.py. Building takes torch
+and seconds, and what it finds is kept for the process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from specexec_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltLayer:
+    """One decoder layer's weights."""
+
+    # (inputs, outputs, how many, of them how many a row goes through) of every matrix
+    matrices: tuple[tuple[int, int, int, int], ...]
+    others: int  # weights of norms and biases
+    kv_elements: int  # of one token
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltModel:
+    """A model's weights; those of parts that read pictures or sound are not counted."""
+
+    layers: tuple[BuiltLayer, ...]
+    resident: int  # weights outside the layers
+    head: int  # of them the output head's own; 0 where it is the embedding table
+    hidden: int
+    vocab: int
+
+
+def built(config: Mapping[str, Any]) -> BuiltModel:
+    """Counts the weights of the model that a config.json describes.
+
+    Raises:
+        ConfigError: transformers cannot build it.
+    """
+    return _built(json.dumps(dict(config), sort_keys=True))
+
+
+@lru_cache(maxsize=8)
+def _built(config_json: str) -> BuiltModel:
+    from transformers import CONFIG_MAPPING
+
+    stored = json.loads(config_json)
+    try:
+        model = empty_model(CONFIG_MAPPING[stored["model_type"]].from_dict(stored))
+    except Exception as error:  # whatever a value of the config makes transformers do
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"config.json describes no model: {reason}") from error
+    text = model.config.get_text_config(decoder=True)
+    path, layers = decoder_layers(model, text.num_hidden_layers)
+    tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+    outside = [
+        (name, tensor.numel())
+        for name, tensor in text_tensors(model)
+        if not name.startswith(f"{path}.") and name not in tied
+    ]
+    head = path_of(model, model.get_output_embeddings())
+    return BuiltModel(
+        layers=tuple(_count(layer, text) for layer in layers),
+        resident=sum(count for _, count in outside),
+        head=sum(count for name, count in outside if name.startswith(f"{head}.")),
+        hidden=int(text.hidden_size),
+        vocab=int(text.vocab_size),
+    )
+
+
+def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
+    matrices, others = [], 0
+    chosen = next(
+        (int(getattr(config, name)) for name in _CHOSEN if getattr(config, name, None)), 1
+    )
+    for name, tensor in own_tensors(layer):
+        if tensor.ndim == 3:  # of all experts
+            count, outputs, inputs = tensor.shape
+            matrices.append((inputs, outputs, count, min(chosen, count)))
+        elif tensor.ndim == 2 and not name.endswith("bias"):
+            outputs, inputs = tensor.shape
+            # experts that are modules of their own
+            matrices.append((inputs, outputs, 1, 1))
+        else:
+            others += tensor.numel()
+    return BuiltLayer(tuple(matrices), others, _kv_elements(layer, config))
+
+
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
+
+
+def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:
+    """Elements that one token adds to a layer's cache."""
+    for part in layer.modules():
+        if getattr(part, "is_kv_shared_layer", False):
+            return 0
+        if (latent := getattr(part, "kv_a_proj_with_mqa", None)) is not None:
+            return int(latent.out_features)
+        if (keys := getattr(part, "k_proj", None)) is not None:
+            values = getattr(part, "v_proj", None)  # where there is none, keys are values
+            return int(keys.out_features + (values or keys).out_features)
+    heads = int(config.num_attention_heads)
+    kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+    if getattr(config, "multi_query", False):
+        kv_heads = 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 2 * kv_heads * int(head_dim)
+
+
+def empty_model(config: PretrainedConfig) -> PreTrainedModel:
+    """transformers' own model for text, its parameters on the meta device, its buffers real."""
+    import torch
+    from accelerate import init_empty_weights
+    from torch.overrides import TorchFunctionMode
+
+    class EmptyOnMeta(TorchFunctionMode):
+        """torch.empty() makes no memory, so that large parameters are never allocated.
+
+        init_empty_weights alone lets each come into being first; the freed memory tears holes into
+        the heap, whose address space grows by the size of the whole model.
+        """
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.empty and kwargs.get("device") is None:
+                kwargs = {**kwargs, "device": "meta"}
+            return func(*args, **kwargs)
+
+    with init_empty_weights(include_buffers=False), EmptyOnMeta():
+        model: PreTrainedModel = text_model_class(config)._from_config(
+            config,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            dtype=torch.float32,
+        )
+    return model.eval()
+
+
+def text_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """transformers' class that writes text for a config: with pictures or without."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    tables = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
+    if config.get_text_config(decoder=True) is not config:  # text is but a part of it
+        tables.reverse()
+    found = tables[0].get(type(config), None) or tables[1][type(config)]
+    return found[0] if isinstance(found, tuple) else found
+
+
+def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleList]:
+    """The list of decoder layers and its name in the model.
+
+    Raises:
+        ConfigError: there is no list of `count`.
+    """
+    from torch import nn
+
+    decoder = model.get_decoder()
+    prefix = path_of(model, decoder)
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return f"{prefix}.{name}" if prefix else name, module
+    raise ConfigError(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def path_of(model: nn.Module, wanted: nn.Module | None) -> str:
+    """A module's name in the model."""
+    return next(name for name, module in model.named_modules() if module is wanted)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Parameters and the buffers that checkpoints hold, by name."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, part in module.named_modules():
+        for leaf, buffer in part.named_buffers(recurse=False):
+            if leaf not in part._non_persistent_buffers_set:
+                yield f"{path}.{leaf}" if path else leaf, buffer
+
+
+def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """own_tensors of the parts that read and write text."""
+    text = [path_of(model, model.get_decoder())]
+    for module in (model.get_input_embeddings(), model.get_output_embeddings()):
+        text += [path_of(model, module)] if module is not None else []
+    for name, tensor in own_tensors(model):
+        if any(not path or name.startswith(f"{path}.") for path in text):
+            yield name, tensor
