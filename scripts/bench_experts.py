@@ -32,7 +32,7 @@ from specexec_cli.device import format_bytes
 from specexec_cli.loading import this_site
 from specexec_cli.models.experts import split_layers
 from specexec_cli.models.quant_checkpoint import Quantization
-from specexec_cli.models.skeleton import build_skeleton, load_config
+from specexec_cli.models.skeleton import build_skeleton
 from specexec_cli.offload.experts import READER_THREADS
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import DirectFile, Layout, lay_out
@@ -73,7 +73,7 @@ def expert_layouts(rig: Path) -> list[Layout]:
     """Where each expert of a checkpoint lies."""
     checkpoint = read_checkpoint(rig)
     quantization = Quantization.read(checkpoint, print)
-    skeleton = build_skeleton(load_config(checkpoint), checkpoint, quantization)
+    skeleton = build_skeleton(checkpoint, quantization)
     return [
         lay_out(list(expert.values()))
         for layer in split_layers(skeleton)

@@ -6,6 +6,7 @@ rest of the architecture is transformers'.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from torch import Tensor, nn
