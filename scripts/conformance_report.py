@@ -54,7 +54,7 @@ def reason_of(model_type: str) -> str | None:
             continue
         names = dict.fromkeys(type(module).__name__ for module in model.modules())
         for pattern, meaning in _KINDS:
-            found = [name for name in names if re.search(pattern, name)]
+            found = [name for name in names if re.search(pattern, name) and _of_text(name)]
             if found:
                 return f"{meaning} ({found[0]})"
         return None
@@ -68,9 +68,13 @@ def untried_kinds(model: PreTrainedModel) -> str | None:
     for name, kind in vars(module).items():
         if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used:
             for pattern, meaning in _KINDS:
-                if re.search(pattern, name) and not re.search("Vision|Audio|Speech", name):
+                if re.search(pattern, name) and _of_text(name):
                     return f"{meaning} ({name})"
     return None
+
+
+def _of_text(class_name: str) -> bool:
+    return not re.search("Vision|Audio|Speech|Resampler", class_name)
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:

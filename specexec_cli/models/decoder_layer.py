@@ -69,7 +69,9 @@ class DecoderLayer(nn.Module):
         self._wide = _parameters(layer, _is_norm)
         for module in layer.modules():
             if _is_norm(module):
-                module.register_forward_hook(lambda module, args, output: output.to(context.dtype))
+                module.register_forward_hook(
+                    lambda module, args, output: _in_dtype(output, context.dtype)
+                )
             elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
                 context.dtype != torch.float32
             ):
@@ -207,7 +209,9 @@ def _narrowed(dtype: torch.dtype) -> Callable[..., Any]:
 def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_in_dtype(part, dtype) for part in value)
-    return value if value.is_complex() else value.to(dtype)
+    if not isinstance(value, Tensor) or value.is_complex():
+        return value
+    return value.to(dtype)
 
 
 def _with_slots_to_come(mask: Any, count: int) -> Any:
