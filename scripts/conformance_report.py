@@ -17,6 +17,7 @@ from specexec_cli.planning.built_sizes import empty_model
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
+_LONGEST = 110  # characters of a reason
 TABLE = ROOT / "specexec_cli" / "planning" / "conforming.py"
 
 # (pattern over the class names of a model's modules, what it means)
@@ -99,6 +100,7 @@ def _title(model_type: str) -> str:
 def _table(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
     lines = [
         '"""What scripts/conformance found: written by it, not by hand."""',
+        "# ruff: noqa: E501",
         "",
         "# model_type -> name for people",
         "RUNS: dict[str, str] = {",
@@ -119,7 +121,9 @@ def _table(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
 def _shown(reason: str) -> str:
     """A reason without quotes and folders, in one short line."""
     reason = re.sub(r"/\S*/", "", reason).replace('"', "").replace("'", "").replace("\\", "")
-    return reason if len(reason) <= 60 else reason[:57].rstrip() + "..."
+    if re.match(r"\w+(Error|Iteration): |logits |transformers own", reason):
+        reason = f"fails when it is tried: {reason}"
+    return reason if len(reason) <= _LONGEST else reason[: _LONGEST - 3].rstrip() + "..."
 
 
 _HEAD = """# Architectures
@@ -132,6 +136,7 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
   after a crop have the logits of transformers' own forward with eager attention, to 1e-4 of the
   largest (sums are added in another order; a wrong mask, position or weight shows from 1e-2 on),
 - texts with drafts, greedy and sampled, are the autoregressive ones, token for token,
+- a pass in bfloat16 has logits that point the same way (a rounding may change a random expert),
 - layers and cache rows have the bytes that `plan` reckons with,
 - every tensor of the checkpoint is used, or known to be of no use for text.
 

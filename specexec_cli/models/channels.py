@@ -20,8 +20,11 @@ class Channels:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.get_added_vocab()
-        ids = [added.get(mark) for mark in _MARKS]
-        self._start, self._channel, self._message = ids if None not in ids else [None] * 3
+        ids = [added.get(mark) for mark in _MARKS] if has_channels(tokenizer) else [None] * 3
+        self._start: int | None
+        self._channel: int | None
+        self._message: int | None
+        self._start, self._channel, self._message = ids  # None where there are no channels
         self._header: str | None = None  # what has come of one so far
         self._thinking = False
 

@@ -176,7 +176,7 @@ def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
         replacement: nn.Module
         if type(module).forward is nn.Linear.forward:
             bias = module.bias is not None
-            replacement = MixedLinear(module.in_features, module.out_features, bias=bias)  # type: ignore[arg-type]
+            replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
         elif _is_plain_mixture(module):
             replacement = _per_expert(module)
             for leaf in ("gate_up_proj", "down_proj"):

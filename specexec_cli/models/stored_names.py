@@ -59,7 +59,7 @@ class Conversion:
         converter = deepcopy(self.converter)
         for pattern, names in self.sources.items():
             for name in names:
-                converter.add_tensor(self.first, name, pattern, stored[name])  # type: ignore[arg-type]
+                converter.add_tensor(self.first, name, pattern, stored[name])
         made = converter.convert(self.first, model=model, config=model.config)
         return {
             name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()

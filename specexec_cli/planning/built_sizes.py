@@ -155,7 +155,8 @@ def text_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     if config.get_text_config(decoder=True) is not config:  # text is but a part of it
         tables.reverse()
     found = tables[0].get(type(config), None) or tables[1][type(config)]
-    return found[0] if isinstance(found, tuple) else found
+    kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return kind
 
 
 def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleList]:
@@ -176,7 +177,8 @@ def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleLi
 
 def path_of(model: nn.Module, wanted: nn.Module | None) -> str:
     """A module's name in the model."""
-    return next(name for name, module in model.named_modules() if module is wanted)
+    name: str = next(name for name, module in model.named_modules() if module is wanted)
+    return name
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
