@@ -42,9 +42,9 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
 def refusal(model_type: str) -> str:
     """One line about a `model_type` that is not in the table: why, and what comes nearest."""
     reason = REFUSED.get(model_type)
-    family = model_type.rstrip("0123456789_").partition("_")[0].rstrip("0123456789")
-    near = get_close_matches(model_type, ARCHITECTURES, n=3, cutoff=0.3)
-    near = [name for name in near if name.startswith(family)] or near
+    family = model_type.partition("_")[0].rstrip("0123456789")
+    relatives = [name for name in ARCHITECTURES if name.startswith(family)]
+    near = get_close_matches(model_type, relatives, n=3, cutoff=0.0) if family else []
     return (
         f"architecture '{model_type}' is not supported"
         + (f": {reason}. " if reason else ". ")
