@@ -28,6 +28,7 @@ from specexec_cli.models import decoder_layer
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning import architectures
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, register
 from specexec_cli.planning.built_sizes import text_model_class
 from specexec_cli.planning.sizes import checkpoint_bytes
@@ -54,9 +55,7 @@ def check(model_type: str, folder: Path) -> None:
     if untried := untried_kinds(own):
         raise NotConforming(untried)
     _save(model_type, folder / "draft", noise=0.03)
-    if model_type not in ARCHITECTURES:
-        register(Architecture(model_type=model_type, title=model_type))
-    with _small_chunks():
+    with _registered(model_type), _small_chunks():
         _check_passes(own, folder / "target")
         _check_two_bytes(own, folder / "target")
         _check_texts(folder)
@@ -206,6 +205,19 @@ def _compare(when: str, ours: Tensor, expected: Tensor) -> None:
     error = float((ours - expected).abs().max()) / scale
     if not error <= TOLERANCE:
         raise NotConforming(f"logits {when} differ by {error:.1e} of the largest")
+
+
+@contextmanager
+def _registered(model_type: str) -> Iterator[None]:
+    """The type can be opened, whether it is in the table or not."""
+    if model_type in ARCHITECTURES:
+        yield
+        return
+    register(Architecture(model_type=model_type, title=model_type))
+    try:
+        yield
+    finally:
+        architectures._table.pop(model_type)
 
 
 @contextmanager

@@ -194,9 +194,10 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
 
 
 def _is_built(config: Mapping[str, Any]) -> bool:
-    text = config.get("text_config") or {}
-    kind = ARCHITECTURES.get(str(text.get("model_type") or config.get("model_type")))
-    return kind is not None and kind.mlp == "built"
+    """Whether nobody wrote down how the sizes of the part for text follow from config.json."""
+    whole = ARCHITECTURES.get(str(config.get("model_type")))
+    text = ARCHITECTURES.get(str((config.get("text_config") or {}).get("model_type")), whole)
+    return whole is not None and text is not None and text.mlp == "built"
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str:
