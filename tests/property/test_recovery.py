@@ -253,7 +253,8 @@ def test_a_session_on_a_gpu(
     """Streamed through a ring on the device, drafted by captured steps whose buffers double."""
 
     def placed(mode: str, *args: Any) -> Plan:
-        return plan_of(*args, ["ram", "ssd"], 2, 2)
+        *asked, experts = args
+        return plan_of(*asked, ["ram", "ssd"], 2, 2)
 
     monkeypatch.setattr(resolve, "place", placed)
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
