@@ -16,7 +16,7 @@ from specexec_kernels import cpu_linear
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 
 def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -82,11 +82,6 @@ class _MixedLinears(TorchFunctionMode):
             return mixed_linear(rows, weight, bias[0] if bias else None)
         return func(*args, **(kwargs or {}))
 
-    def __exit__(self, *exc_info: Any) -> None:
-        # PyTorch takes a mode off while it handles a call; Ctrl-C may come before it is put back
-        if _get_current_function_mode() is self:  # type: ignore[no-untyped-call]
-            super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-
 
 def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Of a module that multiplies by functional.linear, as transformers' routers do.
@@ -96,8 +91,15 @@ def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _MixedLinears():
-            return forward(*args, **kwargs)
+        try:
+            with _MixedLinears():
+                return forward(*args, **kwargs)
+        except RuntimeError as error:
+            # PyTorch takes a mode off while it handles a call. Where Ctrl-C comes before it is put
+            # back, there is none to be left, and that error takes the place of the interruption.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
 
     return run
 

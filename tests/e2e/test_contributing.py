@@ -97,7 +97,8 @@ def test_help_shows_the_example_of_a_policy() -> None:
         "from typer.testing import CliRunner\n"
         "from specexec_cli.cli.main import app\n"
         "for command in ('generate', 'bench'):\n"
-        "    print(CliRunner().invoke(app, [command, '--help-all'], env={'COLUMNS': '900'}).output)\n"
+        "    asked = [command, '--help-all']\n"
+        "    print(CliRunner().invoke(app, asked, env={'COLUMNS': '900'}).output)\n"
         "print(CliRunner().invoke(app, ['generate', 'x', '--policy', 'hal']).exception)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
