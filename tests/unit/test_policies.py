@@ -300,6 +300,7 @@ def test_the_oracle_keeps_to_depth_and_text() -> None:
         lengths.append(len(grown))
         policy.observe(outcome(grown, 1, 0.0, 1.0))
     assert lengths == [4, 2, 3], "the third ends at its first wrong token"
+    assert policy.size(np.zeros(3)) == 3
 
 
 def clock_of(config: TreeConfig, seconds: Seconds, chances: list[float], count: int):

@@ -56,3 +56,10 @@ def test_a_name_is_taken_once() -> None:
 def test_the_policy_of_auto_is_registered_for_the_method(method: str) -> None:
     name = TreeRequest().resolve(TreeConfig(), method).policy  # type: ignore[arg-type]
     assert name in (policies_for(method) or POLICIES)
+
+
+def test_an_entry_is_what_was_registered() -> None:
+    entry = POLICIES["cost"]
+    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec",), "cost")
+    assert entry.help.startswith("as much as pays")
+    assert POLICIES["fixed"].needs is POLICIES["fixed"].methods is None
