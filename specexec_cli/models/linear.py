@@ -7,8 +7,9 @@ weights as they are (specexec_kernels.cpu_linear).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from functools import wraps
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from specexec_kernels import cpu_linear
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 
 def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,41 +67,48 @@ class MixedLinear(nn.Module):
         return output.view(*rows.shape[:-1], self.out_features)
 
 
-class _MixedLinears(TorchFunctionMode):
-    """Inside the `with`, functional.linear is mixed_linear."""
+class _With:
+    """A module of Python of which some names stand for something else."""
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func is functional.linear:
-            rows, weight, *bias = args
-            return mixed_linear(rows, weight, bias[0] if bias else None)
-        return func(*args, **(kwargs or {}))
+    def __init__(self, module: ModuleType, **names: Any) -> None:
+        self.__dict__.update(names)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
-def with_mixed_linears(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a module that multiplies by functional.linear, as transformers' routers do.
+def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """functional.linear, as modelling code calls it."""
+    return mixed_linear(rows, weight, bias)
 
-    A row's choice of experts must not depend on how PyTorch rounds in passes with other rows.
+
+_FUNCTIONAL = _With(functional, linear=_linear)
+_NN = _With(nn, functional=_FUNCTIONAL)
+# what modelling code reaches functional.linear by -> what it reaches mixed_linear by
+_IN_PLACE_OF = {functional: _FUNCTIONAL, nn: _NN, torch: _With(torch, nn=_NN)}
+
+
+def with_mixed_linears(module: nn.Module) -> Callable[..., Any]:
+    """The forward of a module that multiplies by functional.linear, as transformers' routers do.
+
+    It multiplies by mixed_linear: a row's choice of experts must not depend on how PyTorch rounds
+    in passes with other rows. It is a copy of the function that sees other globals, since a mode of
+    PyTorch's, which could tell calls apart as well, stays behind where Ctrl-C comes within it.
     """
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        try:
-            with _MixedLinears():
-                return forward(*args, **kwargs)
-        except RuntimeError as error:
-            # PyTorch takes a mode off while it handles a call. Where Ctrl-C comes before it is put
-            # back, there is none to be left, and that error takes the place of the interruption.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise error.__context__ from None
-            raise
-
-    return run
+    # inside the dispatch between implementations of experts, of which the eager one is wanted
+    function = inspect.unwrap(type(module).forward)
+    seen = {
+        name: _IN_PLACE_OF[value]
+        for name, value in function.__globals__.items()
+        if isinstance(value, ModuleType) and value in _IN_PLACE_OF
+    }
+    copy = FunctionType(
+        function.__code__, {**function.__globals__, **seen}, function.__name__,
+        function.__defaults__, function.__closure__,
+    )  # fmt: skip
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, module)
 
 
 class MixedEmbedding(nn.Module):

@@ -188,7 +188,7 @@ def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
                     names.plain[f"{prefix}{name}.experts.{inside}"] = place
         else:
             if _multiplies(module):
-                module.forward = with_mixed_linears(module.forward)
+                module.forward = with_mixed_linears(module)
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)

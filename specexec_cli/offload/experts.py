@@ -349,7 +349,8 @@ class ExpertStore:
         if queue is self._usual:
             return None
         # what the pass will need soon is worth more than what it will need late
-        layers_left = 1 + (len(self._ahead) - self._held) // self.files.width
+        width = self.files.width
+        layers_left = len(self._ahead) // width - self._held // width
         worth = self.scores.counts.ravel()[self._held]
         worth[self._elsewhere[self._held]] = -1.0
         worth += _EXPECTED * layers_left * (self._ahead[self._held] > 0)
