@@ -15,14 +15,9 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_quant
-from specexec_kernels.cpu_dot_ir import (
-    LANES,
-    X_PAIRS,
-    StoredArg,
-    StoredSpec,
-    build_packed,
-    build_stored,
-)
+from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
+from specexec_kernels.cpu_dot_packed_ir import build_packed
+from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec
 from specexec_kernels.packing import PackedWeight

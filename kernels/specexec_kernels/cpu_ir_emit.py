@@ -1,9 +1,9 @@
-"""The frame that both CPU kernel generators share, and small LLVM IR building blocks.
+"""The frame that the generators of CPU kernels share, and small LLVM IR building blocks.
 
 A kernel is `void name(int64 *args)`. Its work is a range of strips (some output columns each) that
 threads claim from a counter in args[0], so any number of them may call it with the same arguments
-at once. What is done with a strip is the generator's own: cpu_ir reads packed weights, cpu_half_ir
-16-bit ones. Knows nothing of groups, of torch, or of thread pools.
+at once. What is done with a strip is the generator's own, those files whose names end in _ir, and
+cpu_ir itself. Knows nothing of groups, of torch, or of thread pools.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROUND = 12582912.0  # 1.5 * 2**23: a float32 plus this has no bits behind the p
 
 
 class Bfloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not name; only ever cast to and from."""
+    """LLVM's bfloat, which llvmlite does not name."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -197,7 +197,7 @@ class Emitter:
         return b.select(is_zero, self.constant(0.0), scaled)
 
     def to_float(self, codes: Any) -> Any:
-        """Small non-negative int32 lanes as float32."""
+        """int32 lanes as float32, exactly where they are below 2**24."""
         return self.b.sitofp(codes, ir.VectorType(F32, codes.type.count))
 
     def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int, step: int = 1) -> Any:

@@ -1,7 +1,8 @@
 """Which kernel runs where: compiled for the CPU by LLVM, Triton on a GPU, PyTorch otherwise.
 
-Callers name the operation; only this file knows the implementations. `choices` is what `doctor`
-prints.
+Callers name the operation, and what stands in is chosen here. On a CPU products, attention and
+activations have kernels of their own, which the models call by name: there is nothing to choose
+but PyTorch. `choices` is what `doctor` prints.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.bench_grid import GridOptions, numbers, words
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
@@ -48,11 +48,11 @@ Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or 
 
 
 @app.callback()
-@options.grouped
+@option_groups.grouped
 def bench(
     *,
     ctx: typer.Context,
-    models: options.MeasuredModels,
+    models: option_groups.MeasuredModels,
     cases: GridOptions,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
@@ -91,7 +91,7 @@ def bench(
     from specexec_cli.bench.results import ResultsFile
     from specexec_cli.bench.tables import FORMATS
 
-    options.one_of(output, "--output", FORMATS)
+    option_groups.one_of(output, "--output", FORMATS)
     for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
                                ("--prompts", prompts, 1)):  # fmt: skip
         if value < least:
@@ -177,10 +177,10 @@ def _run(
 
 
 @app.command(cls=PanelCommand)
-@options.grouped
+@option_groups.grouped
 def coverage(
     *,
-    models: options.MeasuredModels,
+    models: option_groups.MeasuredModels,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -202,7 +202,7 @@ def coverage(
     from specexec_cli.bench.results import ResultsFile
     from specexec_cli.bench.tables import FORMATS
 
-    options.one_of(output, "--output", FORMATS)
+    option_groups.one_of(output, "--output", FORMATS)
     ranks = numbers(top_k, "--top-k", int)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
     check_settings(sampling, ranks)
@@ -237,8 +237,8 @@ def report(
     from specexec_cli.bench.report import make_report
     from specexec_cli.bench.tables import FORMATS
 
-    options.one_of(output, "--output", FORMATS)
-    options.one_of(figure_format, "--format", ("png", "svg"))
+    option_groups.one_of(output, "--output", FORMATS)
+    option_groups.one_of(figure_format, "--format", ("png", "svg"))
     text, drawn = make_report(results, output, figures, figure_format)
     print(text)
     for path in drawn:
@@ -246,7 +246,7 @@ def report(
 
 
 def open_models(
-    models: options.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
+    models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
 ) -> TextSession:
     """A session with memory planned for the longest of these prompts, and a bar while it loads."""
     prompts = [prompt for one in sets for prompt in one.prompts]

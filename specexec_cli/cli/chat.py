@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
 from specexec_cli.config import GenerationConfig
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 
-@options.grouped
+@option_groups.grouped
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
@@ -55,10 +55,10 @@ def chat(
     max_tokens: options.MaxTokens = 1024,
     stop: options.Stop = None,
     context: options.Context = None,
-    models: options.ModelOptions,
-    sampling: options.SamplingOptions,
-    tree: options.TreeOptions,
-    machine: options.MachineOptions,
+    models: option_groups.ModelOptions,
+    sampling: option_groups.SamplingOptions,
+    tree: option_groups.TreeOptions,
+    machine: option_groups.MachineOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves.
@@ -77,11 +77,11 @@ def chat(
         resume = last_chat()
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     drawn = sampling.config()
-    if models == options.ModelOptions() and resume is None and not quiet:
+    if models == option_groups.ModelOptions() and resume is None and not quiet:
         from specexec_cli.cli.first_chat import offered_pair
 
         models = replace(models, pair=offered_pair())
-    request = options.request(models, tree, machine, context_tokens=context, remember=True)
+    request = option_groups.request(models, tree, machine, context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -93,7 +93,7 @@ def chat(
     from specexec_cli.session import open_session
 
     if not quiet:
-        for line in options.without_effect(models, sampling, tree, machine):
+        for line in option_groups.without_effect(models, sampling, tree, machine):
             notice(line)
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 JSON_SCHEMA = 1
 
 
-@options.grouped
+@option_groups.grouped
 def generate(
     *,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; or use -f.")] = None,
@@ -36,10 +36,10 @@ def generate(
     ] = False,
     max_tokens: options.MaxTokens = 128,
     stop: options.Stop = None,
-    models: options.ModelOptions,
-    sampling: options.SamplingOptions,
-    tree: options.TreeOptions,
-    machine: options.MachineOptions,
+    models: option_groups.ModelOptions,
+    sampling: option_groups.SamplingOptions,
+    tree: option_groups.TreeOptions,
+    machine: option_groups.MachineOptions,
     stats: options.Stats = False,
     as_json: options.Json = False,
     quiet: options.Quiet = False,
@@ -53,7 +53,7 @@ def generate(
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     text = read_prompt(prompt, file)
     drawn = sampling.config()
-    request = options.request(
+    request = option_groups.request(
         models, tree, machine,
         prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
     )  # fmt: skip
@@ -63,7 +63,7 @@ def generate(
     from specexec_cli.session import open_session
 
     if not quiet:
-        for line in options.without_effect(models, sampling, tree, machine):
+        for line in option_groups.without_effect(models, sampling, tree, machine):
             notice(line)
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)

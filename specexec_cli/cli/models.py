@@ -16,7 +16,7 @@ import typer
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.registry import load_registry, user_models_file
-from specexec_cli.cli import machine, options
+from specexec_cli.cli import machine, option_groups
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
@@ -93,7 +93,7 @@ def recommend_command(
     The best is the largest target that is expected to write about as fast as one reads (4 tokens
     per second); where none does, the fastest.
     """
-    options.one_of(task, "--task", TASKS)
+    option_groups.one_of(task, "--task", TASKS)
     site = machine.site(ram, vram, ssd, link)
     found = recommended(fits(site, models_file), task)
     if as_json:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from specexec_cli.cli import machine, options
+from specexec_cli.cli import machine, option_groups, options
 from specexec_cli.config import Method
 from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
@@ -48,11 +48,11 @@ def plan(
     this machine, or else from its config.json on the hub. Rates that are not given are those
     `specexec doctor` measured here.
     """
-    options.one_of(method, "--method", ("specexec", "autoregressive"))
+    option_groups.one_of(method, "--method", ("specexec", "autoregressive"))
     request = Request(
         pair=pair, target=target, draft=draft, method=cast(Method, method),
-        models_file=models_file, offline=offline, offload=options.offload_mode(offload),
-        experts=options.expert_place(experts),
+        models_file=models_file, offline=offline, offload=option_groups.offload_mode(offload),
+        experts=option_groups.expert_place(experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
     )  # fmt: skip
     decision = resolve(request, machine.site(ram, vram, ssd, link))

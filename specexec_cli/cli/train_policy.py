@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -24,10 +24,10 @@ _DATA = "Prompts"
 _FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
 
 
-@options.grouped
+@option_groups.grouped
 def train_policy(
     *,
-    models: options.MeasuredModels,
+    models: option_groups.MeasuredModels,
     dataset: Annotated[
         str,
         typer.Option(
@@ -63,7 +63,7 @@ def train_policy(
     from specexec_cli.cli.bench_grid import words
     from specexec_cli.config import SamplingConfig
 
-    options.one_of(output, "--output", ("table", "md", "json"))
+    option_groups.one_of(output, "--output", ("table", "md", "json"))
     if prompts < _FEWEST:
         raise ConfigError(f"--prompts must be {_FEWEST} or more, not {prompts}")
     for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):

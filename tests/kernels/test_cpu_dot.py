@@ -8,7 +8,8 @@ import pytest
 import torch
 from packed import FORMATS, random_weight
 from specexec_kernels import cpu_dot, cpu_jit
-from specexec_kernels.cpu_dot_ir import StoredSpec, build_packed, build_stored
+from specexec_kernels.cpu_dot_packed_ir import build_packed
+from specexec_kernels.cpu_dot_stored_ir import StoredSpec, build_stored
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight
 from torch import Tensor

@@ -8,7 +8,7 @@ import psutil
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, save_pair
 
-from specexec_cli.cli.options import dsi_options
+from specexec_cli.cli.option_groups import dsi_options
 from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError

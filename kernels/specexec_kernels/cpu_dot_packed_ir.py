@@ -1,0 +1,130 @@
+"""Packed weights in the frame of cpu_dot_ir: codes become pairs of bfloat16 in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_dot_ir import LANES, Products
+from specexec_kernels.cpu_ir_emit import I64, build_module
+from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
+from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
+
+
+class PackedDot(Products, Unpacker):
+    """Packed weights of 2, 3, 4 and 8 bits; groups are whole runs of inputs."""
+
+    def __init__(self, spec: KernelSpec, block: int, function: ir.Function) -> None:
+        """With `block` inputs to a block: a group, or a part of one that divides it."""
+        Unpacker.__init__(self, spec, function)
+        self.begin(self.arg, PackedArg)
+        self.unit_pairs = spec.unit_codes // 2
+        self.block_units = block // spec.unit_codes
+        if spec.mode == "many":
+            self.reserve_block()
+        permute = ir.FunctionType(self.shorts, [self.shorts, self.shorts])
+        self._permute = ir.Function(
+            self.b.function.module, permute, "llvm.x86.avx512.permvar.hi.512"
+        )
+
+    def tile(self, start: Any, stop: Any) -> None:
+        def block(first: Any, _: list[Any]) -> list[Any]:
+            return self.loop(start, stop, 1, [], lambda strip, _: self.block_of(strip, first))
+
+        self.loop(I64(0), self.units, self.block_units, [], block)
+
+    def begin_block(self, strip: Any, first: Any) -> None:
+        """Scale and zero point of each vector of outputs; a block lies in one group."""
+        spec, column = self.spec, self.column(strip)
+        group = self.b.sdiv(first, self.arg[PackedArg.GROUP_UNITS])
+        if spec.awq:
+            pairs = self.awq_group(group, *column)
+        else:
+            both = self.gptq_group(group, column[0])
+            pairs = [(self.part(both[0], v), self.part(both[1], v)) for v in range(spec.vectors)]
+        self.scales = [scale for scale, _ in pairs]
+        self.zeros = [self.in_both_halves(zero) for _, zero in pairs]
+
+    def part(self, wide: Any, vector: int) -> Any:
+        """One vector of a strip that lies in one wide vector."""
+        lanes = self.ints(list(range(vector * LANES, (vector + 1) * LANES)))
+        return self.b.shuffle_vector(wide, ir.Constant(wide.type, ir.Undefined), lanes)
+
+    def in_both_halves(self, zero: Any) -> Any:
+        """Zero points of each lane's two codes."""
+        b = self.b
+        return b.bitcast(b.or_(zero, b.shl(zero, self.ints([16] * LANES))), self.shorts)
+
+    def fill(self, strip: Any, first: Any, last: Any) -> None:
+        b, spec = self.b, self.spec
+
+        def unit(u: Any, _: list[Any]) -> list[Any]:
+            at = b.mul(b.sub(u, first), I64(self.unit_pairs * spec.strip))
+            for j, words in enumerate(self.unit_words(u, strip)):
+                for v, word in enumerate(words):
+                    self.store(word, self.block, b.add(at, I64(j * spec.strip + v * LANES)))
+            return []
+
+        self.loop(first, last, 1, [], unit)
+
+    def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
+        words = self.load_words(unit, *self.column(strip))
+        for j in range(self.unit_pairs):
+            yield [self.pair(words, j, v) for v in range(self.spec.vectors)]
+
+    def pair(self, words: list[list[Any]], j: int, v: int) -> Any:
+        """Codes j and j + unit_pairs less their zero points, as a pair of bfloat16."""
+        b, bits = self.b, self.spec.bits
+        codes = self.code_pair(words, j, v)
+        differences = b.sub(b.bitcast(codes, self.shorts), self.zeros[v])
+        if bits <= 4:  # from -16 to 15: five bits that choose from 32 values
+            table = ir.Constant(self.shorts, [_bfloat_bits(_signed(i)) for i in range(2 * LANES)])
+            return b.bitcast(b.call(self._permute, [table, differences]), self.words)
+        wide = b.bitcast(differences, self.words)
+        sixteen = self.ints([16] * LANES)
+        low = b.ashr(b.shl(wide, sixteen), sixteen)
+        low_float, high_float = (
+            b.bitcast(self.to_float(half), self.words) for half in (low, b.ashr(wide, sixteen))
+        )
+        return b.or_(b.lshr(low_float, sixteen), high_float)  # 8 bits: nothing below the upper half
+
+    def code_pair(self, words: list[list[Any]], j: int, v: int) -> Any:
+        """Codes j and j + unit_pairs in the halves of each lane."""
+        b, spec = self.b, self.spec
+        mask = self.ints([(2**spec.bits - 1) * 0x10001] * LANES)
+        if spec.awq:  # nibble v of two rows of words, of which four are joined at once
+            low, high = words[j][v], words[j + self.unit_pairs][v]
+            sixteen = self.ints([16] * LANES)
+            if v < 4:
+                low, high = b.and_(low, self.ints([0xFFFF] * LANES)), b.shl(high, sixteen)
+            else:
+                low, high = b.lshr(low, sixteen), b.and_(high, self.ints([-0x10000] * LANES))
+            return b.and_(b.lshr(b.or_(low, high), self.ints([4 * (v % 4)] * LANES)), mask)
+        if spec.bits == 3:
+            low, high = (self.code(words, k, v) for k in (j, j + self.unit_pairs))
+            return b.or_(low, b.shl(high, self.ints([16] * LANES)))
+        return b.and_(b.lshr(words[0][v], self.ints([spec.bits * j] * LANES)), mask)
+
+    def add_block(self, before: Any, sums: Any, vector: int) -> Any:
+        return self.fma(self.scales[vector], sums, before)
+
+
+def _signed(index: int) -> int:
+    """Five bits as a signed number."""
+    return index if index < 16 else index - 32
+
+
+def _bfloat_bits(value: int) -> int:
+    """A small integer as the bits of a bfloat16."""
+    if value == 0:
+        return 0
+    exponent = abs(value).bit_length() - 1
+    fraction = (abs(value) << (7 - exponent)) & 0x7F
+    return (0x8000 if value < 0 else 0) | ((127 + exponent) << 7) | fraction
+
+
+def build_packed(spec: KernelSpec, block: int, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` for packed weights."""
+    return build_module(name, lambda function: PackedDot(spec, block, function).emit())

@@ -1,0 +1,273 @@
+"""Groups of options that a command takes as one parameter, and what they come to.
+
+A command names these dataclasses as parameters and is decorated with `grouped`, which shows their
+fields to typer as options. The words that options take are checked here.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from typing import Any, cast, get_args, get_type_hints
+
+from specexec_cli.cli import options
+from specexec_cli.config import (
+    DraftScoring,
+    DsiOptions,
+    DtypeName,
+    ExpertPlace,
+    Method,
+    OffloadMode,
+    SamplingConfig,
+)
+from specexec_cli.drafting.policies import policies_for
+from specexec_cli.errors import ConfigError, nearest
+from specexec_cli.planning.request import Request, TreeRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Options that say which models to use, and where their files are."""
+
+    pair: options.Pair = None
+    target: options.Target = None
+    draft: options.Draft = None
+    method: options.MethodName = "specexec"
+    models_file: options.ModelsFile = None
+    revision: options.Revision = None
+    tokenizer: options.Tokenizer = None
+    offline: options.Offline = False
+    yes: options.Yes = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """Options that say how a token is drawn."""
+
+    temperature: options.Temperature = 0.0
+    top_p: options.TopP = 1.0
+    top_k: options.TopK = 0
+    min_p: options.MinP = 0.0
+    repetition_penalty: options.RepetitionPenalty = 1.0
+    seed: options.Seed = 0
+
+    def config(self) -> SamplingConfig:
+        """These options as a SamplingConfig, which checks their values."""
+        return SamplingConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeOptions:
+    """Options of the draft tree."""
+
+    budget: options.Budget = None
+    depth: options.Depth = None
+    batch: options.Batch = None
+    draft_scoring: options.Scoring = "noise"
+    policy: options.PolicyName = "auto"
+    calibration: options.Calibration = True
+
+    def request(self) -> TreeRequest:
+        """These options as a TreeRequest, each word checked against those that it may be."""
+        chosen = one_of(self.policy, "--policy", ("auto", *policies_for("specexec")))
+        return TreeRequest(
+            budget=self.budget,
+            depth=self.depth,
+            batch=self.batch,
+            scoring=cast(
+                DraftScoring, one_of(self.draft_scoring, "--draft-scoring", get_args(DraftScoring))
+            ),
+            policy=None if chosen == "auto" else chosen,
+            calibrated=self.calibration,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineOptions:
+    """Options that say where and how to compute."""
+
+    offload: options.Offload = "auto"
+    experts: options.Experts = "auto"
+    device: options.Device = "auto"
+    dtype: options.Dtype = "auto"
+    sp: options.Sp = "auto"
+    lookahead: options.Lookahead = "auto"
+    devices: options.Devices = None
+    ray: options.Ray = None
+
+
+def without_effect(
+    models: ModelOptions, sampling: SamplingOptions, tree: TreeOptions, machine: MachineOptions
+) -> list[str]:
+    """What was asked for and changes nothing here, one sentence each."""
+    told = []
+    if sampling.temperature == 0.0:
+        for name in ("top_p", "top_k", "min_p", "seed"):
+            if getattr(sampling, name) != getattr(SamplingOptions(), name):
+                flag = name.replace("_", "-")
+                told.append(f"--{flag} has no effect at --temperature 0, which is greedy")
+    if models.method != "dsi":
+        for name in ("sp", "lookahead", "devices", "ray"):
+            if getattr(machine, name) != getattr(MachineOptions(), name):
+                told.append(f"--{name} has no effect without --method dsi")
+    if models.method == "autoregressive":
+        for field in fields(TreeOptions):
+            if getattr(tree, field.name) != field.default:
+                flag = "no-calibration" if field.name == "calibration" else field.name
+                told.append(f"--{flag.replace('_', '-')} has no effect without draft trees")
+        if models.draft is not None:
+            told.append("--draft has no effect with --method autoregressive")
+    return told
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredModels:
+    """Models and machine of the commands that measure: their methods and trees are a grid."""
+
+    pair: options.Pair = None
+    target: options.Target = None
+    draft: options.Draft = None
+    models_file: options.ModelsFile = None
+    tokenizer: options.Tokenizer = None
+    offline: options.Offline = False
+    yes: options.Yes = False
+    offload: options.Offload = "auto"
+    experts: options.Experts = "auto"
+    device: options.Device = "auto"
+    dtype: options.Dtype = "auto"
+
+    def request(self, longest_prompt: str, beside_tokens: int) -> Request:
+        """These options as a Request: memory is planned for the prompt and the tokens beside it."""
+        return Request(
+            pair=self.pair,
+            target=self.target,
+            draft=self.draft,
+            models_file=self.models_file,
+            tokenizer=self.tokenizer,
+            offline=self.offline,
+            tree=TreeRequest(policy="fixed"),
+            offload=offload_mode(self.offload),
+            experts=expert_place(self.experts),
+            device=self.device,
+            dtype=dtype_name(self.dtype),
+            prompt=longest_prompt,
+            context_tokens=beside_tokens,
+        )
+
+
+def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets typer see the fields of a command's option groups as parameters of the command."""
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {}
+    parameters = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if not is_dataclass(kind):
+            parameters.append(
+                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            )
+            continue
+        groups[name] = kind
+        own = get_type_hints(kind, include_extras=True)
+        parameters += [
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
+                annotation=own[field.name],
+            )
+            for field in fields(kind)
+        ]  # fmt: skip
+
+    @wraps(command)
+    def run(**values: Any) -> Any:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        return command(**values)
+
+    shown: Any = run
+    shown.__signature__ = inspect.Signature(parameters)
+    shown.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
+
+
+def request(
+    models: ModelOptions, tree: TreeOptions, machine: MachineOptions, **more: Any
+) -> Request:
+    """The Request of chat and generate, each word checked against those that it may be.
+
+    Args:
+        more: other fields of Request.
+    Raises:
+        ConfigError: a word that an option does not take.
+    """
+    return Request(
+        pair=models.pair,
+        target=models.target,
+        draft=models.draft,
+        method=cast(Method, one_of(models.method, "--method", get_args(Method))),
+        models_file=models.models_file,
+        revision=models.revision,
+        tokenizer=models.tokenizer,
+        offline=models.offline,
+        tree=tree.request(),
+        offload=offload_mode(machine.offload),
+        experts=expert_place(machine.experts),
+        device=machine.device,
+        dtype=dtype_name(machine.dtype),
+        dsi=dsi_options(machine.sp, machine.lookahead, machine.devices, machine.ray),
+        **more,
+    )
+
+
+def offload_mode(value: str) -> OffloadMode:
+    """The value of --offload, checked against the words it takes."""
+    return cast(OffloadMode, one_of(value, "--offload", get_args(OffloadMode)))
+
+
+def expert_place(value: str) -> ExpertPlace:
+    """The value of --experts, checked against the words it takes."""
+    return cast(ExpertPlace, one_of(value, "--experts", get_args(ExpertPlace)))
+
+
+def dtype_name(value: str) -> DtypeName:
+    """The value of --dtype, checked against the words it takes."""
+    return cast(DtypeName, one_of(value, "--dtype", get_args(DtypeName)))
+
+
+def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
+    """`value`, checked against the words a flag takes.
+
+    Raises:
+        ConfigError: with the nearest word.
+    """
+    if value not in allowed:
+        hint = nearest(value, list(allowed))
+        raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
+    return value
+
+
+def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:
+    """The values of --sp, --lookahead, --devices and --ray in one object.
+
+    Raises:
+        ConfigError: not a number and not auto, or an empty device.
+    """
+    names = tuple(name.strip() for name in devices.split(",")) if devices is not None else ()
+    if not all(names):
+        raise ConfigError(f"--devices takes names as in cuda:0,cuda:1, not '{devices}'")
+    return DsiOptions(
+        sp=_number_or_auto(sp, "--sp"),
+        lookahead=_number_or_auto(lookahead, "--lookahead"),
+        devices=names,
+        ray=ray,
+    )
+
+
+def _number_or_auto(text: str, flag: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigError(f"{flag} takes a whole number or auto, not '{text}'") from error
