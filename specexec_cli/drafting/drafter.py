@@ -23,6 +23,7 @@ from specexec_cli.drafting.search import (
     SearchResult,
     grow_tree,
 )
+from specexec_cli.drafting.suffix import Repetitions, merged
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
@@ -48,6 +49,8 @@ class Drafter(Protocol):
 
 class SessionDrafter(Drafter, Protocol):
     """What a session needs of a drafter, which it keeps from one generation to the next."""
+
+    rested: bool  # whether the policy wanted no tree where there was room for one
 
     def configure(
         self,
@@ -96,6 +99,7 @@ class ModelDrafter:
         self._context: Sequence[int] = ()
         self._reset_tree()
         self._learned = learned or Learned()
+        self._repetitions = Repetitions()
         self.configure(sampler, tree)
 
     def configure(
@@ -106,6 +110,7 @@ class ModelDrafter:
         continuation: Sequence[int] = (),
     ) -> None:
         """See SessionDrafter."""
+        self._tree = tree
         self._learned = learned = learned or self._learned
         self._policy = learned.policy(tree, continuation)
         kind = DraftScorer.kind(sampler, tree.scoring)
@@ -121,6 +126,8 @@ class ModelDrafter:
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """The most probable continuations of `context` under the draft model.
 
+        With `past` in the tree's settings, what the text went on with before joins them.
+
         Args:
             context: every committed token, at least one; the last is the root.
             max_depth: longest path; 0 gives an empty tree. So does a context that has outgrown
@@ -128,7 +135,8 @@ class ModelDrafter:
             pending: committed rows that the target's pass will carry besides the tree.
         """
         self._context = context
-        max_depth = min(max_depth, self.model.context_length - len(context))
+        seen_before = self._tree.past and self._repetitions.follow(context)
+        longest, max_depth = max_depth, min(max_depth, self.model.context_length - len(context))
         self._reset_tree()
         self._crop_to_common_prefix(context)
         if max_depth >= 1:
@@ -136,10 +144,22 @@ class ModelDrafter:
                 self._search, self._expand, max_depth, self._signals, pending
             )
             self.rested = not len(self._result.tree)
+        if seen_before and longest >= 1 and not self.rested:
+            self._result = self._with_repetitions(self._result, min(longest, self._tree.budget))
         return self._result.tree
+
+    def _with_repetitions(self, found: SearchResult, max_depth: int) -> SearchResult:
+        """The tree with such repetitions as are no less probable than its own nodes.
+
+        They cost no draft step, and may be longer than the paths that a draft model finds.
+        """
+        least = float(found.tree.log_probs.min(initial=0.0)) if len(found.tree) else -np.inf
+        other = grow_tree(self._repetitions.expand, self._tree, max_depth).tree
+        return merged(found, other, least, self._tree.budget)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
+        self._repetitions.learn(tokens)
         ids = [int(self._result.ids[node]) for node in nodes]
         for depth, (node_id, token) in enumerate(zip([ROOT, *ids], tokens, strict=False), 1):
             if node_id in self._utilities and token < self._vocab_size:
@@ -153,6 +173,7 @@ class ModelDrafter:
         """Empties its cache; what was learned stays, and so do captured steps."""
         self.tokens.clear()
         self._cache.crop(0)
+        self._repetitions.forget()
         self._reset_tree()
 
     def observe(self, step: StepResult) -> None:

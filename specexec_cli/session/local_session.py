@@ -13,7 +13,7 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from specexec_cli.config import BenchMethod, Method, TreeConfig
+from specexec_cli.config import SUFFIX, BenchMethod, Method, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
@@ -70,9 +70,11 @@ class LocalSession(TextSession):
             self._learned_file.load(self.learned)
 
     @property
-    def method(self) -> Method:
-        """specexec where there is a draft model, autoregressive where there is none."""
-        return "specexec" if self._draft is not None else "autoregressive"
+    def method(self) -> BenchMethod:
+        """specexec where there is a draft model, else what drafts without, else autoregressive."""
+        if self._draft is not None:
+            return "specexec"
+        return SUFFIX if self.pair.suffix else "autoregressive"
 
     def cost_prior(self) -> CostModel:
         """What the cost policy begins with; measured once, when it is first asked for."""
@@ -107,14 +109,16 @@ class LocalSession(TextSession):
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         if method == "autoregressive":
             return
-        if self._draft is None:
-            raise ConfigError("this session was opened without a draft model: --draft MODEL")
         if method not in SOURCES:
-            raise ConfigError(f"this session runs on one device, which --method {method} does not")
+            raise ConfigError(
+                f"this session runs on one device, which `method='{method}'` does not"
+            )
+        if self._draft is None and SOURCES[method].needs_model:
+            raise ConfigError("this session was opened without a draft model: `draft`")
         able = policies_for(method)
         if tree.policy not in able:
             raise ConfigError(
-                f"--policy {tree.policy} cannot size the trees of method {method}: use "
+                f"`policy='{tree.policy}'` cannot size the trees of method {method}: use "
                 f"{' or '.join(able)}"
             )
         if POLICIES[tree.policy].needs == "classifier":
@@ -139,7 +143,6 @@ class LocalSession(TextSession):
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
-        assert self._draft is not None, "_check_method has seen to it"
         if self._drafter is None or self._drafter_method != request.method:
             self._drafter = SOURCES[request.method].make(
                 DraftSetup(
@@ -153,7 +156,7 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
-        if isinstance(self._drafter, ModelDrafter) and self._drafter.rested and not step.tree_nodes:
+        if self._drafter is not None and self._drafter.rested and not step.tree_nodes:
             self.stats.add_rest(step)
         asked, held = self._experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
@@ -168,7 +171,7 @@ class LocalSession(TextSession):
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""
         if self._draft is None:
-            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+            raise ConfigError("this session was opened without a draft model: `draft`")
         self._end_generation()
         rows = PassRows.chain(embeddable(tokens[:-1], self._draft.vocab_size), 0)
         wanted = range(first - 1, len(tokens) - 1)

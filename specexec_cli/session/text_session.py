@@ -58,7 +58,7 @@ class GenerationRequest:
     sampling: SamplingConfig
     tree: TreeConfig
     method: Method | BenchMethod
-    continuation: list[int]  # the tokens that will come, for --policy oracle
+    continuation: list[int]  # the tokens that will come, for the policy oracle
 
 
 class TextSession(PromptEncoder, ABC):
@@ -92,7 +92,7 @@ class TextSession(PromptEncoder, ABC):
 
     @property
     @abstractmethod
-    def method(self) -> Method:
+    def method(self) -> BenchMethod:
         """The method that is used unless a generation names another."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class TextSession(PromptEncoder, ABC):
         return pair_folder(self.pair.target.repo, self.pair.draft.repo)
 
     def classifier(self) -> Classifier:
-        """The classifier of --policy disco that was trained for this pair.
+        """The classifier of the policy disco that was trained for this pair.
 
         Raises:
             CheckpointError: there is none, or none that can be used; says how to train one.
@@ -183,7 +183,7 @@ class TextSession(PromptEncoder, ABC):
         Args:
             prompt: text, or tokens.
             method: the session's own unless told otherwise.
-            continuation: the tokens that will come, which --policy oracle must be told.
+            continuation: the tokens that will come, which the policy oracle must be told.
         Raises:
             ConfigError: an empty prompt, one that does not fit the context window, or a method
                 that is not this session's; at a step, another generation has taken its place.
