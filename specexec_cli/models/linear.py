@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from specexec_kernels import cpu_linear
@@ -57,6 +57,10 @@ class MixedLinear(nn.Module):
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         return mixed_linear(rows, self.weight, self.bias)
+
+    def stored_weight(self) -> Tensor:
+        """The weight that is bound to this module now."""
+        return cast(Tensor, self._parameters["weight"])  # without nn.Module's search for names
 
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
@@ -135,36 +139,3 @@ class MixedEmbedding(nn.Module):
         order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)
         output: Tensor = functional_call(self.embedding, {"weight": found}, (order,))
         return output
-
-
-class PerExpert(nn.Module):
-    """Mixture-of-experts block over separate matrices, as checkpoints store them.
-
-    transformers fuses the experts into three-dimensional tensors; that would copy every expert of
-    a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
-    """
-
-    def __init__(self, experts: nn.ModuleList, act_fn: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts  # each with `gate`, `up`, `down`: (hidden <-> intermediate)
-        self.act_fn = act_fn
-
-    def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts.
-
-        Args:
-            rows: (rows, hidden).
-            top_k_index: (rows, k) experts chosen by the router.
-            top_k_weights: (rows, k) their weights.
-        Returns:
-            (rows, hidden).
-        """
-        total = torch.zeros_like(rows)
-        for index in torch.unique(top_k_index).tolist():
-            row, choice = torch.where(top_k_index == index)
-            expert = self.experts[index]
-            chosen = rows[row]
-            output = expert["down"](self.act_fn(expert["gate"](chosen)) * expert["up"](chosen))
-            weighted = output * top_k_weights[row, choice, None]
-            total.index_add_(0, row, weighted.to(total.dtype))
-        return total

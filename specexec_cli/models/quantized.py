@@ -6,6 +6,8 @@ unpacked where they are multiplied (specexec_kernels).
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from specexec_kernels import dispatch
 from specexec_kernels.packing import PackedFormat, PackedWeight
@@ -47,22 +49,23 @@ class QuantizedLinear(nn.Module):
 
     def _product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         flat = rows.reshape(-1, self.in_features)
-        output = dispatch.quantized_matmul(flat, self.packed_weight(), dtype)
+        output = dispatch.quantized_matmul(flat, self.stored_weight(), dtype)
         if self.bias is not None:
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)
 
-    def packed_weight(self) -> PackedWeight:
+    def stored_weight(self) -> PackedWeight:
         """The tensors that are bound to this module now."""
+        bound = self._parameters  # without nn.Module's search for names
         return PackedWeight(
             format=self.format,
             in_features=self.in_features,
             out_features=self.out_features,
             group_size=self.group_size,
-            qweight=self.qweight,
-            qzeros=self.qzeros,
-            scales=self.scales,
-            g_idx=self.g_idx,
+            qweight=cast(Tensor, bound["qweight"]),
+            qzeros=cast(Tensor, bound["qzeros"]),
+            scales=cast(Tensor, bound["scales"]),
+            g_idx=bound.get("g_idx"),
         )
 
 

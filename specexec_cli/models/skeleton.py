@@ -15,11 +15,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.moe import _default_apply_gate
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
-from specexec_cli.models.linear import MixedLinear, PerExpert, with_mixed_linears
+from specexec_cli.models.expert_mlp import PerExpert
+from specexec_cli.models.linear import MixedLinear, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.offload.store import Checkpoint, TensorRange
@@ -27,6 +27,7 @@ from specexec_cli.planning.architectures import ARCHITECTURES, refusal
 from specexec_cli.planning.built_sizes import (
     decoder_layers,
     empty_model,
+    has_separable_experts,
     own_tensors,
     text_tensors,
 )
@@ -177,7 +178,7 @@ def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
         if type(module).forward is nn.Linear.forward:
             bias = module.bias is not None
             replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
-        elif _is_plain_mixture(module):
+        elif has_separable_experts(module):
             replacement = _per_expert(module)
             for leaf in ("gate_up_proj", "down_proj"):
                 stack = stacks.get(f"{prefix}{name}.{leaf}")
@@ -192,17 +193,6 @@ def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)
-
-
-def _is_plain_mixture(module: nn.Module) -> bool:
-    """Whether a module's experts are gated MLPs without anything else."""
-    return (
-        isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
-        and getattr(module, "has_gate", False)
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-        and bool(module.is_concatenated)
-        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
-    )
 
 
 def _multiplies(module: nn.Module) -> bool:

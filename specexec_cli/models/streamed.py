@@ -19,10 +19,11 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
+from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedEmbedding, MixedLinear
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.quant_checkpoint import Quantization
@@ -36,7 +37,7 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
-from specexec_cli.planning.built_sizes import path_of
+from specexec_cli.planning.built_sizes import chosen_experts, path_of
 from specexec_cli.planning.placement import converts_tables
 
 
@@ -152,7 +153,7 @@ class StreamedModel:
     ) -> None:
         """Takes the experts' slots; where that fails nothing stays open."""
         assert isinstance(self.source, LayerStream | DeviceStream), "dense parts are streamed"
-        chosen = int(self.skeleton.config.num_experts_per_tok)
+        chosen = chosen_experts(self.skeleton.config)
         scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
         ranges = [[list(expert.values()) for expert in layer] for layer in experts]
         try:

@@ -1,6 +1,6 @@
 """Experts of a mixture, one by one: from the SSD into equal slots of RAM that keep those in use.
 
-    consumer:  for expert, tensors in store.take(layer, wanted): ...     as they arrive
+    consumer:  for batch in store.take(layer, wanted): ...     those that have arrived
     readers:   what was asked for, in file order; when that is done, what is expected
 
 A slot is free, being read into, or holds an expert. Readers alone give slots to experts, under the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -36,6 +36,9 @@ _MEND = "Stream whole layers instead: `offload='ssd'`"
 _FREE = -1
 _EXPECTED = 1e9  # more than any score
 _NONE: Mapping[int, int] = MappingProxyType({})
+
+# experts of one layer, each with its tensors by their names in the checkpoint
+Batch = list[tuple[int, dict[str, Tensor]]]
 
 
 class ExpertStore:
@@ -148,30 +151,33 @@ class ExpertStore:
 
     def take(
         self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Each wanted expert once, as they arrive.
+    ) -> Iterator[Batch]:
+        """Each wanted expert once, as they arrive: first those in slots, then those that were read
+        while the consumer was busy with the ones before.
 
         Args:
             wanted: expert -> rows of the pass that are routed to it.
             rows: of the pass.
             elsewhere: experts that the pass needs as well and somebody else has, with their rows.
         Yields:
-            (expert, its tensors by name), valid until the next one is asked for.
+            some experts and their tensors by name, valid until the next ones are asked for.
         Raises:
             StreamError: an expert could not be read, by file and offset.
         """
         request = object()
-        left = [layer * self.files.width + expert for expert in wanted]
+        first = layer * self.files.width
+        left = dict.fromkeys(first + expert for expert in wanted)
         self.scores.used(layer, [*wanted.items(), *elsewhere.items()], rows)
         self.touched += len(elsewhere)
         self.hits += len(elsewhere)
         try:
-            self._ask(request, layer, left)
+            self._ask(request, layer, list(left))
             while left:
-                key, slot = self._wait_for_one(left)
-                yield key - layer * self.files.width, self._tensors[slot]
-                left.remove(key)
-                self._done_with(request, slot)
+                found = self._wait_for_some(left)
+                yield [(key - first, self._tensors[slot]) for key, slot in found]
+                for key, _ in found:
+                    del left[key]
+                self._done_with(request, [slot for _, slot in found])
         finally:
             # where Ctrl-C aborted the pass, this may run behind restart(), and behind new requests
             if self._request is request:
@@ -199,8 +205,12 @@ class ExpertStore:
             self._wanted.extend(self.files.in_order(missing))
             self._wake()
 
-    def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
-        """The first of these experts that is there, and its slot."""
+    def _wait_for_some(self, keys: Collection[int]) -> list[tuple[int, int]]:
+        """Those of these experts that are there, one at least, and their slots.
+
+        Not more than half of the slots, unless these are the last: others are to be read into while
+        the consumer computes.
+        """
         started = time.perf_counter()
         with self._lock:
             while True:
@@ -208,17 +218,20 @@ class ExpertStore:
                     raise StreamError(str(self._error))
                 if self._error is not None:
                     raise RuntimeError("a reader thread died") from self._error
-                for key in keys:
-                    slot = self._slot_of.get(key)
-                    if slot is not None and self._ready[slot]:
-                        self.wait_s += time.perf_counter() - started
-                        return key, slot
+                slots = ((key, self._slot_of.get(key)) for key in keys)
+                found = [
+                    (key, slot) for key, slot in slots if slot is not None and self._ready[slot]
+                ]
+                if found:
+                    self.wait_s += time.perf_counter() - started
+                    last = len(found) == len(keys)
+                    return found if last else found[: max(1, self.slots // 2)]
                 self._arrived.wait()
 
-    def _done_with(self, request: object, slot: int) -> None:
+    def _done_with(self, request: object, slots: Sequence[int]) -> None:
         with self._lock:
             if self._request is request:
-                self._pinned[slot] = False
+                self._pinned[slots] = False
                 self._wake()
 
     def _end_request(self) -> None:

@@ -93,14 +93,15 @@ class Machine:
 
     def take(self, layer: int, wanted: list[int], most: int) -> None:
         """Takes `most` of the wanted experts, then ends as an aborted pass would."""
-        seen = []
-        for expert, tensors in self.store.take(layer, dict.fromkeys(wanted, 1), 1):
-            if len(seen) == most:
+        seen: list[int] = []
+        for batch in self.store.take(layer, dict.fromkeys(wanted, 1), 1):
+            if len(seen) >= most:
                 self.store.restart()
                 return
-            self.check(layer, expert, tensors)
-            seen.append(expert)
-            self.check(layer, expert, tensors)  # readers have had time to do wrong
+            for _ in range(2):  # readers have had time to do wrong
+                for expert, tensors in batch:
+                    self.check(layer, expert, tensors)
+            seen += [expert for expert, _ in batch]
         assert sorted(seen) == sorted(wanted)
 
 
@@ -244,7 +245,7 @@ def test_an_expert_in_use_is_not_evicted(tmp_path: Path) -> None:
     machine = Machine(store, layers)
     taken = store.take(0, {0: 1, 1: 1, 2: 1}, 1)
     for _ in range(3):
-        expert, tensors = next(taken)
+        ((expert, tensors),) = next(taken)
         held = {name: tensor.clone() for name, tensor in tensors.items()}
         threading.Event().wait(0.05)
         assert all(torch.equal(held[name], tensors[name]) for name in held)

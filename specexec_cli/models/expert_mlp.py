@@ -1,0 +1,160 @@
+"""The gated MLPs of a mixture's layer: which rows each computes, how, and how a row adds them up.
+
+On a CPU the products of all experts at hand are one launch of kernels, where each alone would cost
+more to start than to multiply. A row's result is the same whatever computed it, in which company,
+and in what order: products are one another's equals bit by bit, and each row adds its experts'
+outputs in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from specexec_kernels import cpu_group, cpu_products
+from specexec_kernels.cpu_products import Form
+from torch import Tensor, nn
+
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.quantized import QuantizedLinear
+
+_Linear = MixedLinear | QuantizedLinear
+
+
+class Routing:
+    """Which rows the experts of a layer compute, and where the results are kept."""
+
+    def __init__(self, top_k_index: Tensor) -> None:
+        """From the router's choices, (rows, chosen)."""
+        picks = top_k_index.cpu().numpy()
+        self.rows, self.chosen = picks.shape
+        # a row's outputs lie in the order of their experts' numbers
+        order = np.argsort(picks, axis=1, kind="stable")
+        ranks = np.argsort(order, axis=1, kind="stable")
+        self._places = (np.arange(self.rows)[:, None] * self.chosen + ranks).reshape(-1)
+        flat = picks.reshape(-1)
+        by_expert = np.argsort(flat, kind="stable")
+        experts, starts = np.unique(flat[by_expert], return_index=True)
+        parts = np.split(by_expert, starts[1:])
+        self._picks: dict[int, NDArray[np.int64]] = dict(zip(experts.tolist(), parts, strict=True))
+
+    @property
+    def wanted(self) -> dict[int, int]:
+        """The experts that rows are routed to, rising, each with how many."""
+        return {expert: len(picks) for expert, picks in self._picks.items()}
+
+    def rows_of(self, expert: int) -> list[int]:
+        """The rows that an expert is to compute, rising."""
+        rows: list[int] = (self._picks[expert] // self.chosen).tolist()
+        return rows
+
+    def of(self, experts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For the rows of these experts, one expert's after another's: which of the router's
+        choices each is, and its place among (rows * chosen) outputs."""
+        picks = np.concatenate([self._picks[expert] for expert in experts])
+        return picks, self._places[picks]
+
+
+class RowSums:
+    """Collects what experts add to their rows, on any device, and sums it in a fixed order."""
+
+    def __init__(self, rows: Tensor, weights: Tensor, routing: Routing) -> None:
+        """For (rows, hidden) rows and the router's (rows, chosen) weights."""
+        self._on = {rows.device: (rows, weights.reshape(-1, 1))}
+        self._rows, self._routing = rows, routing
+        self._found = rows.new_empty(routing.rows * routing.chosen, rows.shape[1])
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """(rows, hidden) on a device, to which they are copied once."""
+        return self._inputs(device)[0]
+
+    def _inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on:
+            rows, weights = self._on[self._rows.device]
+            self._on[device] = rows.to(device), weights.to(device)
+        return self._on[device]
+
+    def add(self, experts: Sequence[int], outputs: Tensor) -> None:
+        """The outputs of some experts, one expert's rows after another's."""
+        picks, places = self._routing.of(experts)
+        weight = self._inputs(outputs.device)[1][torch.from_numpy(picks).to(outputs.device)]
+        weighted = (outputs * weight).to(self._found)
+        self._found[torch.from_numpy(places).to(self._found.device)] = weighted
+
+    def total(self) -> Tensor:
+        """(rows, hidden), once all experts were added."""
+        total = torch.zeros_like(self._rows)
+        found = self._found.view(self._routing.rows, self._routing.chosen, -1)
+        for rank in range(self._routing.chosen):
+            total += found[:, rank]
+        return total
+
+
+class PerExpert(nn.Module):
+    """Mixture-of-experts block over separate matrices, as checkpoints store them.
+
+    transformers fuses the experts into three-dimensional tensors; that would copy every expert of
+    a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
+    """
+
+    def __init__(self, experts: nn.ModuleList, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts  # each with `gate`, `up`, `down`: (hidden <-> intermediate)
+        self.act_fn = act_fn
+        # looked up without nn.Module's search for names; others may take the linears' places later
+        self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
+
+    def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts.
+
+        Args:
+            rows: (rows, hidden).
+            top_k_index: (rows, k) experts chosen by the router.
+            top_k_weights: (rows, k) their weights.
+        Returns:
+            (rows, hidden).
+        """
+        routing = Routing(top_k_index)
+        sums = RowSums(rows, top_k_weights, routing)
+        chosen = list(routing.wanted)
+        sums.add(chosen, self.compute(chosen, rows, routing))
+        return sums.total()
+
+    def compute(self, chosen: Sequence[int], rows: Tensor, routing: Routing) -> Tensor:
+        """Outputs of some experts whose weights are bound, one expert's rows after another's.
+
+        Args:
+            rows: (rows, hidden) on the device of the weights.
+        """
+        takes = [routing.rows_of(expert) for expert in chosen]
+        linears = [
+            [cast(_Linear, self._linears[expert][name]) for name in ("gate", "up", "down")]
+            for expert in chosen
+        ]
+        weights = [[linear.stored_weight() for linear in each] for each in linears]
+        form = cpu_group.form_for(rows, weights)
+        if form is not None:
+            return self._together(rows, takes, weights, form)
+        outputs = []
+        for (gate, up, down), take in zip(linears, takes, strict=True):
+            own = rows[torch.tensor(take, device=rows.device)]
+            outputs.append(down(self.act_fn(gate(own)) * up(own)))
+        return torch.cat(outputs)
+
+    def _together(
+        self,
+        rows: Tensor,
+        takes: Sequence[Sequence[int]],
+        weights: Sequence[Sequence[Any]],
+        form: Form,
+    ) -> Tensor:
+        gate, up = cpu_products.products(form, rows, takes, [each[:2] for each in weights])
+        hidden = self.act_fn(gate.to(rows.dtype)) * up.to(rows.dtype)
+        ends = np.cumsum([len(take) for take in takes]).tolist()
+        own = [range(end - len(take), end) for take, end in zip(takes, ends, strict=True)]
+        return cpu_products.products(form, hidden, own, [each[2:] for each in weights])[0].to(
+            rows.dtype
+        )
