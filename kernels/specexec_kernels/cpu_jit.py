@@ -96,7 +96,7 @@ def compile_ir(text: str, name: str) -> Any:
         engine.finalize_object()
         address = engine.get_function_address(name)
         kernel = Kernel(address)
-        kernel.address = address  # for kernels that call it
+        kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
         return kernel
 
 

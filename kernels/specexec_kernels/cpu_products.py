@@ -101,9 +101,10 @@ def products(
         for spec, groups in by_spec.items()
     ]
     launch.run()
+    flats = [form.flat(sums, spec, alike) for spec, _, sums in done]
     found = [
-        (spec, groups, form.flat(sums, spec, alike).unflatten(0, (each, -1)))
-        for spec, groups, sums in done
+        (spec, groups, flat.view(each, -1, flat.shape[1]))
+        for (spec, groups, _), flat in zip(done, flats, strict=True)
     ]
     return _in_order(found, takes)
 

@@ -9,6 +9,7 @@ outputs in the order of their numbers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 from specexec_kernels import cpu_group, cpu_products
 from specexec_kernels.cpu_products import Form
 from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate
 
-from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.linear import MixedLinear, TransposedLinear, with_fixed_sigmoid
 from specexec_cli.models.quantized import QuantizedLinear
 
-_Linear = MixedLinear | QuantizedLinear
+Linear = MixedLinear | QuantizedLinear
 
 
 class Routing:
@@ -100,10 +102,16 @@ class PerExpert(nn.Module):
     a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
     """
 
-    def __init__(self, experts: nn.ModuleList, act_fn: nn.Module) -> None:
+    def __init__(self, experts: nn.ModuleList, gate: nn.Module) -> None:
+        """Over experts of two or three linears, the last of them `down`.
+
+        Args:
+            gate: makes of what the other linears give, one after another, the input of `down`. It
+                computes each row by itself.
+        """
         super().__init__()
-        self.experts = experts  # each with `gate`, `up`, `down`: (hidden <-> intermediate)
-        self.act_fn = act_fn
+        self.experts = experts
+        self.gate = gate
         # looked up without nn.Module's search for names; others may take the linears' places later
         self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
 
@@ -130,31 +138,95 @@ class PerExpert(nn.Module):
             rows: (rows, hidden) on the device of the weights.
         """
         takes = [routing.rows_of(expert) for expert in chosen]
-        linears = [
-            [cast(_Linear, self._linears[expert][name]) for name in ("gate", "up", "down")]
-            for expert in chosen
-        ]
+        linears = [cast(list[Linear], list(self._linears[expert].values())) for expert in chosen]
         weights = [[linear.stored_weight() for linear in each] for each in linears]
         form = cpu_group.form_for(rows, weights)
-        if form is not None:
-            return self._together(rows, takes, weights, form)
+        # packed weights' biases are added behind the rounding
+        alone = isinstance(linears[0][0], QuantizedLinear) and linears[0][0].bias is not None
+        if form is not None and not alone:
+            return self._together(rows, takes, linears, weights, form)
         outputs = []
-        for (gate, up, down), take in zip(linears, takes, strict=True):
+        for (*inner, down), take in zip(linears, takes, strict=True):
             own = rows[torch.tensor(take, device=rows.device)]
-            outputs.append(down(self.act_fn(gate(own)) * up(own)))
+            outputs.append(down(self.gate(*(linear(own) for linear in inner))))
         return torch.cat(outputs)
 
     def _together(
         self,
         rows: Tensor,
         takes: Sequence[Sequence[int]],
+        linears: Sequence[Sequence[Linear]],
         weights: Sequence[Sequence[Any]],
         form: Form,
     ) -> Tensor:
-        gate, up = cpu_products.products(form, rows, takes, [each[:2] for each in weights])
-        hidden = self.act_fn(gate.to(rows.dtype)) * up.to(rows.dtype)
-        ends = np.cumsum([len(take) for take in takes]).tolist()
-        own = [range(end - len(take), end) for take, end in zip(takes, ends, strict=True)]
-        return cpu_products.products(form, hidden, own, [each[2:] for each in weights])[0].to(
-            rows.dtype
-        )
+        sizes = [len(take) for take in takes]
+        inner = cpu_products.products(form, rows, takes, [each[:-1] for each in weights])
+        parts = [
+            _biased(part, [each[place] for each in linears], sizes).to(rows.dtype)
+            for place, part in enumerate(inner)
+        ]
+        own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        down = [each[-1:] for each in weights]
+        outputs = cpu_products.products(form, self.gate(*parts), own, down)[0]
+        return _biased(outputs, [each[-1] for each in linears], sizes).to(rows.dtype)
+
+
+def _biased(outputs: Tensor, linears: Sequence[Linear], sizes: Sequence[int]) -> Tensor:
+    """Adds each linear's bias to its rows, of which it has so many."""
+    if linears[0].bias is not None:
+        for linear, part in zip(linears, torch.split(outputs, list(sizes)), strict=True):
+            part += cast(Tensor, linear.bias)
+    return outputs
+
+
+class _ActTimesUp(nn.Module):
+    """The gate of most mixtures."""
+
+    def __init__(self, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        output: Tensor = self.act_fn(gate) * up
+        return output
+
+
+class _OwnGate(nn.Module):
+    """A gate as an architecture's modelling code has it."""
+
+    def __init__(self, fused: nn.Module) -> None:
+        """Of transformers' module of all experts, whose weights are let go."""
+        super().__init__()
+        self.fused = fused
+        for name in list(fused._parameters):
+            fused.register_parameter(name, None)
+        self._gate = with_fixed_sigmoid(type(fused)._apply_gate)  # type: ignore[attr-defined]
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        output: Tensor = self._gate(self.fused, torch.cat(parts, dim=-1))
+        return output
+
+
+def per_expert(fused: nn.Module) -> PerExpert:
+    """Separate linears for transformers' module of all experts (see has_separable_experts)."""
+    gate_up, down = cast(Tensor, fused.gate_up_proj), cast(Tensor, fused.down_proj)
+    bias, transposed = bool(fused.has_bias), bool(fused.is_transposed)
+    kind = TransposedLinear if transposed else MixedLinear
+    count, *sizes = gate_up.shape
+    double, hidden = reversed(sizes) if transposed else sizes
+    # a half that lies in one piece is a matrix of its own
+    apart = bool(fused.is_concatenated) and not (transposed or bias)
+    inner = double // 2
+
+    def expert() -> nn.ModuleDict:
+        linears: dict[str, nn.Module] = {}
+        for name in ("gate", "up") if apart else ("gate_up",):
+            linears[name] = kind(hidden, inner if apart else double, bias=bias)
+        linears["down"] = kind(inner, hidden, bias=bias)
+        return nn.ModuleDict(linears)
+
+    assert down.shape[0] == count, "both are of all experts"
+    own = type(fused)._apply_gate is not _default_apply_gate  # type: ignore[attr-defined]
+    plain = apart and not own
+    gate = _ActTimesUp(cast(nn.Module, fused.act_fn)) if plain else _OwnGate(fused)
+    return PerExpert(nn.ModuleList(expert() for _ in range(count)), gate)

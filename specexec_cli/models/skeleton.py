@@ -7,7 +7,7 @@ rest of the architecture is transformers'.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 from transformers import (
@@ -18,7 +18,7 @@ from transformers import (
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
-from specexec_cli.models.expert_mlp import PerExpert
+from specexec_cli.models.expert_mlp import per_expert
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
@@ -34,8 +34,11 @@ from specexec_cli.planning.built_sizes import (
 
 # of transformers' layer_types, those that attend to what lies behind them in the text
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-# a matrix of one expert, as PerExpert names it
-_OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate|up|down)\.weight")
+# a tensor of one expert, as PerExpert names it
+_OF_EXPERT = re.compile(
+    r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate_up|gate|up|down)\."
+    r"(?P<leaf>weight|bias)"
+)
 _PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
 _FLOATS = ("F16", "BF16", "F32", "F64")
 
@@ -179,7 +182,7 @@ def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
             bias = module.bias is not None
             replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
         elif has_separable_experts(module):
-            replacement = _per_expert(module)
+            replacement = per_expert(module)
             for leaf in ("gate_up_proj", "down_proj"):
                 stack = stacks.get(f"{prefix}{name}.{leaf}")
                 if stack is None:  # all experts are in one tensor of the checkpoint too
@@ -199,22 +202,6 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether it has matrices of its own, as routers and fused experts have."""
     own = module.parameters(recurse=False)
     return not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in own)
-
-
-def _per_expert(fused: nn.Module) -> PerExpert:
-    """Separate linears for transformers' fused (experts, 2 * intermediate, hidden) tensors."""
-    experts, double, hidden = fused.gate_up_proj.shape  # type: ignore[misc]
-
-    def expert() -> nn.ModuleDict:
-        return nn.ModuleDict(
-            {
-                "gate": MixedLinear(hidden, double // 2, bias=False),
-                "up": MixedLinear(hidden, double // 2, bias=False),
-                "down": MixedLinear(double // 2, hidden, bias=False),
-            }
-        )
-
-    return PerExpert(nn.ModuleList(expert() for _ in range(experts)), fused.act_fn)  # type: ignore[arg-type]
 
 
 class _Finder:
@@ -257,10 +244,10 @@ class _Finder:
         return {name: self._names.unused.get(name, other) for name in rest}
 
     def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
-        """An expert's matrix inside a tensor of all experts, None where it has one of its own.
+        """An expert's tensor inside one of all experts, None where it has one of its own.
 
-        It is (experts, 2 * intermediate, hidden), the rows of `gate` before those of `up`, or
-        (experts, hidden, intermediate).
+        The first dimension is that of the experts. Where `gate` and `up` are apart, the rows of
+        `gate` come before those of `up`.
 
         Raises:
             CheckpointError: the tensor of all experts is of another shape than the config says.
@@ -268,23 +255,25 @@ class _Finder:
         of_expert = _OF_EXPERT.fullmatch(name)
         if of_expert is None or name in self._names.plain:
             return None
-        down = of_expert["linear"] == "down"
-        fused = f"{of_expert['block']}.{'down_proj' if down else 'gate_up_proj'}"
+        linear, is_bias = of_expert["linear"], of_expert["leaf"] == "bias"
+        fused = f"{of_expert['block']}.{'down_proj' if linear == 'down' else 'gate_up_proj'}"
+        fused += "_bias" if is_bias else ""
         tensor = self._checkpoint.tensors.get(self._names.plain.get(fused, ""))
         if tensor is None:
             return None
-        rows, columns = parameter.shape
-        each, index = rows if down else 2 * rows, int(of_expert["index"])
-        same = len(tensor.shape) == 3 and tensor.shape[1:] == (each, columns)
-        if not same or index >= tensor.shape[0]:
+        halves = 2 if linear in ("gate", "up") else 1
+        each, index = (halves * parameter.shape[0], *parameter.shape[1:]), int(of_expert["index"])
+        if tensor.shape[1:] != each or index >= tensor.shape[0]:
             raise CheckpointError(
                 f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-                f"config.json asks for [experts, {each}, {columns}]. Are both files of the same "
-                "model?"
+                f"config.json asks for [experts, {', '.join(map(str, each))}]. Are both files of "
+                "the same model?"
             )
         self._used.add(tensor.name)
-        first = each * index + (rows if of_expert["linear"] == "up" else 0)
-        return tensor.rows(first, rows)
+        # counted in rows of the last dimension: a bias is one of them
+        rows = 1 if is_bias else parameter.shape[0]
+        first = halves * rows * index + (rows if linear == "up" else 0)
+        return replace(tensor.rows(first, rows), shape=tuple(parameter.shape))
 
     def _find(self, name: str, parameter: Tensor) -> TensorRange:
         if (part := self._of_fused(name, parameter)) is not None:

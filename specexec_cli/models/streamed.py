@@ -38,6 +38,7 @@ from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import chosen_experts, path_of
+from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 
 
@@ -122,6 +123,11 @@ class StreamedModel:
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
+        if tiers is not None and EXPERTS.get(skeleton.model.config.model_type) == WITH_LAYERS:
+            notice(
+                f"{checkpoint.folder.name}: experts of {skeleton.model.config.model_type} models "
+                "move with their layers, so every pass reads all of them"
+            )
         split = split_layers(skeleton) if expert_bytes else []
         if split:
             skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])

@@ -96,7 +96,7 @@ def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
     apart = [f"{path}." for path, module in layer.named_modules() if has_separable_experts(module)]
     for name, tensor in own_tensors(layer):
         one_by_one = name.startswith(tuple(apart))
-        if tensor.ndim == 3:  # of all experts
+        if tensor.ndim == 3:  # of all experts; a matrix may lie transposed
             count, outputs, inputs = tensor.shape
             matrices.append(BuiltMatrix(inputs, outputs, count, min(chosen, count), one_by_one))
         elif tensor.ndim == 2 and not name.endswith("bias"):
@@ -125,14 +125,11 @@ def has_separable_experts(module: nn.Module) -> bool:
     norm behind each, stay whole.
     """
     from torch import nn
-    from transformers.integrations.moe import _default_apply_gate
 
     return (
         isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
         and getattr(module, "has_gate", False)
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-        and bool(module.is_concatenated)
-        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
+        and not module.has_post_expert_norm
     )
 
 

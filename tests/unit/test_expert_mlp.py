@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from specexec_cli.models.activation import replace_activations
-from specexec_cli.models.expert_mlp import PerExpert, Routing
+from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
 
 EXPERTS, HIDDEN, INNER = 7, 64, 96
@@ -23,7 +23,7 @@ def block(dtype: torch.dtype, seed: int = 0) -> PerExpert:
             weight = torch.randn(outputs, inputs).to(dtype)
             linears[name].weight = nn.Parameter(weight, requires_grad=False)
         experts.append(linears)
-    found = PerExpert(experts, nn.SiLU())
+    found = PerExpert(experts, _ActTimesUp(nn.SiLU()))
     replace_activations(found)
     return found
 
@@ -34,7 +34,7 @@ def one_after_another(moe: PerExpert, rows: Tensor, index: Tensor, weights: Tens
         row, choice = torch.where(index == number)
         expert = moe.experts[number]
         own = rows[row]
-        output = expert["down"](moe.act_fn(expert["gate"](own)) * expert["up"](own))
+        output = expert["down"](moe.gate.act_fn(expert["gate"](own)) * expert["up"](own))
         total.index_add_(0, row, (output * weights[row, choice, None]).to(total.dtype))
     return total
 
