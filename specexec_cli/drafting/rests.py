@@ -19,7 +19,10 @@ _SHORTEST, _LONGEST = 8, 128  # passes of a rest
 # Trees are given up where tokens come at less than this share of the plain rate, after a trial and
 # after a short one.
 _MARGIN, _FAR = 0.9, 0.5
-_DECAY = 0.7
+# And where they have come at less than this share for long, if they do not come faster now: a few
+# trees cannot tell a loss of some percent from luck, many can.
+_CLOSE, _MANY = 0.98, 24
+_DECAY, _SLOW_DECAY = 0.7, 0.97
 
 
 class Rests:
@@ -27,6 +30,8 @@ class Rests:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0  # with trees, in this trial
+        self._all_tokens = self._all_seconds = 0.0  # with trees, in all of them
+        self._all_trees = 0
         self._trees = 0  # of this trial
         self._plain_s: float | None = None  # of a pass without a tree, as measured lately
         self._left = 0  # passes of this rest
@@ -48,6 +53,7 @@ class Rests:
         slow_before = self._next > _SHORTEST
         long_enough = self._trees >= _TRIAL or slow_before or self._doubted
         slow = self._slow(expected_plain_s, _MARGIN if long_enough else _FAR)
+        slow |= self._slow_for_long(expected_plain_s)
         self._left = self._next if slow else 0
         self._next = min(2 * self._next, _LONGEST) if slow else _SHORTEST
         if slow:
@@ -73,8 +79,17 @@ class Rests:
             self._trees += 1
             self._tokens = _DECAY * self._tokens + tokens
             self._seconds = _DECAY * self._seconds + seconds
+            self._all_trees += 1
+            self._all_tokens = _SLOW_DECAY * self._all_tokens + tokens
+            self._all_seconds = _SLOW_DECAY * self._all_seconds + seconds
 
     def _slow(self, expected_plain_s: float, margin: float = _MARGIN) -> bool:
         """Whether tokens come at less than this share of the plain rate with trees."""
         plain_s = expected_plain_s if self._plain_s is None else self._plain_s
         return self._tokens * plain_s < margin * self._seconds
+
+    def _slow_for_long(self, expected_plain_s: float) -> bool:
+        """Whether many trees came to less than plain decoding, and the last ones do not deny it."""
+        plain_s = expected_plain_s if self._plain_s is None else self._plain_s
+        many = self._all_trees >= _MANY and self._all_tokens * plain_s < _CLOSE * self._all_seconds
+        return many and self._slow(expected_plain_s, 1.0)

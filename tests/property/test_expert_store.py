@@ -149,7 +149,7 @@ def test_a_random_machine(seed: int, gap: int, slots: int, program: list[tuple])
         store = opened(layers, slots)
         machine = Machine(store, layers)
         within_deadline(run(machine, disk, program))
-        assert not machine.store._pinned.any()
+        assert not machine.store._table.pinned.any()
         # what is left is right, and every slot can still be used
         disk.bad.clear()
         within_deadline(iter_take(machine, [(layer, list(range(EXPERTS))) for layer in (0, 2)]))
@@ -261,7 +261,7 @@ def test_what_is_likely_is_read_before_it_is_asked_for(
     store = opened(layers, 2 * EXPERTS)
     store.expect(100, 1)
     for _ in range(200):
-        if store._ready.all():
+        if store._table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(store, layers).take(2, [0, 1, 2, 3, 4], 9)
@@ -280,7 +280,7 @@ def test_counts_warm_a_new_store(tmp_path: Path) -> None:
     again.scores.restore(counts)
     again.warm()
     for _ in range(200):
-        if again._ready.all():
+        if again._table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(again, layers).take(2, [1, 4], 9)
