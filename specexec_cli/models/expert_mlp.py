@@ -207,13 +207,17 @@ class _OwnGate(nn.Module):
         return output
 
 
-def per_expert(fused: nn.Module) -> PerExpert:
-    """Separate linears for transformers' module of all experts (see has_separable_experts)."""
+def per_expert(fused: nn.Module, *, transposed: bool) -> PerExpert:
+    """Separate linears for transformers' module of all experts (see has_separable_experts).
+
+    Args:
+        transposed: whether the checkpoint has the matrices as (inputs, outputs).
+    """
     gate_up, down = cast(Tensor, fused.gate_up_proj), cast(Tensor, fused.down_proj)
-    bias, transposed = bool(fused.has_bias), bool(fused.is_transposed)
+    bias = bool(fused.has_bias)
     kind = TransposedLinear if transposed else MixedLinear
     count, *sizes = gate_up.shape
-    double, hidden = reversed(sizes) if transposed else sizes
+    double, hidden = reversed(sizes) if fused.is_transposed else sizes
     # a half that lies in one piece is a matrix of its own
     apart = bool(fused.is_concatenated) and not (transposed or bias)
     inner = double // 2

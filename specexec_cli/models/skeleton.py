@@ -18,7 +18,7 @@ from transformers import (
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
-from specexec_cli.models.expert_mlp import per_expert
+from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
@@ -134,7 +134,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Quantization | None = N
     names = StoredNames.read(model, checkpoint)
     layers_path, layers = decoder_layers(model, config.num_hidden_layers)
     for index, layer in enumerate(layers):
-        _replace_modules(layer, f"{layers_path}.{index}.", names)
+        _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint)
     plain = names.plain
     if quantization is not None:
         modules = {name.rpartition(".")[0]: at.rpartition(".")[0] for name, at in plain.items()}
@@ -173,29 +173,54 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def _replace_modules(layer: nn.Module, prefix: str, names: StoredNames) -> None:
+def _replace_modules(
+    layer: nn.Module, prefix: str, names: StoredNames, checkpoint: Checkpoint
+) -> None:
     """Linears and fused experts of one layer become those that keep the file's dtype."""
-    stacks = {each.first: each for each in names.conversions if each.stacks_experts}
     for name, module in list(layer.named_modules()):
         replacement: nn.Module
         if type(module).forward is nn.Linear.forward:
             bias = module.bias is not None
             replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
         elif has_separable_experts(module):
-            replacement = per_expert(module)
-            for leaf in ("gate_up_proj", "down_proj"):
-                stack = stacks.get(f"{prefix}{name}.{leaf}")
-                if stack is None:  # all experts are in one tensor of the checkpoint too
-                    continue
-                names.conversions.remove(stack)
-                for inside, place in expert_places(stack).items():
-                    names.plain[f"{prefix}{name}.experts.{inside}"] = place
+            replacement = _apart(module, f"{prefix}{name}", names, checkpoint)
         else:
             if _multiplies(module):
                 module.forward = with_mixed_linears(module)
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)
+
+
+def _apart(fused: nn.Module, path: str, names: StoredNames, checkpoint: Checkpoint) -> PerExpert:
+    """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
+    lie = set()
+    for leaf in ("gate_up_proj", "down_proj"):
+        name, transposed = f"{path}.{leaf}", bool(fused.is_transposed)
+        conversion = next((each for each in names.conversions if each.first == name), None)
+        if conversion is not None:
+            names.conversions.remove(conversion)
+            if conversion.stacks_experts:
+                for inside, place in expert_places(conversion).items():
+                    names.plain[f"{path}.experts.{inside}"] = place
+            else:
+                stored = conversion.names[0]
+                shape = tuple(getattr(fused, leaf).shape)
+                turned = conversion.transposes(checkpoint.tensors[stored].shape, shape)
+                if turned is None:
+                    raise CheckpointError(
+                        f"{checkpoint.folder}: how '{stored}' holds the experts of '{path}' is not "
+                        "known. Is the checkpoint newer than the installed transformers?"
+                    )
+                names.plain[name] = stored
+                transposed ^= turned
+        lie.add(transposed)
+    if len(lie) > 1:
+        raise CheckpointError(
+            f"{checkpoint.folder}: one of '{path}.gate_up_proj' and '{path}.down_proj' is "
+            "transposed, the other is not. Are all files of the same model?"
+        )
+    return per_expert(fused, transposed=lie.pop())
 
 
 def _multiplies(module: nn.Module) -> bool:
