@@ -19,10 +19,10 @@ _SHORTEST, _LONGEST = 8, 128  # passes of a rest
 # Trees are given up where tokens come at less than this share of the plain rate, after a trial and
 # after a short one.
 _MARGIN, _FAR = 0.9, 0.5
-# And where they have come at less than this share for long, if they do not come faster now: a few
-# trees cannot tell a loss of some percent from luck, many can.
-_CLOSE, _MANY = 0.98, 24
-_DECAY, _SLOW_DECAY = 0.7, 0.97
+# The first tree after a rest pays for what the draft model missed as well; where the cost model
+# expects no better of the next ones, it is enough to tell that they come at less than this share.
+_WOKEN = 0.7
+_DECAY = 0.7
 
 
 class Rests:
@@ -30,8 +30,6 @@ class Rests:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0  # with trees, in this trial
-        self._all_tokens = self._all_seconds = 0.0  # with trees, in all of them
-        self._all_trees = 0
         self._trees = 0  # of this trial
         self._plain_s: float | None = None  # of a pass without a tree, as measured lately
         self._left = 0  # passes of this rest
@@ -53,7 +51,6 @@ class Rests:
         slow_before = self._next > _SHORTEST
         long_enough = self._trees >= _TRIAL or slow_before or self._doubted
         slow = self._slow(expected_plain_s, _MARGIN if long_enough else _FAR)
-        slow |= self._slow_for_long(expected_plain_s)
         self._left = self._next if slow else 0
         self._next = min(2 * self._next, _LONGEST) if slow else _SHORTEST
         if slow:
@@ -72,24 +69,22 @@ class Rests:
         if not step.tree_nodes:
             before = seconds if self._plain_s is None else self._plain_s
             self._plain_s = _DECAY * before + (1.0 - _DECAY) * seconds
-        elif self._woke:
+        elif self._woke and not (doubted and self._slower(tokens, seconds, _WOKEN)):
             self._woke, self._trees = False, 0
             self._tokens = self._seconds = 0.0
         else:
+            self._woke = False
             self._trees += 1
             self._tokens = _DECAY * self._tokens + tokens
             self._seconds = _DECAY * self._seconds + seconds
-            self._all_trees += 1
-            self._all_tokens = _SLOW_DECAY * self._all_tokens + tokens
-            self._all_seconds = _SLOW_DECAY * self._all_seconds + seconds
 
     def _slow(self, expected_plain_s: float, margin: float = _MARGIN) -> bool:
         """Whether tokens come at less than this share of the plain rate with trees."""
-        plain_s = expected_plain_s if self._plain_s is None else self._plain_s
-        return self._tokens * plain_s < margin * self._seconds
+        return self._slower(self._tokens, self._seconds, margin, expected_plain_s)
 
-    def _slow_for_long(self, expected_plain_s: float) -> bool:
-        """Whether many trees came to less than plain decoding, and the last ones do not deny it."""
+    def _slower(
+        self, tokens: float, seconds: float, share: float, expected_plain_s: float = 0.0
+    ) -> bool:
+        """Whether so many tokens took longer than this share of the plain rate allows."""
         plain_s = expected_plain_s if self._plain_s is None else self._plain_s
-        many = self._all_trees >= _MANY and self._all_tokens * plain_s < _CLOSE * self._all_seconds
-        return many and self._slow(expected_plain_s, 1.0)
+        return tokens * plain_s < share * seconds
