@@ -39,6 +39,9 @@ from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import path_of
 from specexec_cli.planning.placement import converts_tables
 
+# Rotary positions whose frequencies depend on the longest position of a pass.
+_FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
+
 
 class StreamedModel:
     """A model that runs passes over rows; see PassRows for what a pass is."""
@@ -208,8 +211,15 @@ class StreamedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a pass; not where Python picks the experts to run."""
-        return not any(isinstance(module, PerExpert) for module in self.skeleton.model.modules())
+        """Whether a CUDA graph can hold a pass.
+
+        Not where Python picks the experts to run, nor where rotary frequencies follow the longest
+        position, which Python reads from the GPU.
+        """
+        return not any(
+            isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
+            for module in self.skeleton.model.modules()
+        )
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -374,3 +384,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    """The kinds of rotary positions of a module that makes them; one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    if isinstance(found, Mapping):
+        return {kind for kind in found.values() if isinstance(kind, str)}
+    return {found} if isinstance(found, str) else set()
