@@ -44,7 +44,7 @@ class Part:
         if self.run:
             return 1, -(-outputs * inputs // self.run)
         rows = -(-outputs * self.row_items // self.outputs) if self.outputs else 1
-        columns = -(-inputs * self.items // self.inputs) if self.inputs else 1
+        columns = -(-inputs * self.items // self.inputs) if self.inputs else self.items
         return rows, columns
 
 
