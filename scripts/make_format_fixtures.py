@@ -105,9 +105,11 @@ def _runs(plain: Tensor, settings: dict[str, Any]) -> Tensor:
         rows, columns = settings["block_structure"]
         tiles = plain.view(OUTPUTS // rows, rows, INPUTS // columns, columns)
         return tiles.transpose(1, 2).reshape(OUTPUTS // rows, INPUTS // columns, -1)
-    return plain.view(OUTPUTS, -1, settings.get("group_size", INPUTS)).squeeze(1) if (
-        settings["strategy"] != "channel"
-    ) else plain.view(OUTPUTS, 1, INPUTS)
+    return (
+        plain.view(OUTPUTS, -1, settings.get("group_size", INPUTS)).squeeze(1)
+        if (settings["strategy"] != "channel")
+        else plain.view(OUTPUTS, 1, INPUTS)
+    )
 
 
 def bitsandbytes() -> None:
