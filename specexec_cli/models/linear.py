@@ -120,6 +120,8 @@ class MixedEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Module, table: Tensor, dtype: torch.dtype) -> None:
         super().__init__()
+        # its row keeps out of gradients, and it is no row of a small table
+        embedding.padding_idx = None
         self.embedding = embedding
         self.table = table
         self.dtype = dtype

@@ -307,7 +307,8 @@ class StreamedModel:
             elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                _set_tensor(module, leaf, loaded[tensor.name].to(self.device, torch.float32))
+                weight = loaded[tensor.name].to(self.device, torch.float32)
+                _set_tensor(module, leaf, weight - 1 if name in self.skeleton.plus_one else weight)
         head = model.get_submodule(head_path)
         if type(head) is nn.Linear:  # tied
             tied = _resident_linear(model.get_input_embeddings().table)
