@@ -1,0 +1,1 @@
+"""Formats of row-packed weights, one file each; `base` says what a format states."""
