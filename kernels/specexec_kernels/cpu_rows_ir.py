@@ -18,7 +18,7 @@ Knows nothing of torch or thread pools.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -103,7 +103,10 @@ class Lanes(Emitter):
             self._table = ir.Function(module, permute, "llvm.x86.avx512.permvar.sf.512")
         elif self.lanes == 8:
             self._table = ir.Function(module, permute, "llvm.x86.avx2.permps")
+        self._read: dict[Any, Any] = {}  # see `once`
         if spec.dot:
+            three = ir.FunctionType(self.pair_type, [self.pair_type] * 3)
+            self._wide_table = ir.Function(module, three, "llvm.x86.avx512.vpermi2var.hi.512")
             both = ir.FunctionType(self.pair_type, [self.pair_type, self.pair_type])
             self._table_pair = ir.Function(module, both, "llvm.x86.avx512.permvar.hi.512")
             pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
@@ -115,6 +118,18 @@ class Lanes(Emitter):
         return self.load(self.base, I64(position), I64, 8)
 
     # Reading
+
+    def once(self, key: object, read: Callable[[], Any]) -> Any:
+        """What `read` emits, emitted once for the unit: values and terms may share bytes.
+
+        Args:
+            key: by which it is known.
+        """
+        place = id(self.unit), id(self.row), id(self.b.block), key
+        if place not in self._read:
+            # with what it is known by, so that no other takes its identity
+            self._read[place] = read(), self.unit, self.row, self.b.block
+        return self._read[place][0]
 
     def _unit_bytes(self, part: Part) -> int:
         """Bytes of a unit in one output's run of a tensor."""
@@ -348,6 +363,11 @@ class Lanes(Emitter):
         """bits[code] in 16-bit lanes, for codes from 0 to 31 in them."""
         table = ir.Constant(self.pair_type, bits)
         return self.b.call(self._table_pair, [table, codes])
+
+    def wide_table_pair(self, bits: list[int], codes: Any) -> Any:
+        """bits[code] in 16-bit lanes, for codes from 0 to 63 in them."""
+        halves = [ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32)]
+        return self.b.call(self._wide_table, [halves[0], codes, halves[1]])
 
     def shorts(self, value: int) -> Any:
         """An integer in every 16-bit lane."""
