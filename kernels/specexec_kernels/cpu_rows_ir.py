@@ -18,6 +18,7 @@ Knows nothing of torch or thread pools.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -202,17 +203,17 @@ class Lanes(Emitter):
     def _widened(self, items: Any) -> Any:
         return items if items.type.element == I32 else self.b.zext(items, self.words)
 
-    def item(self, leaf: str) -> Any:
+    def item(self, leaf: str, number: int = 0) -> Any:
         """The item of a tensor beside that covers the unit, in each lane.
 
+        Args:
+            number: where several items cover a unit, which of them.
         Returns:
             float32 lanes; int32 lanes of a tensor of integers, whose sign is not carried on.
         """
         b, (part, base, columns) = self.b, self.parts[leaf]
         typ, size = ITEM_TYPES[part.dtype]
-        column = I64(0)
-        if part.inputs:
-            column = b.udiv(self.unit, I64(part.inputs // self.spec.format.unit))
+        column = self._column(part, number)
 
         def address(row: Any) -> Any:
             place = b.add(b.mul(row, columns), column)
@@ -245,6 +246,50 @@ class Lanes(Emitter):
         items.add_incoming(uniform, where)
         items.add_incoming(mixed, elsewhere)
         return self._number(items, part.dtype)
+
+    def _column(self, part: Part, number: int) -> Any:
+        """The column of a tensor in which the unit's item lies."""
+        b, unit = self.b, self.spec.format.unit
+        if part.inputs == 0:
+            return I64(0)
+        if part.inputs < unit:
+            return b.add(b.mul(self.unit, I64(unit // part.inputs)), I64(number))
+        return b.udiv(self.unit, I64(part.inputs // unit))
+
+    def column_bits(self, leaf: str, bits: int) -> Any:
+        """A code of each lane out of words that go down the outputs, int32 lanes.
+
+        Args:
+            leaf: (outputs * bits / 32, columns) int32, codes of 1, 2, 4 or 8 bits.
+        """
+        b, (part, base, columns) = self.b, self.parts[leaf]
+        column = self._column(part, 0)
+        rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
+        places = [b.add(b.mul(b.udiv(row, I64(32 // bits)), columns), column) for row in rows]
+        words = self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], I32)
+        shifts = ir.Constant(self.words, ir.Undefined)
+        for lane, row in enumerate(rows):
+            shift = b.trunc(b.mul(b.urem(row, I64(32 // bits)), I64(bits)), I32)
+            shifts = b.insert_element(shifts, shift, I32(lane))
+        return b.and_(b.lshr(words, shifts), self.same(2**bits - 1))
+
+    def run_item(self, leaf: str) -> Any:
+        """The float32 of a tensor beside that covers the unit, rows taken as one long run."""
+        b, (part, base, _) = self.b, self.parts[leaf]
+        unit = I64(self.spec.format.unit)
+        inputs, first = b.mul(self.units, unit), b.mul(self.unit, unit)
+        rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
+        places = [b.udiv(b.add(b.mul(row, inputs), first), I64(part.run)) for row in rows]
+        return self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], F32)
+
+    def lookup(self, leaf: str, codes: Any) -> Any:
+        """The float32 of a small tensor beside that each lane's code names."""
+        b, (_, base, _) = self.b, self.parts[leaf]
+        found = ir.Constant(self.vector, ir.Undefined)
+        for lane in range(self.lanes):
+            code = b.zext(b.extract_element(codes, I32(lane)), I64)
+            found = b.insert_element(found, self.load(base, code, F32), I32(lane))
+        return found
 
     def _number(self, items: Any, dtype: str) -> Any:
         if dtype == "F32":
@@ -353,21 +398,47 @@ class Lanes(Emitter):
             self.b.shuffle_vector(narrow, undefined, self.ints(order)), self.words
         )
 
-    def code_pair(self, words: Any, first: int, count: int) -> Any:
-        """`count` bits of each half of the words from bit `first` on, 16-bit lanes."""
+    def table_pair(self, values: tuple[float, ...], words: Any, first: int) -> Any:
+        """values[code] as pairs of bfloat16, for the codes in both halves of the words.
+
+        Args:
+            values: 16 or 32, of which the 4 or 5 bits from `first` on choose.
+        """
+        # the instruction looks at five bits of each half: twice 16 values need no mask
+        table = ir.Constant(self.pair_type, [bfloat_bits(v) for v in values * (32 // len(values))])
         moved = self.b.lshr(words, self.same(first)) if first else words
-        masked = self.b.and_(moved, self.same((2**count - 1) * 0x10001))
-        return self.b.bitcast(masked, self.pair_type)
+        return self.b.bitcast(
+            self.b.call(self._table_pair, [table, self.b.bitcast(moved, self.pair_type)]),
+            self.words,
+        )
 
-    def table_pair(self, bits: list[int], codes: Any) -> Any:
-        """bits[code] in 16-bit lanes, for codes from 0 to 31 in them."""
-        table = ir.Constant(self.pair_type, bits)
-        return self.b.call(self._table_pair, [table, codes])
+    def float8_pair(self, words: Any, first: int) -> Any:
+        """E4M3 codes in both halves of the words, from bit `first` on, as a pair of bfloat16."""
+        b, shorts = self.b, self.shorts
+        moved = b.lshr(words, self.same(first)) if first else words
+        codes = b.bitcast(moved, self.pair_type)
+        magnitude = b.and_(codes, shorts(0x7F))
+        normal = b.add(b.shl(magnitude, shorts(4)), shorts((127 - 7) << 7))
+        small = [bfloat_bits(code / 512) for code in range(8)]
+        table = ir.Constant(self.pair_type, small * 4)
+        below = b.call(self._table_pair, [table, magnitude])
+        value = b.select(b.icmp_unsigned("<", magnitude, shorts(8)), below, normal)
+        is_nan = b.icmp_unsigned("==", magnitude, shorts(0x7F))
+        value = b.select(is_nan, shorts(0x7FC0), value)
+        sign = b.shl(b.and_(codes, shorts(0x80)), shorts(8))
+        return b.bitcast(b.or_(value, sign), self.words)
 
-    def wide_table_pair(self, bits: list[int], codes: Any) -> Any:
-        """bits[code] in 16-bit lanes, for codes from 0 to 63 in them."""
-        halves = [ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32)]
-        return self.b.call(self._wide_table, [halves[0], codes, halves[1]])
+    def wide_table_pair(self, values: tuple[float, ...], words: Any) -> Any:
+        """values[code] as pairs of bfloat16, of 64 that codes of 6 bits in both halves choose."""
+        bits = [bfloat_bits(value) for value in values]
+        low, high = (ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32))
+        codes = self.b.bitcast(words, self.pair_type)
+        return self.b.bitcast(self.b.call(self._wide_table, [low, codes, high]), self.words)
+
+    def both_bits(self, words: Any, first: int, count: int) -> Any:
+        """`count` bits of each half of the words from bit `first` on."""
+        moved = self.b.lshr(words, self.same(first)) if first else words
+        return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
 
     def shorts(self, value: int) -> Any:
         """An integer in every 16-bit lane."""
@@ -376,14 +447,8 @@ class Lanes(Emitter):
 
 def bfloat_bits(value: float) -> int:
     """The bits of the bfloat16 that is nearest to a normal number or zero."""
-    bits = int.from_bytes(_packed_float(value), "little")
+    bits = int.from_bytes(struct.pack("<f", value), "little")
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
-
-
-def _packed_float(value: float) -> bytes:
-    import struct
-
-    return struct.pack("<f", value)
 
 
 class RowProducts(Lanes):
@@ -558,20 +623,17 @@ class RowProducts(Lanes):
 
     def stored_terms(self, block: Any) -> list[tuple[Any, Any]]:
         """Terms of a block of the tile, by vector; None where the format has none."""
-        has = self.has_terms()
-        at = self.b.mul(block, I64(2 * self.spec.strip))
-        return [
-            tuple(
-                self.load(self.tile_terms, self.b.add(at, I64(i * self.spec.strip
-                          + v * self.lanes)), self.vector) if has[i] else None
-                for i in range(2)
-            )
-            for v in range(self.spec.vectors)
-        ]  # type: ignore[misc]  # fmt: skip
+        b, fmt, strip = self.b, self.spec.format, self.spec.strip
+        at = b.mul(block, I64(2 * strip))
 
-    def has_terms(self) -> tuple[bool, bool]:
-        """Whether the format has scales and offsets."""
-        return self.spec.format.has_scale, self.spec.format.has_offset
+        def term(vector: int, number: int) -> Any:
+            place = b.add(at, I64(number * strip + vector * self.lanes))
+            return self.load(self.tile_terms, place, self.vector)
+
+        return [
+            (term(v, 0) if fmt.has_scale else None, term(v, 1) if fmt.has_offset else None)
+            for v in range(self.spec.vectors)
+        ]
 
     def no_sums(self) -> list[Any]:
         """Zeros for the sums of one block."""

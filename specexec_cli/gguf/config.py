@@ -116,9 +116,8 @@ def gguf_config(file: GgufFile) -> Config:
         "pad_token_id": metadata.token("padding_token_id"),
         "dtype": _dtype(file),
     }
-    return config | _OWN.get(architecture, lambda file, metadata, config: {})(
-        file, metadata, config
-    )
+    own = _OWN.get(architecture)
+    return config if own is None else config | own(file, metadata, config)
 
 
 def _ends(metadata: _Metadata) -> list[int] | int | None:
@@ -294,7 +293,7 @@ def _llama3_factor(theta: float, share: float, factor: float) -> float:
     if turns <= low:
         return factor
     smooth = (turns - low) / (high - low)
-    return 1 / ((1 - smooth) / factor + smooth)
+    return float(1 / ((1 - smooth) / factor + smooth))
 
 
 def _floats(tensor: GgufTensor) -> list[float]:

@@ -60,7 +60,7 @@ class DecoderLayer(nn.Module):
         self._names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
         self._conversions = skeleton.conversions[index]
         self._prefix = f"{skeleton.layers_path}.{index}."
-        self._plus_one = skeleton.plus_one
+        self._plus_one = skeleton.restored.plus_one
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._positions: Tensor | None = None  # (1, rows) of the chunk that is in the layer
         self._scale_queries_by_position()

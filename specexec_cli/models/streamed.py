@@ -19,14 +19,15 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
+from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedLinear, PerExpert
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
@@ -117,7 +118,7 @@ class StreamedModel:
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        quantization = Quantization.read(checkpoint, notice)
+        quantization = read_packing(checkpoint, notice)
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
@@ -296,22 +297,24 @@ class StreamedModel:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
-            if dtype is not None and not isinstance(module, QuantizedLinear):
+            packed = self.skeleton.restored.tables.get(name)
+            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
             if isinstance(module, nn.Embedding) and _looks_up(module):
-                _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
+                _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
             elif type(module).forward is nn.Linear.forward and leaf == "weight":
-                linear = _resident_linear(weight)
+                linear = resident_linear(weight)
                 linear.bias = module.bias
                 _set_module(model, path, linear)
             elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
                 weight = loaded[tensor.name].to(self.device, torch.float32)
-                _set_tensor(module, leaf, weight - 1 if name in self.skeleton.plus_one else weight)
+                plus_one = name in self.skeleton.restored.plus_one
+                _set_tensor(module, leaf, weight - 1 if plus_one else weight)
         head = model.get_submodule(head_path)
         if type(head) is nn.Linear:  # tied
-            tied = _resident_linear(model.get_input_embeddings().table)
+            tied = model.get_input_embeddings().as_linear()
             tied.bias = head.bias
             head = tied
         self._head = Head(head, self.dtype)
@@ -351,12 +354,6 @@ def _open_source(
     # on a CPU, RAM is where resident layers are
     host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
     return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
-
-
-def _resident_linear(weight: Tensor) -> MixedLinear:
-    linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = _frozen(weight)
-    return linear
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:

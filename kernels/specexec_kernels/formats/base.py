@@ -13,7 +13,7 @@ Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Part:
     """One stored tensor of a packed weight, as safetensors describe it.
 
-    Every `items` items cover a tile of `outputs` x `inputs` weights; 0 stands for all of them.
+    `row_items` x `items` items cover a tile of `outputs` x `inputs` weights; 0 stands for all.
     """
 
     leaf: str  # its name in the checkpoint behind the linear's: "weight_scale_inv"
@@ -35,13 +35,25 @@ class Part:
     items: int = 1
     outputs: int = 1
     inputs: int = 1
+    row_items: int = 1  # more than 1 where codes are packed down the outputs
+    run: int = 0  # weights of an item, where rows are taken as one long run; else 0
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Rows and columns of the tensor of a weight (outputs, inputs); one of them may be left
         out of the file's shape where it is 1."""
-        rows = -(-outputs // self.outputs) if self.outputs else 1
-        columns = -(-inputs // self.inputs) if self.inputs else 1
-        return rows, columns * self.items
+        if self.run:
+            return 1, -(-outputs * inputs // self.run)
+        rows = -(-outputs * self.row_items // self.outputs) if self.outputs else 1
+        columns = -(-inputs * self.items // self.inputs) if self.inputs else self.items
+        return rows, columns
+
+
+def block_of(group: int, unit: int) -> int:
+    """Inputs of a block where every `group` inputs (0: all) share a scale: not too many for one
+    sum, and all of one group."""
+    if 0 < group <= 256:
+        return group
+    return max(unit, 128) if group % max(unit, 128) == 0 else unit
 
 
 class RowFormat(ABC):
@@ -125,3 +137,55 @@ class RowWeight:
             for part in self.format.parts
         }
         return self.format.unpack(shaped, self.out_features, self.in_features)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A linear as it lies in a checkpoint.
+
+    Attributes:
+        tensors: safetensors' name of the dtype and the shape, by leaf.
+        load: reads the tensor of a leaf, for the few that say how others are meant.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    load: Callable[[str], Tensor]
+
+    def dtype(self, leaf: str) -> str:
+        """Of a leaf.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        return self._find(leaf)[0]
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        """Of a leaf; likewise."""
+        return self._find(leaf)[1]
+
+    def unit(self, *choices: int) -> int:
+        """The first of some units that divides the inputs; the last one if none does."""
+        return next((unit for unit in choices if self.inputs % unit == 0), choices[-1])
+
+    def _find(self, leaf: str) -> tuple[str, tuple[int, ...]]:
+        if leaf not in self.tensors:
+            raise ValueError(f"tensor '{self.name}.{leaf}' is missing: download it again")
+        return self.tensors[leaf]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One `quant_method` of config.json whose weights are row-packed.
+
+    `read` gives the format of a linear, None where it is plain, and raises ValueError where the
+    config or the tensors make no sense; it is asked for every linear of which a leaf is there.
+    """
+
+    name: str
+    leaves: tuple[str, ...]  # tensors that weights are made of, behind a linear's name
+    unused: tuple[str, ...] = ()  # and those that products with unpacked weights do not need
+    read: Callable[[Stored, Mapping[str, Any]], RowFormat | None]
+    quantizes_rows: Callable[[Mapping[str, Any]], bool] = lambda settings: False

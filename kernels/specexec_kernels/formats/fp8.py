@@ -6,13 +6,13 @@ for Deep Learning", arXiv:2209.05433; tiles of 128 x 128 after DeepSeek-V3, arXi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat
+from specexec_kernels.formats.base import Method, Part, RowFormat, Stored, block_of
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_ir import Lanes
@@ -45,7 +45,7 @@ class Fp8(RowFormat):
 
     @property
     def block(self) -> int:
-        return self.tile[1] if 0 < self.tile[1] <= 256 else max(self.unit, 128)
+        return block_of(self.tile[1], self.unit)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         return lanes.item(self.scale), None
@@ -59,3 +59,67 @@ class Fp8(RowFormat):
         for word in lanes.read_words("weight"):
             for byte in (0, 2, 1, 3):
                 yield lanes.float8(lanes.byte(word, byte), self.kind)
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        if self.kind != "F8_E4M3":
+            yield from RowFormat.pairs(self, lanes)
+            return
+        for word in lanes.read_words("weight"):
+            yield lanes.float8_pair(word, 0)
+            yield lanes.float8_pair(word, 8)
+
+
+KINDS = ("F8_E4M3", "F8_E5M2")
+
+
+def read_fp8(stored: Stored, settings: Mapping[str, Any]) -> Fp8 | None:
+    """A linear in float8 beside whose weight lies a tensor of scales.
+
+    Args:
+        settings: `weight_block_size` where scales are for tiles.
+    """
+    if stored.dtype("weight") not in KINDS:
+        return None
+    leaf = "weight_scale_inv" if "weight_scale_inv" in stored.tensors else "weight_scale"
+    sizes = [size for size in stored.shape(leaf) if size != 1]
+    block = settings.get("weight_block_size")
+    if not sizes:
+        tile: tuple[int, int] = 0, 0
+    elif block is None and sizes == [stored.outputs]:
+        tile = 1, 0
+    elif _is_block(block):
+        tile = block[0], block[1]
+    else:
+        raise ValueError(
+            f"scales of shape {list(stored.shape(leaf))} need a weight_block_size of two whole "
+            f"numbers, not {block!r}"
+        )
+    unit = stored.unit(64, 32, 16, 4)
+    if tile[1] % unit:
+        unit = next((each for each in (32, 16, 4) if tile[1] % each == 0), 4)
+    return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf), tile)
+
+
+def _is_block(block: Any) -> TypeGuard[Sequence[int]]:
+    return (
+        isinstance(block, list | tuple)
+        and len(block) == 2
+        and all(type(size) is int and size > 0 and size % 4 == 0 for size in block)
+    )
+
+
+# DeepSeek-V3's layout, which transformers calls fp8; fbgemm's scales are for channels
+METHOD = Method(
+    name="fp8",
+    leaves=("weight", "weight_scale_inv", "weight_scale"),
+    unused=("input_scale", "activation_scale", "input_scale_ub"),
+    read=read_fp8,
+    quantizes_rows=lambda settings: True,
+)
+FBGEMM = Method(
+    name="fbgemm_fp8",
+    leaves=METHOD.leaves,
+    unused=METHOD.unused,
+    read=read_fp8,
+    quantizes_rows=METHOD.quantizes_rows,
+)

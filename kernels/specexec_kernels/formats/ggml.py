@@ -107,16 +107,6 @@ def nibble_values(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> I
 
 def nibble_pairs(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> Iterator[Any]:
     """table[code] of each nibble as pairs of bfloat16, which must hold the table exactly."""
-    bits = bfloats(table)
     for word in words:
         for first in NIBBLE_PAIRS:
-            codes = lanes.code_pair(word, first, 4)
-            yield lanes.b.bitcast(lanes.table_pair(bits, codes), lanes.words)
-
-
-def bfloats(values: tuple[float, ...], count: int = 32) -> list[int]:
-    """Bits of small numbers in bfloat16, with zeros behind them."""
-    exact = torch.tensor(values, dtype=torch.float32)
-    assert torch.equal(exact.bfloat16().float(), exact), "bfloat16 rounds the table"
-    bits = exact.bfloat16().view(torch.int16).int() & 0xFFFF
-    return [*bits.tolist(), *[0] * (count - len(values))]
+            yield lanes.table_pair(table, word, first)

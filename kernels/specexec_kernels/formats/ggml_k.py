@@ -12,7 +12,6 @@ from torch import Tensor
 
 from specexec_kernels.formats.ggml import (
     GgmlFormat,
-    bfloats,
     fields,
     halves,
 )
@@ -21,7 +20,8 @@ from specexec_kernels.formats.ggml_32 import IQ4_LEVELS
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_ir import Lanes
 
-_CODES = tuple(range(32))
+_CODES = tuple(float(code) for code in range(32))
+_SIGNED = tuple(float(code) for code in range(-32, 32))
 _BYTES = (0, 2, 1, 3)  # of a word, in the order in which halves of words pair them
 
 
@@ -123,12 +123,10 @@ class Q4_K(_ScalesAndMinima):
                     yield lanes.to_float(lanes.bits(word, 8 * byte + 4 * (group % 2), 4))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        table = bfloats(_CODES)
         for group in range(8):
             for word in self.words(lanes, group):
                 for byte in (0, 1):
-                    codes = lanes.code_pair(word, 8 * byte + 4 * (group % 2), 4)
-                    yield lanes.b.bitcast(lanes.table_pair(table, codes), lanes.words)
+                    yield lanes.table_pair(_CODES[:16], word, 8 * byte + 4 * (group % 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +156,13 @@ class Q5_K(_ScalesAndMinima):
                     yield lanes.to_float(b.or_(low, upper))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        b, table = lanes.b, bfloats(_CODES)
+        b = lanes.b
         for group in range(8):
             for word, high in zip(self.words(lanes, group), self.high(lanes), strict=True):
                 for byte in (0, 1):
-                    low = lanes.code_pair(word, 8 * byte + 4 * (group % 2), 4)
-                    upper = b.shl(lanes.code_pair(high, 8 * byte + group, 1), lanes.shorts(4))
-                    yield b.bitcast(lanes.table_pair(table, b.or_(low, upper)), lanes.words)
+                    low = lanes.both_bits(word, 8 * byte + 4 * (group % 2), 4)
+                    upper = b.shl(lanes.both_bits(high, 8 * byte + group, 1), lanes.same(4))
+                    yield lanes.table_pair(_CODES, b.or_(low, upper), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +209,13 @@ class Q6_K(_Of256):
                     yield lanes.to_float(b.sub(b.or_(low, high), lanes.same(32)))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        b, table = lanes.b, bfloats(tuple(range(-32, 32)), 64)
+        b = lanes.b
         for group in range(16):
             for low_word, high_word, low_bit, high_bit in self.words(lanes, group):
                 for byte in (0, 1):
-                    low = lanes.code_pair(low_word, 8 * byte + low_bit, 4)
-                    high = lanes.code_pair(high_word, 8 * byte + high_bit, 2)
-                    codes = b.or_(low, b.shl(high, lanes.shorts(4)))
-                    yield b.bitcast(lanes.wide_table_pair(table, codes), lanes.words)
+                    low = lanes.both_bits(low_word, 8 * byte + low_bit, 4)
+                    high = b.shl(lanes.both_bits(high_word, 8 * byte + high_bit, 2), lanes.same(4))
+                    yield lanes.wide_table_pair(_SIGNED, b.or_(low, high))
 
 
 @dataclass(frozen=True, slots=True)
