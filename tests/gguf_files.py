@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,14 @@ def write_gguf(
     kind_of: KindOf | None = None,
     *,
     tokenizer: Path | None = None,
-    more: Mapping[str, Any] | None = None,
+    unpacked: bool = False,
 ) -> Path:
     """Writes a model as one GGUF file.
 
     Args:
         kind_of: all in float32 unless told.
         tokenizer: folder with a tokenizer.json of a byte-level BPE.
-        more: metadata besides, by key.
+        unpacked: write what the blocks mean, in float32.
     """
     config = model.config
     architecture = ARCHITECTURES[config.model_type]
@@ -53,12 +53,12 @@ def write_gguf(
     _add_config(writer, config, architecture)
     if tokenizer is not None:
         _add_tokenizer(writer, tokenizer)
-    for key, value in (more or {}).items():
-        _add_value(writer, key, value)
     for name, tensor in gguf_tensors(model).items():
         kind = kind_of(name, tensor.shape) if kind_of is not None else Kind.F32
         if kind.name in PLAIN:
             writer.add_tensor(name, tensor.astype(PLAIN[kind.name]))
+        elif unpacked:
+            writer.add_tensor(name, gguf.quants.dequantize(packed(tensor, kind), kind))
         else:
             writer.add_tensor(name, packed(tensor, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -229,12 +229,23 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
         writer.add_chat_template(settings["chat_template"])
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, bool):
-        writer.add_bool(key, value)
-    elif isinstance(value, int):
-        writer.add_uint32(key, value)
-    else:
-        writer.add_array(key, value)
+def split(path: Path, count: int) -> Path:
+    """The same tensors in parts, as llama.cpp's gguf-split writes them; the first of them."""
+    reader = gguf.GGUFReader(path)
+    parts = [path.with_name(f"{path.stem}-{n:05}-of-{count:05}.gguf") for n in range(1, count + 1)]
+    for number, part in enumerate(parts):
+        writer = gguf.GGUFWriter(part, "llama")
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith("GGUF.") and key != "general.architecture":
+                    writer.add_key_value(key, field.contents(), field.types[0])
+        writer.add_uint16("split.no", number)
+        writer.add_uint16("split.count", count)
+        writer.add_int32("split.tensors.count", len(reader.tensors))
+        for tensor in reader.tensors[number::count]:
+            writer.add_tensor(tensor.name, tensor.data)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    return parts[0]

@@ -20,6 +20,7 @@ from specexec_cli.catalog.models_file import (
     is_path,
     read_models_file,
 )
+from specexec_cli.catalog.others import OLLAMA, ollama_file
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
@@ -64,7 +65,8 @@ class Registry:
 
     def resolve(self, reference: str) -> ModelEntry:
         """What a reference means: a name here, else a model folder or GGUF file, else
-        org/name[@revision], or of it one GGUF file as org/name[@revision]:FILE.gguf.
+        org/name[@revision], or of it one GGUF file as org/name[@revision]:FILE.gguf, else a model
+        of ollama's as ollama:NAME.
 
         Raises:
             UnknownModelError: none of these, or a folder without config.json.
@@ -89,6 +91,13 @@ class Registry:
                     f"'{reference}' is no GGUF file: give one, or the folder of a checkpoint"
                 )
             return ModelEntry(name=reference, repo=str(path.resolve()))
+        if reference.startswith(OLLAMA):
+            blob = ollama_file(reference)
+            if blob is None:
+                raise UnknownModelError(
+                    f"ollama has no model '{reference.removeprefix(OLLAMA)}' here.{_LIST_HINT}"
+                )
+            return ModelEntry(name=reference, repo=str(blob))
         if is_path(reference):
             raise UnknownModelError(f"no file or folder '{reference}': check the path")
         named, colon, file = reference.partition(":")

@@ -4,12 +4,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_files import PACKED_KINDS, random_blocks
 from specexec_kernels import cpu_jit, cpu_rows
 from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 from specexec_cli.gguf.types import GGML_TYPES
-from tests.gguf_files import PACKED_KINDS, random_blocks
 
 COMPILED = [name for name, each in GGUF_FORMATS.items() if each.compiled]
 
