@@ -58,6 +58,15 @@ class DraftTree:
         return cls(np.array(tokens, dtype=np.int64), ids - 1, ids + 1, np.zeros(len(tokens)))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a committed token was, in nats, and which tokens were most probable there."""
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), falling
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One iteration: what was committed and what it cost."""
@@ -72,6 +81,7 @@ class StepResult:
     pending_rows: int  # committed rows the pass carried besides the tree
     text: str = ""  # what may be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token where they were asked for
     finish_reason: FinishReason | None = None
 
 

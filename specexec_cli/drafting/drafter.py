@@ -164,6 +164,7 @@ class ModelDrafter:
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
         self._utilities: dict[int, Tensor] = {}  # expanded node id -> (vocab,)
+        self._paths: dict[int, tuple[int, ...]] = {}  # likewise, from the root; see _paths_to
         self._ancestors = np.zeros((0, 0), dtype=bool)  # among slots, self included
         self._positions = np.zeros(0, dtype=np.int64)
 
@@ -194,9 +195,20 @@ class ModelDrafter:
     def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         """Each node's children, best first, from its (vocab,) row of logits."""
         positions = (len(self._context) + frontier.depths).tolist()
-        utilities = self._scorer.utilities(logits, positions, self._context)
+        paths = self._paths_to(frontier) if self._scorer.constrained else None
+        utilities = self._scorer.utilities(logits, positions, self._context, paths)
         self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
         return self._scorer.best(utilities, width, frontier.depths + 1)
+
+    def _paths_to(self, frontier: Frontier) -> list[tuple[int, ...]]:
+        """The tokens from the root to each node, the node's own last; none to the root."""
+        found = []
+        for node, parent, token in zip(
+            frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist(), strict=True
+        ):
+            self._paths[node] = (*self._paths[parent], token) if node != ROOT else ()
+            found.append(self._paths[node])
+        return found
 
     def _signals(self, ids: Ints) -> Floats:
         """What policies read of expanded nodes; see policies.Signals."""

@@ -7,7 +7,8 @@ its new tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 
 import torch
@@ -125,13 +126,25 @@ class LocalSession(TextSession):
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
-        sampler = Sampler(request.sampling)
+        sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
+        position = len(request.prompt)
+        for step in self._decoded(request, sampler):
+            yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
+            position += len(step.tokens)
+
+    def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
+        """The steps of the method, whose tokens the sampler draws."""
         ends = request.prompt, request.max_tokens, self.eos_ids
         if request.method == "autoregressive":
             yield from autoregressive(self._target, sampler, *ends)
         else:
             drafter = self._drafter_for(request, sampler)
             if SOURCES[request.method].drawn:
+                if request.constraint is not None or request.top_logprobs is not None:
+                    raise ConfigError(
+                        f"method {request.method} knows no grammar and tells no log-probabilities: "
+                        "use specexec or autoregressive"
+                    )
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self._target, drafter, sampler, *ends)
             else:

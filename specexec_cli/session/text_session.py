@@ -33,6 +33,7 @@ from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.loading import Prepared
 from specexec_cli.models.text import TextStream
+from specexec_cli.sampling import Constraint
 from specexec_cli.session.encoding import PromptEncoder
 
 Steps = Generator[StepResult, None, None]
@@ -59,6 +60,8 @@ class GenerationRequest:
     tree: TreeConfig
     method: Method | BenchMethod
     continuation: list[int]  # the tokens that will come, for --policy oracle
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None
 
 
 class TextSession(PromptEncoder, ABC):
@@ -173,6 +176,8 @@ class TextSession(PromptEncoder, ABC):
         generation: GenerationConfig | None = None,
         method: Method | BenchMethod | None = None,
         continuation: Sequence[int] = (),
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
     ) -> Steps:
         """Yields tokens and text as they are committed; `step.text` is what may be shown.
 
@@ -184,9 +189,12 @@ class TextSession(PromptEncoder, ABC):
             prompt: text, or tokens.
             method: the session's own unless told otherwise.
             continuation: the tokens that will come, which --policy oracle must be told.
+            constraint: which tokens may follow, such as a grammar's; it belongs to this text.
+            top_logprobs: steps tell how probable their tokens were, and so many others.
         Raises:
             ConfigError: an empty prompt, one that does not fit the context window, or a method
-                that is not this session's; at a step, another generation has taken its place.
+                that is not this session's; at a step, another generation has taken its place,
+                or the constraint cannot be followed.
             CheckpointError: the tree's policy is disco, and its classifier cannot be used.
             StreamError, NonFiniteLogitsError, OutOfMemoryError: a pass failed.
             WorkerError: no worker is left that could run one.
@@ -205,6 +213,8 @@ class TextSession(PromptEncoder, ABC):
                 tree=tree,
                 method=method,
                 continuation=list(continuation),
+                constraint=constraint,
+                top_logprobs=top_logprobs,
             )
         )
 
@@ -322,7 +332,7 @@ def _with_text(step: StepResult, stream: TextStream) -> StepResult:
     if stream.stopped:
         count = len(pieces)
         step = replace(step, tokens=step.tokens[:count], drafted=step.drafted[:count],
-                       finish_reason="stop")  # fmt: skip
+                       logprobs=step.logprobs[:count], finish_reason="stop")  # fmt: skip
     elif step.finish_reason:
         pieces[-1] += stream.finish()
         if stream.stopped:
