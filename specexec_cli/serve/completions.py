@@ -105,13 +105,15 @@ class Answer(ABC):
         for index in range(len(self._texts)):
             if (first := self.begun(index)) is not None:
                 yield self._chunk([first])
-        tick_s = _PROGRESS_S if told else _SILENCE_S
-        async for change in follow(self._request, self._texts, tick_s):
+        reported_s = 0.0
+        async for change in follow(self._request, self._texts, _PROGRESS_S if told else _SILENCE_S):
+            if told and time.monotonic() - reported_s >= _PROGRESS_S:
+                reported_s = time.monotonic()
+                if (now := answers.progress(self._texts, self._waiting())) is not None:
+                    yield self._chunk([], specexec=now)
             if change is None:
                 if not told:
                     yield answers.KEEP_ALIVE
-                elif (now := answers.progress(self._texts, self._waiting())) is not None:
-                    yield self._chunk([], specexec=now)
                 continue
             part = self.part(change.index, change.steps, change.ended)
             if part is not None:

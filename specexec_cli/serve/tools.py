@@ -45,7 +45,11 @@ class Dialect:
                 },
                 "required": ["name", self.arguments],
                 "additionalProperties": False,
-            }
+                # JSON as templates write it, and as models have learned it
+                "x-guidance": {
+                    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
+                },
+            }  # fmt: skip
             calls.append(f"%json {json.dumps(schema)}")
         rules = "\n".join(f"call{index}: {call}" for index, call in enumerate(calls))
         either = " | ".join(f"call{index}" for index in range(len(calls)))
