@@ -110,9 +110,9 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, condition: str, timeout_s: float = 60.0) -> None:
-        """Waits until a JavaScript expression is true."""
+        """Waits until a JavaScript expression is true; where it cannot be told yet, it is not."""
         ends = time.monotonic() + timeout_s
-        while not self.run(f"Boolean({condition})"):
+        while not self.run(f"(() => {{ try {{ return Boolean({condition}) }} catch {{}} }})()"):
             assert time.monotonic() < ends, f"never: {condition}"
             time.sleep(0.05)
 
