@@ -1,4 +1,4 @@
-"""Hundreds of requests, many of them broken, against a server: does it leak, and is each text right?
+"""Requests by the hundred, many of them broken: does the server leak, and is each text right?
 
     python scripts/soak_server.py --requests 1000
 
@@ -17,6 +17,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import psutil
@@ -70,8 +71,8 @@ def main() -> None:
         json.dumps(
             {
                 "requests": asked.requests, "seconds": round(seconds, 1),
-                "kinds": dict(sum((o.kinds for o in outcomes), outcomes[0].kinds.__class__())),
-                "statuses": dict(sum((o.statuses for o in outcomes), outcomes[0].statuses.__class__())),
+                "kinds": dict(sum((one.kinds for one in outcomes), Counter())),
+                "statuses": dict(sum((one.statuses for one in outcomes), Counter())),
                 "texts": dict(figures.texts), "finished": len(finished), "wrong": wrong,
                 "threads": [threads, threads_after],
                 "rss_mb_by_quarter": [round(one / 1e6, 1) for one in rounds],

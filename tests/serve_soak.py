@@ -1,4 +1,4 @@
-"""Clients of every kind at once: patient, slow, vanishing, wrong. Used by a test and by a script."""
+"""Clients of every kind at once: patient, slow, vanishing, wrong; for a test and a script."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def _breaks_off(
 ) -> None:
     """Promises a body that never comes whole."""
     url = client.base_url
-    reader, writer = await asyncio.open_connection(url.host, url.port)
+    _, writer = await asyncio.open_connection(url.host, url.port)
     writer.write(
         b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         b'Content-Length: 1000\r\n\r\n{"prompt":'

@@ -25,7 +25,7 @@ def test_a_few_dozen_clients_at_once() -> None:
     with Session.open(pair="demo", offline=True) as session:
         before = threading.active_count()
         with served(session, most_waiting=200) as server:
-            outcome = asyncio.run(soak(server.url, 48, at_once=12, seed=1))
+            outcome = asyncio.run(soak(server.url, 36, at_once=12, seed=1))
             wait_until_idle(server.url, timeout_s=60)
             figures = server.service.engine.figures()
         ends = time.monotonic() + 15  # idle workers of pools leave by themselves
@@ -34,7 +34,7 @@ def test_a_few_dozen_clients_at_once() -> None:
         assert threading.active_count() <= before, threading.enumerate()
         assert len(outcome.kinds) == 6, "each kind has come"
         assert set(outcome.statuses) <= {200, 400}
-        assert len(outcome.finished) > 15
+        assert len(outcome.finished) > 10
         assert figures.texts["cancelled"] > 0
         assert figures.texts.get("failed", 0) == 0
         for one in outcome.finished:
