@@ -24,6 +24,7 @@ from specexec_cli.drafting.search import (
     grow_tree,
 )
 from specexec_cli.models.graphs import StepRunner
+from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
@@ -127,16 +128,29 @@ class ModelDrafter:
                 the draft model's window, while the target's may be longer.
             pending: committed rows that the target's pass will carry besides the tree.
         """
-        self._context = context
-        max_depth = min(max_depth, self.model.context_length - len(context))
-        self._reset_tree()
-        self._crop_to_common_prefix(context)
+        max_depth = self.begin(context, max_depth)
         if max_depth >= 1:
             self._result = self._policy.grow(
                 self._search, self._expand, max_depth, self._signals, pending
             )
             self.rested = not len(self._result.tree)
         return self._result.tree
+
+    def begin(self, context: Sequence[int], max_depth: int) -> int:
+        """Makes ready for the tree behind `context`; see `grow` for both.
+
+        Returns:
+            the longest path that this tree may have; none where it is below 1.
+        """
+        self._context = context
+        self._reset_tree()
+        self._crop_to_common_prefix(context)
+        return min(max_depth, self.model.context_length - len(context))
+
+    def take(self, result: SearchResult) -> None:
+        """The tree that a search over several texts' nodes came to for this one."""
+        self._result = result
+        self.rested = not len(result.tree)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
@@ -148,6 +162,16 @@ class ModelDrafter:
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
         self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
+
+    def copy_rows(self, other: ModelDrafter, length: int) -> None:
+        """Takes the cache rows of the first `length` committed tokens of another text.
+
+        Args:
+            length: at most what the other has in its cache; this one is emptied first.
+        """
+        self.forget()
+        self._cache.copy_rows(other._cache, length)
+        self.tokens = other.tokens[:length]
 
     def forget(self) -> None:
         """Empties its cache; what was learned stays, and so do captured steps."""
@@ -177,23 +201,35 @@ class ModelDrafter:
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """Runs a frontier through the draft model; see search.Expand."""
-        if frontier.ids[0] == ROOT:
-            pending = list(self._context[len(self.tokens) :])
-            rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
-            logit_rows = range(len(pending) - 1, len(pending))
-        else:
-            rows = self._tree_rows(frontier)
-            logit_rows = range(len(rows.tokens))
+        rows, cache, logit_rows = self.rows_of(frontier)
         if self._steps is not None:
             logits = self._steps.forward(rows, logit_rows)
         else:
-            logits = self.model.forward(rows, self._cache, logit_rows)
-        if frontier.ids[0] == ROOT:
-            self.tokens = list(self._context)
-        return self._children(frontier, logits[:, : self._vocab_size], width)
+            logits = self.model.forward(rows, cache, logit_rows)
+        return self.children(frontier, logits, width)
 
-    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """Each node's children, best first, from its (vocab,) row of logits."""
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, SlotCache, Sequence[int]]:
+        """What the draft model is to be given: rows, their cache, and the rows of the frontier."""
+        if frontier.ids[0] != ROOT:
+            rows = self._tree_rows(frontier)
+            return rows, self._cache, range(len(rows.tokens))
+        pending = list(self._context[len(self.tokens) :])
+        rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
+        return rows, self._cache, range(len(pending) - 1, len(pending))
+
+    def fed(self) -> None:
+        """The rows of the whole context have been through the draft model."""
+        self.tokens = list(self._context)
+
+    def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """The children of nodes whose rows have been through the draft model; see search.Expand.
+
+        Args:
+            logits: (nodes, vocab) the draft model's.
+        """
+        if frontier.ids[0] == ROOT:
+            self.fed()
+        logits = logits[:, : self._vocab_size]
         positions = (len(self._context) + frontier.depths).tolist()
         paths = self._paths_to(frontier) if self._scorer.constrained else None
         utilities = self._scorer.utilities(logits, positions, self._context, paths)

@@ -1,4 +1,4 @@
-"""Rows of several texts in one pass: side by side in every product, each text by itself in attention.
+"""Rows of several texts in one pass: side by side in products, each text alone in attention.
 
 A decoder layer's norms, projections and MLP treat each row by itself, so rows of several texts go
 through them together and the layer's weights are read once. Attention alone looks at other rows:

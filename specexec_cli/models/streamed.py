@@ -266,7 +266,7 @@ class StreamedModel:
                 self.source.restart()
             together = SideBySide(parts, self._turns)
             logits = self._pass(together, joint_cache(caches, together), logit_rows)
-        return list(logits.split([len(own) for own in wanted]))
+        return list(torch.split(logits, [len(own) for own in wanted]))
 
     def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
         self.context.begin(rows)
