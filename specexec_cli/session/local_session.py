@@ -14,9 +14,10 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from specexec_cli.config import BenchMethod, Method, TreeConfig
+from specexec_cli.config import BenchMethod, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.batch import Seat
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
@@ -69,6 +70,23 @@ class LocalSession(TextSession):
             runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
+
+    def seats(self, count: int) -> list[Seat]:
+        """Caches for so many texts at once; the session's own are the first.
+
+        Whoever takes them is the only one to use the session from then on.
+        """
+        self.forget()
+        targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
+        return [Seat(target, self._new_drafter()) for target in targets]
+
+    def _new_drafter(self) -> ModelDrafter | None:
+        if self._draft is None:
+            return None
+        return ModelDrafter(
+            self._draft, Sampler(SamplingConfig()), self.pair.tree, self.vocab_size,
+            learned=self.learned,
+        )  # fmt: skip
 
     @property
     def method(self) -> Method:
