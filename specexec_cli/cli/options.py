@@ -37,7 +37,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise. Default: the target's pair's, or the best that is known.",
+        help="Draft model, likewise; or suffix: the text's own past. Default: the target's pair's, "
+        "or the best that is known.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
@@ -116,6 +117,13 @@ Calibration = Annotated[
     bool,
     typer.Option(
         help="Correct draft probabilities by what was accepted.",
+        rich_help_panel=TREE,
+    ),
+]
+Past = Annotated[
+    bool,
+    typer.Option(
+        help="Add what followed the last tokens where they stood before.",
         rich_help_panel=TREE,
     ),
 ]

@@ -98,18 +98,24 @@ class Forest:
         able = [index for index, depth in enumerate(depths) if depth >= 1]
         if isinstance(self._policy, Cost):
             self._policy.texts = max(len(saplings), 1)
-        trees = [DraftTree.empty() for _ in saplings]
-        if not able:
-            return trees
-        growth = _Growth(
-            self._model, [saplings[index] for index in able], [depths[index] for index in able]
-        )
-        result = self._policy.grow(
-            grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
-        )
-        for index, own in zip(able, growth.split(result), strict=True):
-            saplings[index].drafter.take(own)
-            trees[index] = own.tree
+        found: list[SearchResult | None] = [None] * len(saplings)
+        rested = False
+        if able:
+            growth = _Growth(
+                self._model, [saplings[index] for index in able], [depths[index] for index in able]
+            )
+            result = self._policy.grow(
+                grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
+            )
+            rested = not len(result.tree)
+            for index, part in zip(able, growth.split(result), strict=True):
+                found[index] = part
+        trees = []
+        room = self._tree.budget - sum(len(own.tree) for own in found if own is not None)
+        for sapling, own in zip(saplings, found, strict=True):
+            size = len(own.tree) if own is not None else 0
+            trees.append(sapling.drafter.take(own, size + room, rested))
+            room -= len(trees[-1]) - size
         return trees
 
     def observe(self, step: StepResult) -> None:

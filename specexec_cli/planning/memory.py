@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError
@@ -98,7 +97,7 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
 
 
 class DoesNotFitError(OutOfMemoryError):
-    """A session that this machine has no memory for, as facts: the CLI says which option helps."""
+    """A session that this machine has no memory for, as facts."""
 
     def __init__(self, what: str, needed_bytes: int, usable_bytes: int, parts: Parts) -> None:
         """Collects the facts.
@@ -107,10 +106,10 @@ class DoesNotFitError(OutOfMemoryError):
             what: the beginning of the sentence, up to the numbers, with {needed} in it.
             parts: what takes how much, the largest first.
         """
+        self.what = what
         self.needed_bytes = needed_bytes
         self.usable_bytes = usable_bytes
         self.parts = parts
-        self.asked: Any = None  # resolve.Asked, where it was found out for a request
         small = sum(size for _, size in parts[4:])
         shown = [*parts[:4], *([("other", small)] if small else [])]
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)

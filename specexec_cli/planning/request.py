@@ -32,6 +32,7 @@ class TreeRequest:
     scoring: DraftScoring = "noise"
     policy: str | None = None  # None is cost, and fixed for other methods than specexec
     calibrated: bool = True
+    past: bool = True
 
     def resolve(self, recommended: TreeConfig, method: Method) -> TreeConfig:
         """The tree to use and to plan memory for.
@@ -54,12 +55,13 @@ class TreeRequest:
             scoring=self.scoring,
             policy=policy,
             calibrated=self.calibrated,
+            past=self.past,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """Models, method, tree and machine of one session; see `specexec generate --help`."""
+    """Models, method, tree and machine of one session."""
 
     pair: str | None = None
     target: str | None = None  # a models.toml name, a folder, or a hub id

@@ -59,7 +59,7 @@ class GenerationRequest:
     sampling: SamplingConfig
     tree: TreeConfig
     method: Method | BenchMethod
-    continuation: list[int]  # the tokens that will come, for --policy oracle
+    continuation: list[int]  # the tokens that will come, for the policy oracle
     constraint: Constraint | None = None
     top_logprobs: int | None = None
 
@@ -95,7 +95,7 @@ class TextSession(PromptEncoder, ABC):
 
     @property
     @abstractmethod
-    def method(self) -> Method:
+    def method(self) -> BenchMethod:
         """The method that is used unless a generation names another."""
 
     @abstractmethod
@@ -147,7 +147,7 @@ class TextSession(PromptEncoder, ABC):
         return pair_folder(self.pair.target.repo, self.pair.draft.repo)
 
     def classifier(self) -> Classifier:
-        """The classifier of --policy disco that was trained for this pair.
+        """The classifier of the policy disco that was trained for this pair.
 
         Raises:
             CheckpointError: there is none, or none that can be used; says how to train one.
@@ -188,7 +188,7 @@ class TextSession(PromptEncoder, ABC):
         Args:
             prompt: text, or tokens.
             method: the session's own unless told otherwise.
-            continuation: the tokens that will come, which --policy oracle must be told.
+            continuation: the tokens that will come, which the policy oracle must be told.
             constraint: which tokens may follow, such as a grammar's; it belongs to this text.
             top_logprobs: steps tell how probable their tokens were, and so many others.
         Raises:

@@ -1,4 +1,4 @@
-"""--policy cost: as large as pays, and no tree at all where plain decoding is faster.
+"""The policy cost: as large as pays, and no tree at all where plain decoding is faster.
 
 With E the number of drafted tokens that a tree is expected to commit and T the seconds of its
 iteration, it maximises (1 + E) / T. E is the sum of the nodes' probabilities, T a function fitted
@@ -31,7 +31,7 @@ _FIRST = (2, 8)
 @policy(
     "cost",
     help="as much as pays in tokens/s; the budget is then twice the pair's unless given",
-    methods=("specexec",),  # the one that searches by falling probability
+    methods=("specexec", "suffix"),  # those that search by falling probability
     needs="cost",
 )
 class Cost:
