@@ -220,6 +220,32 @@ Json = Annotated[
         "--json", help="One JSON object on stdout, nothing else.", rich_help_panel=_OUTPUT
     ),
 ]
+Jsonl = Annotated[
+    bool,
+    typer.Option(
+        "--jsonl",
+        help="The file has a prompt per line, as JSON; several are continued at once.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="With --jsonl: file for the texts; those that it has already are left out.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Slots = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MOST_SLOTS,
+        help="Texts at once, each with memory of its own.",
+        rich_help_panel=MEMORY,
+    ),
+]
 Quiet = Annotated[
     bool,
     typer.Option("--quiet", "-q", help="Nothing on stderr but errors.", rich_help_panel=_OUTPUT),

@@ -17,15 +17,15 @@ from specexec_cli.core import DraftTree, FinishReason, StepResult, common_prefix
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest, Sapling
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
+from specexec_cli.planning.memory import PROMPT_ROWS
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 # Rows of prompts that a pass carries beside texts that are under way: so many as make it twice as
-# long, within these bounds, or the last where no cost model knows.
+# long, within these bounds, or the last where no cost model knows. Without such texts one prompt is
+# carried whole, and of others as many rows as memory is planned for.
 _LEAST_ROWS, _MOST_ROWS, _ROWS = 64, 512, 256
-# Beside no such text, one prompt is carried whole, and others as far as this goes.
-_ALONE_ROWS = 2048
 # A newcomer waits for the next pass if so many of the tokens it begins with are among the rows that
 # another text has in this one: they are then copied instead of computed twice.
 _WORTH_WAITING = 32
@@ -87,9 +87,7 @@ class _Part:
     whole: bool  # they are all that were missing: the pass brings the text a token
     tree: DraftTree
     accepted: Accepted | None = None
-    error: SpecexecError | None = (
-        None  # why the text ends; where drafting failed, it is not carried
-    )
+    error: SpecexecError | None = None  # why the text ends; before the pass where drafting failed
 
     @property
     def committed(self) -> list[int]:
@@ -147,7 +145,7 @@ class Batch:
         prompts = [text for text in texts if text.missing > 1]
         going = len(prompts) < len(texts)
         most = self._forest.most_pending if self._forest is not None else None
-        room = min(max(most or _ROWS, _LEAST_ROWS), _MOST_ROWS) if going else _ALONE_ROWS
+        room = min(max(most or _ROWS, _LEAST_ROWS), _MOST_ROWS) if going else PROMPT_ROWS
         parts: list[_Part] = []
         for text in texts:
             if not text.begun:

@@ -103,11 +103,11 @@ class Bench:
     def _check(self, text: BatchText) -> None:
         """Between passes a cache holds committed tokens in order, and nothing else."""
         assert text.seat.target.tokens == text.context[: len(text.seat.target.tokens)]
-        caches = [text.seat.target._cache]
-        if text.seat.drafter is not None and text.seat.drafter.tokens:
-            caches.append(text.seat.drafter._cache)
-        for cache in caches:
-            expected = [(token, at) for at, token in enumerate(text.context[: cache.length])]
+        pairs = [(text.seat.target.tokens, text.seat.target._cache)]
+        if text.seat.drafter is not None:  # which may hold another text's still
+            pairs.append((text.seat.drafter.tokens, text.seat.drafter._cache))
+        for tokens, cache in pairs:
+            expected = [(token, at) for at, token in enumerate(tokens)]
             assert cache.slots == expected  # type: ignore[attr-defined]
 
 
@@ -164,7 +164,7 @@ def test_each_text_is_what_it_is_alone(model, noise, tree, jobs, seats, prompt_r
     if tree is not None and tree.policy == "disco":
         tree = replace(tree, policy="cost")
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS", "_ALONE_ROWS"):
+        for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS", "PROMPT_ROWS"):
             patched.setattr(batch, name, prompt_rows)
         patched.setattr(batch, "_WORTH_WAITING", 4)
         toy = ToyLM(model, order=64)
