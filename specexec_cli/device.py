@@ -17,6 +17,7 @@ FAST_FLAGS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
     "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
+HUGE_PAGE_BYTES = 2 << 20
 _NO_LIMIT = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
 
 

@@ -120,7 +120,7 @@ class Prepared:
             notice(
                 f"the draft model ({format_bytes(sizes[0])}) is larger than the target "
                 f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
-                "Were --target and --draft swapped?"
+                "Were `target` and `draft` swapped?"
             )
         return StreamedModel.open(
             self.draft, device=self.device, dtype=self.dtype, tiers=None, notice=notice
@@ -239,7 +239,7 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of a --device option; "auto" is the first GPU, or the CPU.
+    """The device of that name; "auto" is the first GPU, or the CPU.
 
     Raises:
         ConfigError: no such device here.
@@ -249,14 +249,14 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device. Try cpu, cuda or cuda:1") from error
+        raise ConfigError(f"`device='{name}'`: not a device. Try cpu, cuda or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
+        raise ConfigError(f"`device='{name}'`: torch sees no CUDA device here. Try `device='cpu'`")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
+        raise ConfigError(f"`device='{name}'`: only cpu and cuda are supported")
     if device.type == "cpu":
         return device
     number, count = device.index or 0, torch.cuda.device_count()
     if number >= count:
-        raise ConfigError(f"--device {name}: the last CUDA device here is cuda:{count - 1}")
+        raise ConfigError(f"`device='{name}'`: the last CUDA device here is cuda:{count - 1}")
     return torch.device("cuda", number)

@@ -232,5 +232,5 @@ def _check_finite(logits: Tensor, position: int) -> None:
     if not torch.isfinite(logits).all():
         raise NonFiniteLogitsError(
             f"the target's logits for position {position} are not finite: the checkpoint is "
-            "damaged or its values overflow this dtype. Try --dtype float32"
+            "damaged or its values overflow this dtype. Try `dtype='float32'`"
         )

@@ -144,7 +144,7 @@ def converse(
     from specexec_cli.chat.repl import run
     from specexec_cli.cli.chat_screen import ConsoleScreen
 
-    if session.pair.draft is None:
+    if session.pair.draft_name is None:
         settings = replace(settings, method="autoregressive")
     interactive = sys.stdin is not None and sys.stdin.isatty()
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
@@ -169,7 +169,7 @@ def converse(
 
 def _introduce(chat: Chat) -> None:
     pair, settings = chat.session.pair, chat.session.settings
-    draft = f" with draft {pair.draft.name}" if pair.draft is not None else ""
+    draft = f" with draft {pair.draft_name}" if pair.draft_name else ""
     facts = ", ".join(f"{name} {value}" for name, value in settings.items())
     chat.screen.notice(
         f"{pair.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"

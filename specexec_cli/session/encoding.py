@@ -60,7 +60,7 @@ class PromptEncoder:
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
                 f"{self._model} has no chat template: it is a base model. Use a chat "
-                "or instruct model, or continue raw text: specexec generate, without --chat"
+                "or instruct model, or continue raw text: generate without `chat`"
             )
         if has_channels(self.tokenizer):
             messages = [

@@ -27,7 +27,7 @@ def test_a_gpu_is_named_with_its_number(name: str, device: str, two_gpus: None) 
 
 
 def test_a_gpu_that_is_not_there(two_gpus: None) -> None:
-    with pytest.raises(ConfigError, match="--device cuda:2: the last CUDA device here is cuda:1"):
+    with pytest.raises(ConfigError, match="`device='cuda:2'`: the last CUDA device here is cuda:1"):
         pick_device("cuda:2")
 
 
