@@ -26,8 +26,8 @@ from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
@@ -40,6 +40,9 @@ from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import path_of
 from specexec_cli.planning.placement import converts_tables
+
+# Rotary positions whose frequencies depend on the longest position of a pass.
+_FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
 
 
 class StreamedModel:
@@ -121,7 +124,7 @@ class StreamedModel:
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        quantization = Quantization.read(checkpoint, notice)
+        quantization = read_packing(checkpoint, notice)
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
@@ -212,8 +215,15 @@ class StreamedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a pass; not where Python picks the experts to run."""
-        return not any(isinstance(module, PerExpert) for module in self.skeleton.model.modules())
+        """Whether a CUDA graph can hold a pass.
+
+        Not where Python picks the experts to run, nor where rotary frequencies follow the longest
+        position, which Python reads from the GPU.
+        """
+        return not any(
+            isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
+            for module in self.skeleton.model.modules()
+        )
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -421,3 +431,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    """The kinds of rotary positions of a module that makes them; one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    if isinstance(found, Mapping):
+        return {kind for kind in found.values() if isinstance(kind, str)}
+    return {found} if isinstance(found, str) else set()
