@@ -143,7 +143,7 @@ def resolve(
         SpecexecError: whatever is wrong, in one line.
     """
     pair = choose_pair(load_registry(request.models_file), request)
-    tree = request.tree.resolve(pair.tree, request.method)
+    tree = request.tree.resolve(pair.tree, request.method, request.slots)
 
     def find(entry: ModelEntry) -> SizedModel:
         if not fetch_weights:
@@ -164,6 +164,7 @@ def resolve(
         work = Work(
             context_tokens=context_tokens,
             budget=tree.budget if pair.draft_name is not None else 0,
+            texts=request.slots,
             item_bytes=DTYPE_BYTES[dtype],
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
         )
