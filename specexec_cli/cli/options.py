@@ -17,6 +17,7 @@ from specexec_cli.config import (
     OffloadMode,
 )
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.planning.request import MOST_SLOTS
 
 _COMMON, _OUTPUT = "Common", "Output"
 
