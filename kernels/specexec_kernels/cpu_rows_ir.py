@@ -97,7 +97,6 @@ class Lanes(Emitter):
         self.units = self.argument(UNITS)
         self.unit: Any = None
         self.row: Any = None
-        self._read: dict[tuple[str, int, int], list[Any]] = {}  # words of the unit
         module = function.module
         permute = ir.FunctionType(self.vector, [self.vector, self.words])
         self.pair_type = ir.VectorType(I16, 2 * self.lanes)
@@ -118,7 +117,6 @@ class Lanes(Emitter):
     def at(self, row: Any, unit: Any) -> None:
         """Go to a unit of the outputs from `row` on."""
         self.row, self.unit = row, unit
-        self._read = {}
 
     def argument(self, position: int) -> Any:
         """An int64 of the argument array."""
@@ -158,15 +156,14 @@ class Lanes(Emitter):
         """
         if count is None:
             count = self._unit_bytes(self.parts[leaf][0]) // 4
-        key = leaf, offset, count
-        if key in self._read:
-            return self._read[key]
+        return self.once((leaf, offset, count), lambda: self._words(leaf, offset, count))
+
+    def _words(self, leaf: str, offset: int, count: int) -> list[Any]:
         first, stride = self._address(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
             size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes)
             found += self._words_at(self.b.add(first, I64(4 * len(found))), stride, size)
-        self._read[key] = found
         return found
 
     def _words_at(self, first: Any, stride: Any, count: int) -> list[Any]:
