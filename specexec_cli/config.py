@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from specexec_cli.errors import ConfigError
 
 Method = Literal["specexec", "autoregressive", "dsi"]
+SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
 BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are computed beside a GPU
@@ -16,6 +19,7 @@ ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are com
 Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,15 +63,16 @@ class TreeConfig:
     scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
     policy: str = "fixed"  # how much of the budget a tree uses: a name in drafting.policies
     calibrated: bool = True  # scores corrected by what was accepted, see drafting/calibration.py
+    past: bool = False  # with nodes that the text's own past suggests, see drafting/suffix.py
 
     def __post_init__(self) -> None:
-        for name, flag in (("budget", "--budget"), ("max_depth", "--depth"), ("batch", "--batch")):
+        for name in ("budget", "max_depth", "batch"):
             value = getattr(self, name)
             if not 1 <= value <= 65536:
-                raise ConfigError(f"{flag} must be between 1 and 65536, not {value}")
+                raise ConfigError(f"`{name}` must be between 1 and 65536, not {value}")
         if self.max_depth > self.budget:
             raise ConfigError(
-                f"--depth ({self.max_depth}) cannot exceed --budget ({self.budget}): "
+                f"`max_depth` ({self.max_depth}) cannot exceed `budget` ({self.budget}): "
                 "a path of that depth would not fit in the tree"
             )
 
@@ -83,12 +88,12 @@ class GenerationConfig:
         if self.max_tokens < 1:
             raise ConfigError(f"max-tokens must be 1 or more, not {self.max_tokens}")
         if any(not text for text in self.stop):
-            raise ConfigError("a --stop string must not be empty")
+            raise ConfigError("a `stop` string must not be empty")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DsiOptions:
-    """Speculation over several devices (--method dsi); what is left out is chosen."""
+    """Speculation over several devices (method dsi); what is left out is chosen."""
 
     sp: int | None = None  # target servers at once
     lookahead: int | None = None  # draft tokens before each verification
@@ -96,8 +101,8 @@ class DsiOptions:
     ray: str | None = None  # address of a Ray cluster whose GPUs run the workers
 
     def __post_init__(self) -> None:
-        for flag, value in (("--sp", self.sp), ("--lookahead", self.lookahead)):
+        for name, value in (("sp", self.sp), ("lookahead", self.lookahead)):
             if value is not None and not 1 <= value <= 64:
-                raise ConfigError(f"{flag} must be between 1 and 64, or auto, not {value}")
+                raise ConfigError(f"`{name}` must be between 1 and 64, or auto, not {value}")
         if self.ray is not None and self.devices:
-            raise ConfigError("--ray and --devices exclude each other: Ray places the workers")
+            raise ConfigError("`ray` and `devices` exclude each other: Ray places the workers")

@@ -17,6 +17,7 @@ FAST_FLAGS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
     "asimd", "bf16", "i8mm", "sve",
 )  # fmt: skip
+HUGE_PAGE_BYTES = 2 << 20
 _NO_LIMIT = 1 << 60  # cgroup v1 writes about 2^63 for "no limit"
 
 
@@ -132,6 +133,29 @@ def gpus() -> list[GpuInfo]:
         [cell.strip() for cell in line.split(",")] for line in answer.stdout.strip().splitlines()
     )
     return [_gpu(row) for row in rows if len(row) == 7 and row[0].isdigit()]
+
+
+# The oldest driver for which a major version of CUDA is built, by NVIDIA's compatibility tables.
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+
+
+def gpu_obstacle(torch_version: str, built_for: str | None, driver: str) -> str:
+    """Why PyTorch does not see a GPU that nvidia-smi shows, and the mend.
+
+    Args:
+        built_for: version of CUDA, as in "13.0"; None of a build for CPUs.
+        driver: version, as in "570.86.15".
+    """
+    if built_for is None:
+        return f"torch {torch_version} is a build for CPUs: install one for CUDA"
+    needed = _OLDEST_DRIVER.get(built_for.partition(".")[0])
+    major = driver.partition(".")[0]
+    if needed is not None and major.isdigit() and int(major) < needed:
+        return (
+            f"torch {torch_version} is built for CUDA {built_for}, which needs driver R{needed} or "
+            f"newer, and this is {driver}: update it, or install torch for an older CUDA"
+        )
+    return f"torch {torch_version} cannot start CUDA {built_for} under driver {driver}"
 
 
 def _gpu(row: list[str]) -> GpuInfo:

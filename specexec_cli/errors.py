@@ -1,7 +1,8 @@
 """The errors a user can meet, each with the exit code that README documents.
 
 main() catches SpecexecError alone: any other exception is a bug of ours and shows its traceback.
-A message says what, where, and the mend.
+A message says what, where, and the mend. Settings stand in it in backquotes as Python takes them,
+`budget` or `offload='ssd'`; the command line writes its options in their place.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class CheckpointError(SpecexecError):
 
 
 class OutOfMemoryError(SpecexecError):
-    """More bytes are needed than are free; the message names both and the flag to lower."""
+    """More bytes are needed than are free; the message names both and what to lower."""
 
     exit_code = 6
 
@@ -119,6 +120,6 @@ def clear_shortage(what: str) -> Iterator[None]:
         else:
             where, close, tier = "the GPU's memory", "Close what else runs on the GPU", "ram"
         raise OutOfMemoryError(
-            f"{where} is too small: {what}. {close}, or use a smaller draft tree (--budget), "
-            f"a shorter text (--max-tokens), or --offload {tier}"
+            f"{where} is too small: {what}. {close}, or use a smaller draft tree (`budget`), "
+            f"a shorter text (`max_tokens`), or `offload='{tier}'`"
         ) from None

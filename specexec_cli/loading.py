@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -120,7 +121,7 @@ class Prepared:
             notice(
                 f"the draft model ({format_bytes(sizes[0])}) is larger than the target "
                 f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
-                "Were --target and --draft swapped?"
+                "Were `target` and `draft` swapped?"
             )
         return StreamedModel.open(
             self.draft, device=self.device, dtype=self.dtype, tiers=None, notice=notice
@@ -238,8 +239,19 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
     return found
 
 
+def unused_gpu() -> str | None:
+    """Why the CPU computes on a machine with a GPU; None where none is passed over by mistake."""
+    if torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    found = gpus()
+    if not found:
+        return None
+    reason = gpu_obstacle(torch.__version__, torch.version.cuda, found[0].driver)
+    return f"the CPU computes, not the {found[0].name}: {reason}"
+
+
 def pick_device(name: str) -> torch.device:
-    """The device of a --device option; "auto" is the first GPU, or the CPU.
+    """The device of that name; "auto" is the first GPU, or the CPU.
 
     Raises:
         ConfigError: no such device here.
@@ -249,14 +261,14 @@ def pick_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise ConfigError(f"--device {name}: not a device. Try cpu, cuda or cuda:1") from error
+        raise ConfigError(f"`device='{name}'`: not a device. Try cpu, cuda or cuda:1") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"--device {name}: torch sees no CUDA device here. Try --device cpu")
+        raise ConfigError(f"`device='{name}'`: torch sees no CUDA device here. Try `device='cpu'`")
     if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"--device {name}: only cpu and cuda are supported")
+        raise ConfigError(f"`device='{name}'`: only cpu and cuda are supported")
     if device.type == "cpu":
         return device
     number, count = device.index or 0, torch.cuda.device_count()
     if number >= count:
-        raise ConfigError(f"--device {name}: the last CUDA device here is cuda:{count - 1}")
+        raise ConfigError(f"`device='{name}'`: the last CUDA device here is cuda:{count - 1}")
     return torch.device("cuda", number)

@@ -76,7 +76,11 @@ class ToySession:
     ) -> None:
         named = SimpleNamespace(name="toy-draft") if draft else None
         self.pair = SimpleNamespace(
-            name="toy", target=SimpleNamespace(name="toy-target"), draft=named, tree=TreeConfig()
+            name="toy",
+            target=SimpleNamespace(name="toy-target"),
+            draft=named,
+            tree=TreeConfig(),
+            draft_name=named and named.name,
         )
         self.settings = {"offload": "none", "device": "toy", "dtype": "float32"}
         self.special_tokens: Mapping[str, int] = SPECIAL

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from checkpoints import architecture, edit_json, save_checkpoint
+from checkpoints import architecture, save_checkpoint
 from quantized_checkpoints import is_linear
 from safetensors.torch import load_file, save_file
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowWeight, Stored
-from specexec_kernels.row_quantize import RECIPES
+from specexec_kernels.formats.base import RowWeight, Stored, described
+from specexec_kernels.row_quantize import RECIPES, fp8_blocks
 from torch import Tensor
 
-NAMES = {
-    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32",
-    torch.uint8: "U8", torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3", torch.int64: "I64",
-    torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
+# tiles of 128 would be larger than the matrices
+SMALL = {
+    **RECIPES,
+    "fp8": replace(
+        RECIPES["fp8"],
+        settings={**RECIPES["fp8"].settings, "weight_block_size": [32, 32]},
+        pack=partial(fp8_blocks, size=32),
+    ),
+}
 
 
 def unpacked(
     tensors: dict[str, Tensor], shape: tuple[int, ...], settings: Any, name: str = "linear"
 ) -> Tensor:
     """The weight (outputs, inputs) float32 that the tensors of a linear mean."""
-    found = {leaf: (NAMES[tensor.dtype], tuple(tensor.shape)) for leaf, tensor in tensors.items()}
-    stored = Stored(name, shape[0], shape[1], found, tensors.__getitem__)
+    stored = Stored(name, shape[0], shape[1], described(tensors), tensors.__getitem__)
     fmt = METHODS[settings["quant_method"]].read(stored, settings)
     assert fmt is not None
     return RowWeight(fmt, shape[1], shape[0], tensors).unpack()
@@ -45,12 +50,13 @@ def save_row_packed(folder: Path, recipe: str, name: str = "llama") -> tuple[Pat
         if not (is_linear(key) and key.endswith(".weight")):
             stored[key] = tensor
             continue
-        leaves = RECIPES[recipe].pack(tensor.float())
-        tensors[key] = unpacked(leaves, tuple(tensor.shape), RECIPES[recipe].settings, linear)
+        leaves = SMALL[recipe].pack(tensor.float())
+        tensors[key] = unpacked(leaves, tuple(tensor.shape), SMALL[recipe].settings, linear)
         stored |= {f"{linear}.{leaf}": value for leaf, value in leaves.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     packed.mkdir()
-    (packed / "config.json").write_bytes((plain / "config.json").read_bytes())
-    edit_json(packed / "config.json", quantization_config=dict(RECIPES[recipe].settings))
+    content = json.loads((plain / "config.json").read_text())
+    content["quantization_config"] = dict(SMALL[recipe].settings)
+    (packed / "config.json").write_text(json.dumps(content))
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     return plain, packed

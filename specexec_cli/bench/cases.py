@@ -67,6 +67,8 @@ def variant(settings: Mapping[str, Any]) -> str:
         words.append(settings["scoring"])
     if not settings.get("calibrated", True):
         words.append("uncalibrated")
+    if settings.get("past", False):
+        words.append("past")
     return " ".join(words)
 
 
@@ -81,6 +83,7 @@ class Grid:
     scorings: Sequence[DraftScoring] = ("noise",)
     policies: Sequence[str] = ("fixed",)  # a method passes over those that cannot size its trees
     calibrated: Sequence[bool] = (True,)
+    past: Sequence[bool] = (False,)  # other methods than specexec's have no such nodes
     sampling: Sequence[SamplingConfig]
     max_tokens: int
     baseline_tokens: int
@@ -89,18 +92,18 @@ class Grid:
         for method in self.methods:
             if method not in methods():
                 raise ConfigError(
-                    f"--method '{method}' is not one of {', '.join(methods())}."
+                    f"`method` '{method}' is not one of {', '.join(methods())}."
                     f"{nearest(method, list(methods()))}"
                 )
         drafting = set(self.methods) - {BASELINE}
         for policy in self.policies if drafting else ():
             able = [method for method in methods() if policy in policies_for(method)]
             if not set(able) & drafting:
-                raise ConfigError(f"--policy {policy} needs --method {' or '.join(able)}")
+                raise ConfigError(f"`policy='{policy}'` needs the method {' or '.join(able)}")
         if any(length < 1 for length in self.lengths):
-            raise ConfigError("--speculation-length must be 1 or more")
+            raise ConfigError("`speculation_length` must be 1 or more")
         if min(self.max_tokens, self.baseline_tokens) < 1:
-            raise ConfigError("--max-tokens and --baseline-tokens must be 1 or more")
+            raise ConfigError("`max_tokens` and `baseline_tokens` must be 1 or more")
 
     def cases(self, recommended: TreeConfig) -> list[Case]:
         """Every combination once, the baseline of each sampling first.
@@ -120,11 +123,12 @@ class Grid:
 
     def _variants(self, method: BenchMethod, tree: TreeConfig) -> list[TreeConfig]:
         return [
-            replace(tree, scoring=scoring, policy=policy, calibrated=calibrated)
+            replace(tree, scoring=scoring, policy=policy, calibrated=calibrated, past=past)
             for policy in self.policies
             if policy in policies_for(method)
             for scoring in self.scorings
             for calibrated in self.calibrated
+            for past in (self.past if method == "specexec" else (False,))
         ]
 
     def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:

@@ -53,9 +53,9 @@ def check_settings(sampling: SamplingConfig, ranks: Sequence[int]) -> None:
         ConfigError: a temperature of 0, at which the target has no distribution; bad ranks.
     """
     if sampling.temperature == 0.0:
-        raise ConfigError("coverage needs --temperature above 0: greedy text has no distribution")
+        raise ConfigError("coverage needs `temperature` above 0: greedy text has no distribution")
     if not ranks or min(ranks) < 1:
-        raise ConfigError("--top-k takes numbers of 1 or more")
+        raise ConfigError("`top_k` takes numbers of 1 or more")
 
 
 def measure_coverage(

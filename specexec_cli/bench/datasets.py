@@ -84,7 +84,7 @@ def _by_name(adapter: Adapter, data_folder: Path, count: int) -> Dataset:
         raise ConfigError(
             f"dataset '{adapter.name}' is not in {data_folder} (looked for "
             f"{', '.join(adapter.files)}) and the package 'datasets' is not installed. Name its "
-            f"file, --dataset {adapter.name}=FILE, or its folder, --data FOLDER"
+            f"file, `dataset='{adapter.name}=FILE'`, or its folder, `data`"
         ) from error
     try:
         rows = datasets.load_dataset(*adapter.hub, split=adapter.split, streaming=True)

@@ -68,7 +68,7 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             "drawing needs matplotlib, which is not installed: pip install matplotlib, "
-            "or leave --figures out"
+            "or leave `figures` out"
         ) from error
     figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
     FigureCanvasAgg(figure)

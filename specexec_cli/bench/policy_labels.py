@@ -105,7 +105,7 @@ def measure_costs(session: TextSession, prompt: BenchPrompt, tokens: int = 24) -
     drafted = [step for step in steps[1:] if step.tree_nodes]  # the first carries the prompt
     if not drafted:
         raise ConfigError("the text of the first prompt is too short to measure costs on: name "
-                          "them with --target-ms and --draft-ms")  # fmt: skip
+                          "them with `target_ms` and `draft_ms`")  # fmt: skip
     return Costs(
         target_s=median(step.verify_s for step in drafted),
         draft_s=median(step.draft_s / step.tree_nodes for step in drafted),

@@ -23,12 +23,17 @@ if TYPE_CHECKING:
 
 
 def make_report(
-    paths: Sequence[Path], form: str, figures: Path | None, figure_format: str
+    paths: Sequence[Path],
+    form: str,
+    figures: Path | None,
+    figure_format: str,
+    width: int | None = None,
 ) -> tuple[str, list[Path]]:
     """The report's text, and the figures that were drawn.
 
     Args:
         figures: folder to draw into, or None.
+        width: columns of the terminal that tables are for, or None.
     Raises:
         ConfigError: a file that cannot be read, no result in any of them, or no matplotlib.
     """
@@ -45,9 +50,9 @@ def make_report(
     notes = sorted({_origin(row) for row in rows})
     if form in ("json", "csv"):
         return _machine_readable(summaries, coverages, form, notes), drawn
-    parts = [render(summaries, form, notes)] if summaries else []
-    parts += [coverage_table(coverages, form)] if coverages else []
-    parts += _beside_papers(summaries, form)
+    parts = [render(summaries, form, notes, width)] if summaries else []
+    parts += [coverage_table(coverages, form, width)] if coverages else []
+    parts += _beside_papers(summaries, form, width)
     return "\n\n".join(parts), drawn
 
 
@@ -108,7 +113,7 @@ def coverage_row(
     }
 
 
-def coverage_table(rows: Sequence[Row], form: str) -> str:
+def coverage_table(rows: Sequence[Row], form: str, width: int | None = None) -> str:
     """Mass of the target's distribution by k: on the draft's first tokens, and on its own."""
     header = ["pair", "temp", "k", "draft's top k", "target's top k"]
     cells = [
@@ -119,11 +124,11 @@ def coverage_table(rows: Sequence[Row], form: str) -> str:
     if form == "csv":
         return "\n".join(",".join(line) for line in [header, *cells])
     title = "Probability of the target covered"
-    lines = markdown(header, cells) if form == "md" else aligned(header, cells)
+    lines = markdown(header, cells) if form == "md" else aligned(header, cells, width)
     return "\n".join([title, "", *lines])
 
 
-def _beside_papers(summaries: Sequence[Summary], form: str) -> list[str]:
+def _beside_papers(summaries: Sequence[Summary], form: str, width: int | None) -> list[str]:
     """The papers' rows of our targets and ours, one table per target."""
     parts = []
     header = ["from", "method", "data", "temp", "budget", "tok/pass", "tok/s", "speedup"]
@@ -132,7 +137,7 @@ def _beside_papers(summaries: Sequence[Summary], form: str) -> list[str]:
         if published:
             ours = [_our_cells(s) for s in summaries if s["config"]["target"] == target]
             cells = [*published, *ours]
-            lines = markdown(header, cells) if form == "md" else aligned(header, cells)
+            lines = markdown(header, cells) if form == "md" else aligned(header, cells, width)
             parts.append("\n".join([f"{target}: published and measured", "", *lines]))
     return parts
 

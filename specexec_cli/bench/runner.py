@@ -77,7 +77,7 @@ def encode_prompts(
             prompts.append(encoded)
     if not prompts:
         raise ConfigError(
-            f"every prompt of {dataset.name} is too long: with --max-tokens {max_tokens} at most "
+            f"every prompt of {dataset.name} is too long: with `max_tokens={max_tokens}` at most "
             f"{session.context_length - max_tokens} prompt tokens fit the context window"
         )
     return prompts, skipped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,8 +101,14 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def render(summaries: Sequence[Summary], form: str, notes: Sequence[str]) -> str:
-    """The summaries in one of FORMATS; notes go below a table and into the JSON."""
+def render(
+    summaries: Sequence[Summary], form: str, notes: Sequence[str], width: int | None = None
+) -> str:
+    """The summaries in one of FORMATS; notes go below a table and into the JSON.
+
+    Args:
+        width: columns of the terminal that a table is for; None where lines may be of any length.
+    """
     if form == "json":
         return json.dumps(
             {"schema": 1, "cases": list(summaries), "notes": list(notes), "timing": dict(TIMING)}
@@ -113,8 +120,12 @@ def render(summaries: Sequence[Summary], form: str, notes: Sequence[str]) -> str
     kept = [0, *(i for i in range(1, len(header)) if any(row[i] not in _EMPTY for row in rows))]
     header = [header[i] for i in kept]
     rows = [[row[i] for i in kept] for row in rows]
-    lines = markdown(header, rows) if form == "md" else aligned(header, rows)
-    return "\n".join([*lines, "", *(f"- {note}" for note in [*notes, *_legend()])])
+    below = [f"- {note}" for note in [*notes, *_legend()]]
+    if form == "md":
+        return "\n".join([*markdown(header, rows), "", *below])
+    if width is not None:
+        below = [textwrap.fill(note, width, subsequent_indent="  ") for note in below]
+    return "\n".join([*aligned(header, rows, width), "", *below])
 
 
 _EMPTY = ("-", "0.00", "0.0")  # a column that says nothing else is left out
@@ -133,17 +144,32 @@ def _legend() -> list[str]:
     ]
 
 
-def aligned(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns padded with spaces, the first to the left and the others to the right."""
+def aligned(
+    header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
+) -> list[str]:
+    """Columns padded with spaces, the first to the left and the others to the right.
+
+    Where they are wider than `width`, several tables one below the other, each with the first
+    column.
+    """
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
-    return [
-        "  ".join(
-            cell.ljust(width) if i == 0 else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in table
-    ]
+    blocks: list[list[int]] = [[]]
+    used = widths[0]
+    for i in range(1, len(header)):
+        if width is not None and blocks[-1] and used + 2 + widths[i] > width:
+            blocks.append([])
+            used = widths[0]
+        blocks[-1].append(i)
+        used += 2 + widths[i]
+    lines: list[str] = []
+    for block in blocks:
+        lines += [""] if lines else []
+        lines += [
+            "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in block)]).rstrip()
+            for row in table
+        ]
+    return lines
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -219,7 +219,7 @@ def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError
         return UnknownModelError(gate(repo))
     if isinstance(error, errors.RevisionNotFoundError):
         named = entry.revision or "main"
-        return UnknownModelError(f"{repo} has no revision '{named}': check --revision")
+        return UnknownModelError(f"{repo} has no revision '{named}': check `revision`")
     if isinstance(error, errors.RepositoryNotFoundError):
         typed = entry.name.partition("@")[0] == repo  # then a folder may have been meant
         return UnknownModelError(
@@ -231,7 +231,7 @@ def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError
     if isinstance(error, errors.LocalEntryNotFoundError) and offline:
         return UnknownModelError(
             f"{repo} is not (completely) in the cache at {constants.HF_HUB_CACHE}, and this run is "
-            "offline: fetch it once without --offline and HF_HUB_OFFLINE, or give a local folder"
+            "offline: fetch it once without `offline` and HF_HUB_OFFLINE, or give a local folder"
         )
     if status is not None:
         return UnknownModelError(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from specexec_cli.config import TreeConfig
+from specexec_cli.config import DTYPE_BYTES, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.gguf.container import part_names
 
@@ -21,10 +21,9 @@ PACKAGE_PREFIX = "package:"
 
 _TREE = TreeConfig()
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TASKS = ("chat", "code")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": tuple(_DTYPE_BYTES),
+    "dtype": tuple(DTYPE_BYTES),
     "quantization": ("none", "gptq", "awq"),
     "bits": (2, 3, 4, 8),
     "task": TASKS,
@@ -75,7 +74,7 @@ class ModelEntry:
             ConfigError: a local folder.
         """
         if self.folder is not None:
-            raise ConfigError(f"--revision is for hub ids, but '{self.name}' is a local folder")
+            raise ConfigError(f"`revision` is for hub ids, but '{self.name}' is a local folder")
         if revision == self.revision:
             return self
         return ModelEntry(
@@ -97,7 +96,7 @@ class ModelEntry:
             return sum(file.stat().st_size for file in weight_files(self.folder)) or None
         if self.params is None or self.dtype is None:
             return None
-        width = _DTYPE_BYTES[self.dtype]
+        width = DTYPE_BYTES[self.dtype]
         if self.bits is None or self.group_size is None:
             return self.params * width
         hidden: int = self.shape.get("hidden_size", 0)

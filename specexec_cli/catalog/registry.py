@@ -1,7 +1,8 @@
 """What models.toml says: models, pairs, and what a name, a folder or a hub id stands for.
 
 It downloads nothing and opens no checkpoint. Three files are merged entry by entry, the later
-winning: the one shipped with the program, the one in the user's config folder, and --models-file.
+winning: the one shipped with the program, the one in the user's config folder, and the one that a
+request names.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Registry:
             UnknownModelError: there is none.
         """
         if name not in self.models:
-            hint = f" '{name}' is a pair: use --pair {name}." if name in self.pairs else ""
+            hint = f" '{name}' is a pair: use `pair='{name}'`." if name in self.pairs else ""
             hint = hint or nearest(name, list(self.models)) or _LIST_HINT
             raise UnknownModelError(f"no model '{name}' in models.toml.{hint}")
         return self.models[name]
@@ -58,7 +59,7 @@ class Registry:
         if name not in self.pairs:
             hint = ""
             if name in self.models:
-                hint = f" '{name}' is a model: use --target {name}."
+                hint = f" '{name}' is a model: use `target='{name}'`."
             hint = hint or nearest(name, list(self.pairs)) or _LIST_HINT
             raise UnknownModelError(f"no pair '{name}' in models.toml.{hint}")
         return self.pairs[name]

@@ -165,7 +165,7 @@ def _info(chat: Chat, argument: str) -> None:
     used, window = chat.used_tokens(), session.context_length
     rows = [
         ("target", pair.target.name),
-        ("draft", f"{pair.draft.name} ({'on' if drafting else 'off'})" if pair.draft else "-"),
+        ("draft", f"{pair.draft_name} ({'on' if drafting else 'off'})" if pair.draft_name else "-"),
         *session.settings.items(),
         ("context", f"{used} of {window} tokens ({used / window:.0%})"),
         ("turns", str(len(chat.conversation.turn_starts))),
@@ -182,8 +182,8 @@ def _compact(chat: Chat, argument: str) -> None:
 
 def _draft(chat: Chat, argument: str) -> None:
     on = on_or_off("/draft", argument)
-    if on and chat.session.pair.draft is None:
-        raise ConfigError("this chat was started without a draft model: --draft MODEL")
+    if on and chat.session.pair.draft_name is None:
+        raise ConfigError("this chat was started without a draft model: `draft`")
     chat.settings = replace(chat.settings, method=None if on else "autoregressive")
     chat.screen.notice(
         "drafting is on: several tokens a pass" if on

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -152,7 +153,7 @@ def _measure(
     rows = [file.rows[key] for key in keys if key in file.rows]
     if rows:
         notes.append(f"{len(rows)} of {len(runs)} runs, rows in {file.path}")
-        print(render(summarize(rows), output, notes))
+        print(render(summarize(rows), output, notes, _width()))
     if interrupted:
         if not quiet:
             notice(f"stopped after {len(rows)} of {len(runs)} runs; the same command goes on")
@@ -218,7 +219,7 @@ def coverage(
     if output == "json":
         print(json.dumps(row))
         return
-    print(coverage_table([row], output))
+    print(coverage_table([row], output, _width()))
     if output != "csv":
         print(f"\n- {found.positions} positions of {len(usable)} texts by the target, "
               f"{len(skipped)} prompts too long; row in {file.path}")  # fmt: skip
@@ -239,10 +240,15 @@ def report(
 
     option_groups.one_of(output, "--output", FORMATS)
     option_groups.one_of(figure_format, "--format", ("png", "svg"))
-    text, drawn = make_report(results, output, figures, figure_format)
+    text, drawn = make_report(results, output, figures, figure_format, _width())
     print(text)
     for path in drawn:
         print(f"figure: {path}", file=sys.stderr)
+
+
+def _width() -> int | None:
+    """Columns of the terminal that tables go to; None in a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def open_models(

@@ -72,6 +72,13 @@ class GridOptions:
             rich_help_panel=TREE_LISTS,
         ),
     ] = "on"
+    past: Annotated[
+        str,
+        typer.Option(
+            help="on, off: specexec's trees with what the text's own past suggests, or without.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "off"
 
     def grid(
         self,
@@ -102,6 +109,7 @@ class GridOptions:
             calibrated=[
                 word == "on" for word in _chosen(self.calibration, "--calibration", ("on", "off"))
             ],
+            past=[word == "on" for word in _chosen(self.past, "--past", ("on", "off"))],
             sampling=[
                 SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
                 for value in numbers(self.temperature, "--temperature", float)

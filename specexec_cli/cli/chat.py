@@ -144,7 +144,7 @@ def converse(
     from specexec_cli.chat.repl import run
     from specexec_cli.cli.chat_screen import ConsoleScreen
 
-    if session.pair.draft is None:
+    if session.pair.draft_name is None:
         settings = replace(settings, method="autoregressive")
     interactive = sys.stdin is not None and sys.stdin.isatty()
     screen = ConsoleScreen(quiet=quiet, interactive=interactive)
@@ -169,7 +169,7 @@ def converse(
 
 def _introduce(chat: Chat) -> None:
     pair, settings = chat.session.pair, chat.session.settings
-    draft = f" with draft {pair.draft.name}" if pair.draft is not None else ""
+    draft = f" with draft {pair.draft_name}" if pair.draft_name else ""
     facts = ", ".join(f"{name} {value}" for name, value in settings.items())
     chat.screen.notice(
         f"{pair.target.name}{draft} ({facts}). /help lists the commands, Ctrl-D leaves"
@@ -177,10 +177,14 @@ def _introduce(chat: Chat) -> None:
 
 
 def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     if loaded.notice:
         chat.screen.notice(loaded.notice)
+    console = Console(stderr=True, highlight=False)
     for line in end_of(chat.conversation.messages) if shown else []:
-        print(line, file=sys.stderr)
+        console.print(Text(line), soft_wrap=not console.is_terminal)  # words stay whole
     count = len(chat.conversation.turn_starts)
     chat.screen.notice(f"going on after {count} turn{'' if count == 1 else 's'}")
     if chat.conversation.unanswered is not None:

@@ -13,6 +13,7 @@ from rich.theme import Theme
 
 from specexec_cli.chat.settings import ChatSettings
 from specexec_cli.cli.chat_reply import PlainReply, TerminalReply
+from specexec_cli.cli.mends import with_options
 from specexec_cli.cli.render import stats_line
 from specexec_cli.core import GenerationStats
 
@@ -30,11 +31,12 @@ class ConsoleScreen:
     def notice(self, text: str) -> None:
         """Prints one line that the user should know on stderr."""
         if not self._quiet:
+            text = with_options(text)
             self._say(text if self._aside.is_terminal else f"notice: {text}", "dim")
 
     def error(self, text: str) -> None:
         """Prints one line that says what is wrong and how to mend it."""
-        self._say(f"error: {text}", "red")
+        self._say(f"error: {with_options(text)}", "red")
 
     def _say(self, text: str, style: str) -> None:
         # in a file a line stays a line

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_cli import __version__
+from specexec_cli.cli.mends import with_mend
 from specexec_cli.device import (
     CpuInfo,
     GpuInfo,
@@ -130,7 +131,7 @@ def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
     try:
         found = probe_folder(folder)
     except SpecexecError as error:  # a full or read-only disk is a finding, not a failure
-        return None, None, str(error)
+        return None, None, with_mend(error)
     return found.bytes_per_s, found.direct, ""
 
 

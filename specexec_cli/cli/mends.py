@@ -1,11 +1,34 @@
-"""Which options to change when a session does not fit into memory: planning tells facts alone."""
+"""Errors as the command line tells them: settings as options, and which to change for memory."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import fields
+
+from specexec_cli.cli.option_groups import (
+    MachineOptions,
+    ModelOptions,
+    SamplingOptions,
+    TreeOptions,
+)
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.alternatives import Change, changes_that_fit
 from specexec_cli.planning.memory import DoesNotFitError
+from specexec_cli.planning.resolve import RequestDoesNotFitError
 
+_SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
+# Settings whose options have other names, and those of single commands.
+_RENAMED = {"max_depth": "depth"}
+_SINGLE = {
+    "acceptance", "baseline_tokens", "chat", "cors_origin", "data", "dataset", "draft_ms",
+    "figures", "host", "json", "max_tokens", "points", "port", "row_ms", "slots",
+    "speculation_length", "stop", "target_ms",
+}  # fmt: skip
+_OPTIONS = _SINGLE | {
+    field.name
+    for group in (ModelOptions, SamplingOptions, TreeOptions, MachineOptions)
+    for field in fields(group)
+}
 _CONTEXT = "--max-tokens in generate and bench, --context elsewhere"
 _SMALLER = "Use a smaller or quantized target: --target"
 _SHORTER = f"Use a shorter context: {_CONTEXT}"
@@ -18,26 +41,46 @@ _MENDS = {
 }
 
 
+def with_options(text: str) -> str:
+    """The text of an error or notice with options in the place of its settings (see errors.py)."""
+
+    def option(match: re.Match[str]) -> str:
+        name = _RENAMED.get(match[1], match[1])
+        if name not in _OPTIONS:
+            return match[0]
+        value = match[2] if match[2] is not None else match[3]
+        return _option(name, value)
+
+    return _SETTING.sub(option, text)
+
+
 def with_mend(error: SpecexecError) -> str:
-    """The error's own words and, where planning left it to the command line, what to change."""
-    if not isinstance(error, DoesNotFitError):
-        return str(error)
-    if error.asked is None:
-        return f"{error}. {_MENDS.get(error.biggest, _SMALLER)}"
-    asked = error.asked
-    changes = [
-        _described(change)
-        for change in changes_that_fit(asked.request, asked.site, asked.context_tokens)
-    ]
-    if not changes:
-        return f"{error}. {_SMALLER}"
-    if len(changes) == 1:
-        return f"{error}. It fits with {changes[0]}"
-    return f"{error}. It fits with any of: {'; '.join(changes)}"
+    """The error's own words with options and, where planning left it open, what to change."""
+    told = with_options(str(error))
+    if isinstance(error, RequestDoesNotFitError):
+        asked = error.asked
+        changes = [
+            _described(change)
+            for change in changes_that_fit(asked.request, asked.site, asked.context_tokens)
+        ]
+        if not changes:
+            return f"{told}. {_SMALLER}"
+        if len(changes) == 1:
+            return f"{told}. It fits with {changes[0]}"
+        return f"{told}. It fits with any of: {'; '.join(changes)}"
+    if isinstance(error, DoesNotFitError):
+        return f"{told}. {_MENDS.get(error.biggest, _SMALLER)}"
+    return told
+
+
+def _option(name: str, value: str | int | None) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is None else f"{flag} {value}"
 
 
 def _described(change: Change) -> str:
+    options = " ".join(_option(name, value) for name, value in change.settings)
     if change.context_tokens is None:
-        return change.options
+        return options
     context = f"{change.context_tokens} tokens of prompt and text ({_CONTEXT})"
-    return f"{change.options} and {context}" if change.options else context
+    return f"{options} and {context}" if options else context

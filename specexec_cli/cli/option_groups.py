@@ -27,19 +27,25 @@ from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+@dataclass(frozen=True, kw_only=True)
+class NamedModels:
     """Options that say which models to use, and where their files are."""
 
     pair: options.Pair = None
     target: options.Target = None
     draft: options.Draft = None
-    method: options.MethodName = "specexec"
     models_file: options.ModelsFile = None
-    revision: options.Revision = None
     tokenizer: options.Tokenizer = None
     offline: options.Offline = False
     yes: options.Yes = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(NamedModels):
+    """The models of one session, and how it decodes."""
+
+    method: options.MethodName = "specexec"
+    revision: options.Revision = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +74,7 @@ class TreeOptions:
     draft_scoring: options.Scoring = "noise"
     policy: options.PolicyName = "auto"
     calibration: options.Calibration = True
+    past: options.Past = True
 
     def request(self) -> TreeRequest:
         """These options as a TreeRequest, each word checked against those that it may be."""
@@ -81,17 +88,24 @@ class TreeOptions:
             ),
             policy=None if chosen == "auto" else chosen,
             calibrated=self.calibration,
+            past=self.past,
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineOptions:
-    """Options that say where and how to compute."""
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """Options that say where weights lie, and where and how to compute."""
 
     offload: options.Offload = "auto"
     experts: options.Experts = "auto"
     device: options.Device = "auto"
     dtype: options.Dtype = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(ComputeOptions):
+    """The machine of one session, its other devices included."""
+
     sp: options.Sp = "auto"
     lookahead: options.Lookahead = "auto"
     devices: options.Devices = None
@@ -112,49 +126,28 @@ def without_effect(
         for name in ("sp", "lookahead", "devices", "ray"):
             if getattr(machine, name) != getattr(MachineOptions(), name):
                 told.append(f"--{name} has no effect without --method dsi")
-    if models.method == "autoregressive":
+    if models.method != "specexec":
+        where = "without draft trees" if models.method == "autoregressive" else "where DSI runs"
         for field in fields(TreeOptions):
             if getattr(tree, field.name) != field.default:
-                flag = "no-calibration" if field.name == "calibration" else field.name
-                told.append(f"--{flag.replace('_', '-')} has no effect without draft trees")
-        if models.draft is not None:
-            told.append("--draft has no effect with --method autoregressive")
+                switch = field.name in ("calibration", "past")
+                flag = f"no-{field.name}" if switch else field.name
+                told.append(f"--{flag.replace('_', '-')} has no effect {where}")
+    if models.method == "autoregressive" and models.draft is not None:
+        told.append("--draft has no effect with --method autoregressive")
     return told
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredModels:
+@dataclass(frozen=True, kw_only=True)
+class MeasuredModels(NamedModels, ComputeOptions):
     """Models and machine of the commands that measure: their methods and trees are a grid."""
-
-    pair: options.Pair = None
-    target: options.Target = None
-    draft: options.Draft = None
-    models_file: options.ModelsFile = None
-    tokenizer: options.Tokenizer = None
-    offline: options.Offline = False
-    yes: options.Yes = False
-    offload: options.Offload = "auto"
-    experts: options.Experts = "auto"
-    device: options.Device = "auto"
-    dtype: options.Dtype = "auto"
 
     def request(self, longest_prompt: str, beside_tokens: int) -> Request:
         """These options as a Request: memory is planned for the prompt and the tokens beside it."""
         return Request(
-            pair=self.pair,
-            target=self.target,
-            draft=self.draft,
-            models_file=self.models_file,
-            tokenizer=self.tokenizer,
-            offline=self.offline,
-            tree=TreeRequest(policy="fixed"),
-            offload=offload_mode(self.offload),
-            experts=expert_place(self.experts),
-            device=self.device,
-            dtype=dtype_name(self.dtype),
-            prompt=longest_prompt,
-            context_tokens=beside_tokens,
-        )
+            **_models(self), **_compute(self), tree=TreeRequest(policy="fixed"),
+            prompt=longest_prompt, context_tokens=beside_tokens,
+        )  # fmt: skip
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,22 +195,31 @@ def request(
         ConfigError: a word that an option does not take.
     """
     return Request(
-        pair=models.pair,
-        target=models.target,
-        draft=models.draft,
+        **_models(models),
+        **_compute(machine),
         method=cast(Method, one_of(models.method, "--method", get_args(Method))),
-        models_file=models.models_file,
         revision=models.revision,
-        tokenizer=models.tokenizer,
-        offline=models.offline,
         tree=tree.request(),
-        offload=offload_mode(machine.offload),
-        experts=expert_place(machine.experts),
-        device=machine.device,
-        dtype=dtype_name(machine.dtype),
         dsi=dsi_options(machine.sp, machine.lookahead, machine.devices, machine.ray),
         **more,
     )
+
+
+def _models(named: NamedModels) -> dict[str, Any]:
+    """The fields of a Request that say which models."""
+    told = {field.name: getattr(named, field.name) for field in fields(NamedModels)}
+    del told["yes"]  # whether to ask before a download is no matter of planning
+    return told
+
+
+def _compute(machine: ComputeOptions) -> dict[str, Any]:
+    """The fields of a Request that say where to compute, each word checked."""
+    return {
+        "offload": offload_mode(machine.offload),
+        "experts": expert_place(machine.experts),
+        "device": machine.device,
+        "dtype": dtype_name(machine.dtype),
+    }
 
 
 def offload_mode(value: str) -> OffloadMode:

@@ -17,6 +17,7 @@ from specexec_cli.config import (
     OffloadMode,
 )
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.planning.request import MOST_SLOTS
 
 _COMMON, _OUTPUT = "Common", "Output"
 
@@ -38,7 +39,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise. Default: the target's pair's, or the best that is known.",
+        help="Draft model, likewise; or suffix: the text's own past. Default: the target's pair's, "
+        "or the best that is known.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
@@ -117,6 +119,13 @@ Calibration = Annotated[
     bool,
     typer.Option(
         help="Correct draft probabilities by what was accepted.",
+        rich_help_panel=TREE,
+    ),
+]
+Past = Annotated[
+    bool,
+    typer.Option(
+        help="Add what followed the last tokens where they stood before.",
         rich_help_panel=TREE,
     ),
 ]
@@ -211,6 +220,32 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json", help="One JSON object on stdout, nothing else.", rich_help_panel=_OUTPUT
+    ),
+]
+Jsonl = Annotated[
+    bool,
+    typer.Option(
+        "--jsonl",
+        help="The file has a prompt per line, as JSON; several are continued at once.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="With --jsonl: file for the texts; those that it has already are left out.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Slots = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MOST_SLOTS,
+        help="Texts at once, each with memory of its own.",
+        rich_help_panel=MEMORY,
     ),
 ]
 Quiet = Annotated[

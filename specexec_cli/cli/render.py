@@ -16,12 +16,13 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from specexec_cli.cli.mends import with_options
 from specexec_cli.core import GenerationStats, PassProgress
 
 
 def notice(text: str) -> None:
     """Prints one line that the user should know on stderr."""
-    print(f"notice: {text}", file=sys.stderr)
+    print(f"notice: {with_options(text)}", file=sys.stderr)
 
 
 def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""The classifier of --policy disco: how likely it is that a drafted token will be accepted.
+"""The classifier of the policy disco: how likely it is that a drafted token will be accepted.
 
 A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy
 and the position within the draft, and gives the probability that the token just drafted will be
@@ -84,7 +84,7 @@ def load_classifier(folder: Path, target: str, draft: str) -> Classifier:
     mend = f"train it: specexec train-policy --target {target} --draft {draft} --dataset NAME"
     about_path, weights_path = folder / "disco.json", folder / "disco.safetensors"
     if not about_path.exists():
-        raise CheckpointError(f"--policy disco has no classifier for this pair: {mend}")
+        raise CheckpointError(f"`policy='disco'` has no classifier for this pair: {mend}")
     try:
         about = read_json(about_path)
         if about["schema"] != SCHEMA:

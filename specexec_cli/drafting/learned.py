@@ -35,8 +35,8 @@ class Learned:
     """Trust in the draft model by kind of scoring, cost of iterations, and the policies using them.
 
     Args:
-        classifier: gives the one of --policy disco.
-        cost_prior: gives what --policy cost begins with; asked once, where nothing was kept.
+        classifier: gives the one of the policy disco.
+        cost_prior: gives what the policy cost begins with; asked once, where nothing was kept.
     """
 
     def __init__(

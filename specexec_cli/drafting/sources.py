@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class DraftSetup:
     """What a drafter may be made of."""
 
-    model: StreamedModel  # the draft model
+    model: StreamedModel | None  # the draft model, where there is one
     sampler: Sampler  # settings of the first generation; configure() brings later ones
     tree: TreeConfig
     target_vocab_size: int
@@ -42,6 +42,7 @@ class DraftSource:
     # Drawn from the draft model's distribution, and verified by rejection sampling: the text has
     # the target's distribution, but is not that of autoregressive decoding with the same seed.
     drawn: bool
+    needs_model: bool  # a draft model
 
 
 _table: dict[str, DraftSource] = {}
@@ -51,7 +52,7 @@ _Make = Callable[[DraftSetup], "SessionDrafter"]
 
 
 def draft_source(
-    name: str, *, one_path: bool = False, drawn: bool = False
+    name: str, *, one_path: bool = False, drawn: bool = False, needs_model: bool = True
 ) -> Callable[[_Make], _Make]:
     """Registers the function below as a source; see DraftSource for the arguments.
 
@@ -62,7 +63,9 @@ def draft_source(
     def register(make: _Make) -> _Make:
         if name in _table:
             raise ValueError(f"draft source '{name}' is registered twice")
-        _table[name] = DraftSource(name=name, make=make, one_path=one_path, drawn=drawn)
+        _table[name] = DraftSource(
+            name=name, make=make, one_path=one_path, drawn=drawn, needs_model=needs_model
+        )
         return make
 
     return register
@@ -72,6 +75,7 @@ def _searched(setup: DraftSetup, search: Search) -> SessionDrafter:
     """Trees that a search finds in what the draft model says."""
     from specexec_cli.drafting.drafter import ModelDrafter
 
+    assert setup.model is not None, "the session has seen to it"
     return ModelDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned
     )
@@ -81,6 +85,7 @@ def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
     """Trees of that shape whose tokens are drawn from the draft model's distribution."""
     from specexec_cli.drafting.sampled import SampledDrafter
 
+    assert setup.model is not None, "the session has seen to it"
     return SampledDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned
     )
@@ -135,3 +140,11 @@ def _beam_pruned(setup: DraftSetup) -> SessionDrafter:
     from specexec_cli.drafting.baselines import grow_beam_pruned
 
     return _searched(setup, grow_beam_pruned)
+
+
+@draft_source("suffix", needs_model=False)
+def _suffix(setup: DraftSetup) -> SessionDrafter:
+    """What followed the last tokens where they stood before, without a model (arXiv:2411.04975)."""
+    from specexec_cli.drafting.suffix import SuffixDrafter
+
+    return SuffixDrafter(setup.sampler, setup.tree, setup.learned)

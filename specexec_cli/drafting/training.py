@@ -1,4 +1,4 @@
-"""Trains the classifier of --policy disco, and says what it is worth beside fixed lengths.
+"""Trains the classifier of the policy disco, and says what it is worth beside fixed lengths.
 
 All of it happens on texts that the target has written: the draft model reads along (teacher
 forcing), and a drafted token is accepted if it is the text's own. As long as a draft is accepted

@@ -43,10 +43,10 @@ class DsiConfig:
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:
-            raise ConfigError(f"--lookahead must be 1 or more, not {self.lookahead}")
+            raise ConfigError(f"`lookahead` must be 1 or more, not {self.lookahead}")
         if self.max_rows < self.lookahead:
             raise ConfigError(
-                f"--lookahead ({self.lookahead}) cannot exceed {self.max_rows} tokens per task"
+                f"`lookahead` ({self.lookahead}) cannot exceed {self.max_rows} tokens per task"
             )
         if not self.timeout_s > 0:
             raise ConfigError(f"the worker timeout must be above 0 s, not {self.timeout_s}")
@@ -202,7 +202,7 @@ class Orchestrator:
             if not self._running:
                 raise WorkerError(
                     "every DSI target server is lost; "
-                    "decode on one device instead: --method specexec"
+                    "decode on one device instead: `method='specexec'`"
                 )
             server, (_, deadline) = min(self._running.items(), key=lambda item: item[1][1])
             event = self._workers.receive(max(0.0, deadline - self._workers.now()))

@@ -172,7 +172,7 @@ class ProcessWorkers(WorkerPool):
             if not numbers:
                 raise WorkerError(
                     f"DSI workers were not ready within {timeout_s:g} s; "
-                    "use fewer of them (--sp) or a smaller model"
+                    "use fewer of them (`sp`) or a smaller model"
                 )
             for number in numbers:
                 message = self._read(number)

@@ -97,7 +97,7 @@ class RayCluster:
             self.ray: Any = import_module("ray")
         except ImportError as error:
             raise ConfigError(
-                "--ray needs Ray, which is not installed: pip install 'specexec-cli[ray]'"
+                "`ray` needs Ray, which is not installed: pip install 'specexec-cli[ray]'"
             ) from error
         self._ours = not self.ray.is_initialized()  # else whoever connected also disconnects
         if not self._ours:
@@ -113,7 +113,7 @@ class RayCluster:
                 self.ray.init(address=address, **quiet)
         except Exception as error:  # Ray raises what it likes, Exception itself included
             first = str(error).strip().splitlines()[0]
-            raise ConfigError(f"--ray {address}: cannot reach or start Ray: {first}") from error
+            raise ConfigError(f"`ray='{address}'`: cannot reach or start Ray: {first}") from error
 
     @property
     def gpus(self) -> int:
@@ -258,7 +258,7 @@ class RayWorkers(WorkerPool):
             except self._ray.exceptions.GetTimeoutError as error:
                 raise WorkerError(
                     f"DSI: {name} was not ready within {timeout_s:g} s: the Ray cluster may lack "
-                    "free GPUs for it; use fewer servers (--sp)"
+                    "free GPUs for it; use fewer servers (`sp`)"
                 ) from error
             except self._ray.exceptions.RayError as error:
                 raise WorkerError(f"DSI: {name} did not start: {_reason(error)}") from error

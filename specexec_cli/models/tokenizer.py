@@ -24,7 +24,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in _FILES):
         raise CheckpointError(
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): "
-            "copy the original model's, or name a folder that has one with --tokenizer"
+            "copy the original model's, or name a folder that has one with `tokenizer`"
         )
     # SentencePiece alone: AutoTokenizer would leave out the leading space and the <s>
     alone = not any((folder / name).is_file() for name in _FILES if name != "tokenizer.model")

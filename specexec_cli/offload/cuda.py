@@ -273,5 +273,5 @@ def _clear_shortage(purpose: str, n_bytes: int) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise OutOfMemoryError(
             f"{purpose} needs {format_bytes(n_bytes)} of GPU memory, which is not free. "
-            "Close what else runs on the GPU, or use a smaller draft model: --draft"
+            "Close what else runs on the GPU, or use a smaller draft model: `draft`"
         ) from None

@@ -60,7 +60,7 @@ class DeviceExperts:
             raise OutOfMemoryError(
                 f"slots for {slots} experts need {format_bytes(slots * self._slot_bytes)} of GPU "
                 "memory, which is not free. Close what else runs on the GPU, or compute experts on "
-                "the CPU: --experts cpu"
+                "the CPU: `experts='cpu'`"
             ) from None
         self._registered = copy_rows is not None and link.register(store.blob)
 

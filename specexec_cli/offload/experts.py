@@ -32,7 +32,7 @@ from specexec_cli.offload.store import TensorRange
 
 READER_THREADS = 4  # experts are small: see docs/experiments.md, "Expert caches"
 LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
-_MEND = "Stream whole layers instead: --offload ssd"
+_MEND = "Stream whole layers instead: `offload='ssd'`"
 _FREE = -1
 _EXPECTED = 1e9  # more than any score
 _NONE: Mapping[int, int] = MappingProxyType({})

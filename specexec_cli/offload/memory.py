@@ -13,10 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.device import HUGE_PAGE_BYTES, format_bytes, free_ram_bytes
 from specexec_cli.errors import OutOfMemoryError
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 class HugeBuffer:

@@ -114,12 +114,12 @@ class LayerStream:
         check_free(
             buffers * buffer_bytes + ram_bytes,
             f"the target's {len(ram)} layers in RAM and {buffers} ring buffers",
-            "Stream it from SSD instead: --offload ssd" if ram else "Use a smaller target",
+            "Stream it from SSD instead: `offload='ssd'`" if ram else "Use a smaller target",
         )
         open_files(self._files, self.layouts, notice)
         loaded = load(
             [self.layouts[i] for i in ram], self._files, "the target's layers",
-            "Stream it from SSD instead: --offload ssd", progress,
+            "Stream it from SSD instead: `offload='ssd'`", progress,
         )  # fmt: skip
         self._resident = dict(zip(ram, loaded, strict=True))
         for _ in range(buffers):

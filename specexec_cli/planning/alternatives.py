@@ -17,10 +17,10 @@ _LEAST_BUDGET, _LEAST_CONTEXT = 16, 512
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the request, and how a user asks for it; context None leaves it as it is."""
+    """A change of the request, and what a user sets for it; context None leaves it as it is."""
 
     request: Request
-    options: str = ""
+    settings: tuple[tuple[str, str | int], ...] = ()  # name in a Request or its tree, value
     context_tokens: int | None = None
 
 
@@ -39,8 +39,7 @@ def changes_that_fit(request: Request, site: Site, context_tokens: int) -> list[
     alone = [found for kind in kinds if (found := _first(kind(plain), site))]
     if not alone:
         together = (
-            Change(context.request, f"{budget.options} {draft.options}".strip(),
-                   context.context_tokens)
+            Change(context.request, (*budget.settings, *draft.settings), context.context_tokens)
             for draft in (Change(plain), *_drafts(plain))
             for budget in _budgets(draft.request)
             for context in (Change(budget.request), *_contexts(budget.request))
@@ -48,7 +47,7 @@ def changes_that_fit(request: Request, site: Site, context_tokens: int) -> list[
         found = _first(together, site)
         alone = [found] if found else []
     if plain.method != "autoregressive":
-        undrafted = Change(replace(plain, method="autoregressive"), "--method autoregressive")
+        undrafted = Change(replace(plain, method="autoregressive"), (("method", "autoregressive"),))
         if not alone and _fits(undrafted.request, site):
             alone = [undrafted]
     return alone
@@ -68,7 +67,7 @@ def _fits(request: Request, site: Site) -> bool:
 
 def _stream(request: Request) -> Iterator[Change]:
     if request.offload != "auto":
-        yield Change(replace(request, offload="auto"), "--offload auto")
+        yield Change(replace(request, offload="auto"), (("offload", "auto"),))
 
 
 def _budgets(request: Request) -> Iterator[Change]:
@@ -80,7 +79,7 @@ def _budgets(request: Request) -> Iterator[Change]:
     while (nodes := nodes // 2) >= _LEAST_BUDGET:
         depth = request.tree.depth and min(request.tree.depth, nodes)
         tree = replace(request.tree, budget=nodes, depth=depth)
-        yield Change(replace(request, tree=tree), f"--budget {nodes}")
+        yield Change(replace(request, tree=tree), (("budget", nodes),))
 
 
 def _contexts(request: Request) -> Iterator[Change]:
@@ -89,7 +88,7 @@ def _contexts(request: Request) -> Iterator[Change]:
     while (tokens := tokens // 2) >= _LEAST_CONTEXT:
         if tokens == request.context_tokens:
             continue
-        yield Change(replace(request, context_tokens=tokens), "", tokens)
+        yield Change(replace(request, context_tokens=tokens), (), tokens)
 
 
 def _drafts(request: Request) -> Iterator[Change]:
@@ -100,12 +99,13 @@ def _drafts(request: Request) -> Iterator[Change]:
     if request.method == "autoregressive":
         return
     registry, pair = load_registry(request.models_file), _pair(request)
-    assert pair.draft is not None
+    if pair.draft is None:
+        return
     drafts = [registry.resolve(name) for name in registry.drafts_for(pair.target.name)]
     drafts.sort(key=lambda one: (one.chat == pair.target.chat, one.params or 0), reverse=True)
     for draft in drafts:
         if (draft.size_bytes or 0) < (pair.draft.size_bytes or 0):
-            yield Change(replace(request, draft=draft.name), f"--draft {draft.name}")
+            yield Change(replace(request, draft=draft.name), (("draft", draft.name),))
 
 
 def _pair(request: Request) -> ChosenPair:

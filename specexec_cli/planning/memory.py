@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError
@@ -14,6 +13,7 @@ GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
+PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -24,19 +24,31 @@ class Work:
     """How large a session will be: the numbers that its memory follows from."""
 
     context_tokens: int = 2048  # prompt and text
-    budget: int = 128  # most nodes of a draft tree
+    budget: int = 128  # most nodes of a pass
+    texts: int = 1  # at once; each has a context of so many tokens, the nodes are shared
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
     widened: bool = False  # whether a CPU multiplies that dtype as float32
 
     def __post_init__(self) -> None:
-        if min(self.context_tokens, self.chunk_rows) < 1 or self.budget < 0:
-            raise ConfigError("context and chunk must be 1 or more, and the budget 0 or more")
+        if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
+            raise ConfigError("context, chunk and texts must be 1 or more, the budget 0 or more")
 
     @property
     def verify_rows(self) -> int:
-        """Rows of a usual pass: the tree and the bonus token before it."""
-        return self.budget + 1
+        """Rows of a usual pass: the trees and the bonus token before each."""
+        return self.budget + self.texts
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of the largest pass: a whole prompt, and beside it what others may bring."""
+        others = PROMPT_ROWS if self.texts > 1 else 0
+        return self.context_tokens + others + self.verify_rows
+
+    @property
+    def slots(self) -> int:
+        """Cache rows of all texts: any of them may have the whole budget."""
+        return self.texts * (self.context_tokens + self.budget + 1)
 
 
 def activation_bytes(model: ModelBytes, work: Work) -> int:
@@ -44,7 +56,7 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
     Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
     """
-    between = 3 * (work.context_tokens + work.verify_rows) * model.hidden * FLOAT32_BYTES
+    between = 3 * work.pass_rows * model.hidden * FLOAT32_BYTES
     rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
     inner_bytes = FLOAT32_BYTES if work.widened else work.item_bytes
     inside = rows * (8 * model.hidden + 3 * model.intermediate) * inner_bytes
@@ -55,16 +67,15 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
 def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
     """What the memory of the device that computes must hold wherever the layers are."""
-    slots = work.context_tokens + work.verify_rows
     parts = [
         ("embeddings and head", target.resident),
-        ("target's KV cache", target.kv_elements * slots * work.item_bytes),
+        ("target's KV cache", target.kv_elements * work.slots * work.item_bytes),
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
         parts += [
             ("draft model", draft.loaded(work.item_bytes)),
-            ("draft model's KV cache", draft.kv_elements * slots * work.item_bytes),
+            ("draft model's KV cache", draft.kv_elements * work.slots * work.item_bytes),
         ]
     return tuple(parts)
 
@@ -98,7 +109,7 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
 
 
 class DoesNotFitError(OutOfMemoryError):
-    """A session that this machine has no memory for, as facts: the CLI says which option helps."""
+    """A session that this machine has no memory for, as facts."""
 
     def __init__(self, what: str, needed_bytes: int, usable_bytes: int, parts: Parts) -> None:
         """Collects the facts.
@@ -107,10 +118,10 @@ class DoesNotFitError(OutOfMemoryError):
             what: the beginning of the sentence, up to the numbers, with {needed} in it.
             parts: what takes how much, the largest first.
         """
+        self.what = what
         self.needed_bytes = needed_bytes
         self.usable_bytes = usable_bytes
         self.parts = parts
-        self.asked: Any = None  # resolve.Asked, where it was found out for a request
         small = sum(size for _, size in parts[4:])
         shown = [*parts[:4], *([("other", small)] if small else [])]
         listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in shown)

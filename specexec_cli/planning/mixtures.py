@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.planning.arithmetic import compute_seconds
 from specexec_cli.planning.memory import FLOAT32_BYTES, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import (
-    HUGE_PAGE_BYTES,
     Machine,
     Plan,
     buffer_bytes,

@@ -1,12 +1,12 @@
-"""Which target and draft model --pair, --target and --draft mean. Torch-free: `plan` asks too."""
+"""Which target and draft model a request means. Torch-free: `plan` asks too."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
-from specexec_cli.config import TreeConfig
+from specexec_cli.config import SUFFIX, TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.planning.request import Request
 
@@ -15,12 +15,18 @@ _TIMES_SMALLER = 8  # than its target, a draft model should be
 
 @dataclass(frozen=True, slots=True)
 class ChosenPair:
-    """The models that a session runs and the tree for them, from --pair, --target and --draft."""
+    """The models that a session runs, and the tree recommended for them."""
 
     name: str  # the pair's, or the target's reference
     target: ModelEntry
     draft: ModelEntry | None
     tree: TreeConfig  # recommended
+    suffix: bool = False  # trees are grown from the text's own past, without a draft model
+
+    @property
+    def draft_name(self) -> str | None:
+        """What drafts; None where nothing does."""
+        return self.draft.name if self.draft is not None else SUFFIX if self.suffix else None
 
 
 def choose_pair(registry: Registry, request: Request) -> ChosenPair:
@@ -34,7 +40,7 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
     """
     pair, target, draft = request.pair, request.target, request.draft
     if pair is not None and target is not None:
-        raise ConfigError("--pair and --target exclude each other: a pair names its target")
+        raise ConfigError("`pair` and `target` exclude each other: a pair names its target")
     known: PairEntry | None
     if target is None:
         known = registry.pair(pair or "demo")
@@ -48,6 +54,11 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
     tree = known.tree if known is not None else TreeConfig()
     if request.method == "autoregressive":
         return ChosenPair(name, target_entry, None, tree)
+    if draft == SUFFIX:
+        if request.method == "dsi":
+            raise ConfigError("`draft='suffix'` takes no device: use it without `method='dsi'`")
+        # a repetition may be as long as the tree is large
+        return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
     if draft is None:
         if known is None:
             return ChosenPair(name, target_entry, best_draft(registry, target), tree)
@@ -70,7 +81,8 @@ def best_draft(registry: Registry, target: str) -> ModelEntry:
     if not drafts:
         raise UnknownModelError(
             f"no pair names '{target}' as its target, so the draft model is not known: "
-            "give --draft MODEL, or run without one: --method autoregressive"
+            "give `draft`, draft from the text's own past, `draft='suffix'`, or run without: "
+            "`method='autoregressive'`"
         )
 
     def rank(draft: ModelEntry) -> tuple[bool, bool, bool, int]:

@@ -1,4 +1,4 @@
-"""Where a target's layers go under each --offload mode, and the table of what goes where.
+"""Where a target's layers go under each offload mode, and the table of what goes where.
 
 tiers.py fills the memories.
 """

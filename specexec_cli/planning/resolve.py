@@ -14,7 +14,7 @@ from typing import Any, cast
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.config import DtypeName, Tier, TreeConfig
+from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.errors import NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
@@ -33,7 +33,6 @@ _ARITHMETIC = {
     "bfloat16": {"avx512_bf16", "amx_bf16"},
     "float16": {"avx512_fp16", "amx_fp16"},
 }
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +115,14 @@ class Asked:
     context_tokens: int  # that the request came to
 
 
+class RequestDoesNotFitError(DoesNotFitError):
+    """A request that does not fit, with which changes can be tried."""
+
+    def __init__(self, error: DoesNotFitError, asked: Asked) -> None:
+        super().__init__(error.what, error.needed_bytes, error.usable_bytes, error.parts)
+        self.asked = asked
+
+
 def resolve(
     request: Request,
     site: Site,
@@ -136,7 +143,7 @@ def resolve(
         SpecexecError: whatever is wrong, in one line.
     """
     pair = choose_pair(load_registry(request.models_file), request)
-    tree = request.tree.resolve(pair.tree, request.method)
+    tree = request.tree.resolve(pair.tree, request.method, request.slots)
 
     def find(entry: ModelEntry) -> SizedModel:
         if not fetch_weights:
@@ -156,8 +163,9 @@ def resolve(
     def plan_for(tree: TreeConfig) -> tuple[Work, Plan]:
         work = Work(
             context_tokens=context_tokens,
-            budget=tree.budget if draft is not None else 0,
-            item_bytes=_DTYPE_BYTES[dtype],
+            budget=tree.budget if pair.draft_name is not None else 0,
+            texts=request.slots,
+            item_bytes=DTYPE_BYTES[dtype],
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
         )
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
@@ -167,8 +175,7 @@ def resolve(
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)
     except DoesNotFitError as error:
-        error.asked = Asked(request, site, context_tokens)
-        raise
+        raise RequestDoesNotFitError(error, Asked(request, site, context_tokens)) from None
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
         # small models spend their time between the products, and plain decoding sizes no trees
@@ -204,7 +211,7 @@ def _fitted(
         return tree, *plan_for(tree)
     except DoesNotFitError:
         asked_for_budget = request.tree.budget is not None
-        if pair.draft is None or asked_for_budget or tree.budget == pair.tree.budget:
+        if pair.draft_name is None or asked_for_budget or tree.budget == pair.tree.budget:
             raise
     smaller = replace(request.tree, budget=pair.tree.budget).resolve(pair.tree, request.method)
     return smaller, *plan_for(smaller)

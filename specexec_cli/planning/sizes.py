@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
@@ -18,7 +19,6 @@ from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.packed_formats import PACKED_KINDS
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 _FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # of all experts of a layer
@@ -134,7 +134,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         return _built_bytes(config)
     config = {**config, **config.get("text_config", {})}
     shape = _read_shape(config)
-    item = _DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
+    item = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     layers, experts, params, active, largest = [], [], 0, 0, 0
     for index in range(shape.layers):
         linears, others = _layer(shape, config, index)
@@ -215,7 +215,7 @@ def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
     move with their layers."""
     model = built(config)
     merged = {**config.get("text_config", {}), **config}
-    item = _DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
+    item = DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
     layers, params, active = [], 0, 0
     linears: list[_Linear] = []
     for layer in model.layers:
@@ -252,10 +252,12 @@ def _chosen(config: Mapping[str, Any]) -> int:
 
 
 def _read_shape(config: Mapping[str, Any]) -> _Shape:
-    name = str(config.get("model_type"))
+    if not config.get("model_type"):
+        raise ConfigError("config.json names no model_type: is it a language model's?")
+    name = str(config["model_type"])
     kind = ARCHITECTURES.get(name)
     if kind is None:
-        raise ConfigError(f"the size of a '{name}' model is not known: {refusal(name)}")
+        raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
 
     def number(*keys: str, default: int | None = None) -> int:
         for key in keys:

@@ -11,14 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specexec_cli.config import Tier
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
 from specexec_cli.planning.memory import DoesNotFitError, Parts, Work, fixed_parts, gpu_parts
 from specexec_cli.planning.sizes import ModelBytes
 
 __all__ = ["Machine", "Plan", "Work", "make_plan", "plan_of"]
-
-HUGE_PAGE_BYTES = 2 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What is known about the cost of iterations before the first one: what --policy cost begins with.
+"""What is known of the cost of iterations before the first: what the policy cost begins with.
 
 A pass streams its bytes at the rate that the link was probed at. A CPU multiplies at the rates that
 were measured at its first use (planning/rates.py). Where there are none, as of a GPU, the rate is
@@ -52,8 +52,6 @@ def measured_prior(
     Raises:
         StreamError: the weights could not be read.
     """
-    assert draft is not None, "without a draft model there are no trees"
-    assert decision.draft is not None
     model, sizes = target.model, decision.target.sizes
     # on a CPU, layers in RAM are where they are computed
     plan, bytes_per_s = decision.plan, decision.machine.ssd_bytes_per_s
@@ -72,18 +70,21 @@ def measured_prior(
         knee = 1.0 + (base_s - first_s) / row_s if row_s else 0.0
     else:
         base_s, row_s, knee = found
-    chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
-    draft_first_s, draft_row_s = _arithmetic(
-        draft, decision.draft.sizes, len(chain.tokens),
-        lambda: draft.forward(chain, draft.new_cache(), [0]),
-    )  # fmt: skip
+    step_s = 0.0  # what the text's own past says costs next to nothing
+    if draft is not None and decision.draft is not None:
+        chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
+        draft_first_s, draft_row_s = _arithmetic(
+            draft, decision.draft.sizes, len(chain.tokens),
+            lambda: draft.forward(chain, draft.new_cache(), [0]),
+        )  # fmt: skip
+        step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
     if few > one:  # each row of a mixture brings experts of its own: none hides behind the stream
         row_s, knee = row_s + (few - one) / (_FEW - 1) / bytes_per_s, 1.0
     return CostModel(
         base_s=base_s,
         row_s=row_s,
         knee_rows=knee,
-        step_s=draft_first_s + (decision.tree.batch - 1) * draft_row_s,
+        step_s=step_s,
     )
 
 

@@ -1,4 +1,4 @@
-"""A session whose target runs on several devices at once: --method dsi.
+"""A session whose target runs on several devices at once: the method dsi.
 
 The models live in worker processes; this one keeps the tokenizer, the orchestrator and the text.
 """
@@ -61,11 +61,16 @@ class DsiSession(TextSession):
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         if method not in ("dsi", "autoregressive"):
             raise ConfigError(
-                f"this session runs on several devices at once, which --method {method} does not: "
-                "use dsi or autoregressive, or open another session for it"
+                f"this session runs on several devices at once, which `method='{method}'` does "
+                "not: use dsi or autoregressive, or open another session for it"
             )
 
     def _steps(self, request: GenerationRequest) -> Steps:
+        if request.constraint is not None or request.top_logprobs is not None:
+            raise ConfigError(
+                "--method dsi draws its tokens in workers, which know no grammar and tell no "
+                "log-probabilities: use --method specexec for those"
+            )
         self._passes_before = self._orchestrator.passes
         self._bytes_before = self._orchestrator.bytes_streamed
         yield from dsi(
@@ -107,7 +112,7 @@ class DsiSession(TextSession):
 
 
 def choose_devices(options: DsiOptions, device: str) -> list[str]:
-    """Where workers run: --devices, else --device, else every GPU, else the CPU.
+    """Where workers run: the devices named, else the session's, else every GPU, else the CPU.
 
     Raises:
         ConfigError: a device that is not here.
@@ -119,7 +124,7 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
 
 
 def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
-    """How many instances of the target to run: --sp, or as many as the devices allow."""
+    """How many instances of the target to run: as asked for, or as many as the devices allow."""
     # from three devices on, the drafter has one to itself
     return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
 
@@ -129,7 +134,7 @@ def open_dsi(
 ) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
-    Numbers given by the user (--sp, --lookahead) are obeyed whatever the plan says.
+    Numbers given by the user are obeyed whatever the plan says.
 
     Raises:
         WorkerError: a worker did not start.
@@ -141,7 +146,7 @@ def open_dsi(
     devices = ray_devices(cluster) if cluster else choose_devices(options, device)
     forced = options.sp is not None or options.lookahead is not None
     if len(devices) < 2 and not forced:
-        notice("DSI needs two devices or more and there is one: using --method specexec")
+        notice("DSI needs two devices or more and there is one: using `method='specexec'`")
         if cluster is not None:
             cluster.close()
         return None
@@ -149,7 +154,7 @@ def open_dsi(
     try:
         plan = _plan(workers, options.lookahead)
         if not plan.worthwhile and not forced:
-            notice(f"{plan.describe()}: not worth it, using --method specexec")
+            notice(f"{plan.describe()}: not worth it, using `method='specexec'`")
             workers.close()
             return None
         notice(plan.describe())

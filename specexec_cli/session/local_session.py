@@ -7,15 +7,17 @@ its new tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 
 import torch
 from torch import Tensor
 
-from specexec_cli.config import BenchMethod, Method, TreeConfig
+from specexec_cli.config import SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.batch import Seat
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
@@ -69,10 +71,29 @@ class LocalSession(TextSession):
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
+    def seats(self, count: int) -> list[Seat]:
+        """Caches for so many texts at once; the session's own are the first.
+
+        Whoever takes them is the only one to use the session from then on.
+        """
+        self.forget()
+        targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
+        return [Seat(target, self._new_drafter()) for target in targets]
+
+    def _new_drafter(self) -> ModelDrafter | None:
+        if self._draft is None:
+            return None
+        return ModelDrafter(
+            self._draft, Sampler(SamplingConfig()), self.pair.tree, self.vocab_size,
+            learned=self.learned,
+        )  # fmt: skip
+
     @property
-    def method(self) -> Method:
-        """specexec where there is a draft model, autoregressive where there is none."""
-        return "specexec" if self._draft is not None else "autoregressive"
+    def method(self) -> BenchMethod:
+        """specexec where there is a draft model, else what drafts without, else autoregressive."""
+        if self._draft is not None:
+            return "specexec"
+        return SUFFIX if self.pair.suffix else "autoregressive"
 
     def cost_prior(self) -> CostModel:
         """What the cost policy begins with; measured once, when it is first asked for."""
@@ -107,14 +128,16 @@ class LocalSession(TextSession):
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         if method == "autoregressive":
             return
-        if self._draft is None:
-            raise ConfigError("this session was opened without a draft model: --draft MODEL")
         if method not in SOURCES:
-            raise ConfigError(f"this session runs on one device, which --method {method} does not")
+            raise ConfigError(
+                f"this session runs on one device, which `method='{method}'` does not"
+            )
+        if self._draft is None and SOURCES[method].needs_model:
+            raise ConfigError("this session was opened without a draft model: `draft`")
         able = policies_for(method)
         if tree.policy not in able:
             raise ConfigError(
-                f"--policy {tree.policy} cannot size the trees of method {method}: use "
+                f"`policy='{tree.policy}'` cannot size the trees of method {method}: use "
                 f"{' or '.join(able)}"
             )
         if POLICIES[tree.policy].needs == "classifier":
@@ -125,13 +148,25 @@ class LocalSession(TextSession):
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
-        sampler = Sampler(request.sampling)
+        sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
+        position = len(request.prompt)
+        for step in self._decoded(request, sampler):
+            yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
+            position += len(step.tokens)
+
+    def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
+        """The steps of the method, whose tokens the sampler draws."""
         ends = request.prompt, request.max_tokens, self.eos_ids
         if request.method == "autoregressive":
             yield from autoregressive(self._target, sampler, *ends)
         else:
             drafter = self._drafter_for(request, sampler)
             if SOURCES[request.method].drawn:
+                if request.constraint is not None or request.top_logprobs is not None:
+                    raise ConfigError(
+                        f"method {request.method} knows no grammar and tells no log-probabilities: "
+                        "use specexec or autoregressive"
+                    )
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self._target, drafter, sampler, *ends)
             else:
@@ -139,7 +174,6 @@ class LocalSession(TextSession):
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
-        assert self._draft is not None, "_check_method has seen to it"
         if self._drafter is None or self._drafter_method != request.method:
             self._drafter = SOURCES[request.method].make(
                 DraftSetup(
@@ -153,7 +187,7 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
-        if isinstance(self._drafter, ModelDrafter) and self._drafter.rested and not step.tree_nodes:
+        if self._drafter is not None and self._drafter.rested and not step.tree_nodes:
             self.stats.add_rest(step)
         asked, held = self._experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
@@ -168,7 +202,7 @@ class LocalSession(TextSession):
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""
         if self._draft is None:
-            raise ConfigError("this session was opened without a draft model: --draft MODEL")
+            raise ConfigError("this session was opened without a draft model: `draft`")
         self._end_generation()
         rows = PassRows.chain(embeddable(tokens[:-1], self._draft.vocab_size), 0)
         wanted = range(first - 1, len(tokens) - 1)

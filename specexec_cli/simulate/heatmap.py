@@ -50,7 +50,7 @@ def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
 def simulated_heatmap(points: int, servers: int) -> Heatmap:
     """Speedups on a grid of `points` drafter latencies (up to the target's) and acceptances."""
     if points < 2:
-        raise ConfigError(f"--points must be 2 or more, not {points}")
+        raise ConfigError(f"`points` must be 2 or more, not {points}")
     fractions = tuple((i + 1) / points for i in range(points))
     acceptances = tuple(i / points for i in range(points))
     speedups: dict[str, list[list[float]]] = {panel: [] for panel in PANELS}
@@ -78,7 +78,7 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
     except ImportError as error:
         raise ConfigError(
             "drawing needs matplotlib, which is not installed: pip install matplotlib, "
-            "or print the numbers with --json"
+            "or print the numbers with `json`"
         ) from error
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")
     FigureCanvasAgg(figure)

@@ -27,9 +27,9 @@ class FakePair:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.acceptance <= 1.0:
-            raise ConfigError(f"--acceptance must be between 0 and 1, not {self.acceptance}")
+            raise ConfigError(f"`acceptance` must be between 0 and 1, not {self.acceptance}")
         if not self.latencies.target_s > 0 or not self.latencies.draft_s > 0:
-            raise ConfigError("--target-ms and --draft-ms must be above 0")
+            raise ConfigError("`target_ms` and `draft_ms` must be above 0")
 
     def sample(self, tokens: int, seed: int) -> tuple[bool, ...]:
         """Per position: would the drafter, given the text so far, propose the target's token?"""

@@ -42,9 +42,9 @@ class Scenario:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name.replace('_', ' ')} must be above 0")
         if not 0.0 < self.acceptance < 1.0:
-            raise ConfigError(f"--acceptance must be between 0 and 1, not {self.acceptance}")
+            raise ConfigError(f"`acceptance` must be between 0 and 1, not {self.acceptance}")
         if self.devices < 1 or not self.draft_s > 0 or self.row_s < 0:
-            raise ConfigError("--devices and --draft-ms must be above 0, --row-ms not negative")
+            raise ConfigError("`devices` and `draft_ms` must be above 0, `row_ms` not negative")
 
     def streamed_pass_s(self, rows: int, streams: int = 1) -> float:
         """One pass while `streams` devices stream at once: the slower of link and arithmetic."""

@@ -188,6 +188,6 @@ def test_a_pass_that_does_not_fit_is_one_line(
             read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram"
         )
         monkeypatch.setattr(model.skeleton.model, "forward", full)
-        with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*--budget"):
+        with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*`budget`"):
             model.forward(PassRows.chain(random_tokens(9), 0), model.new_cache(), [8])
         model.close()

@@ -12,8 +12,8 @@ from checkpoints import byte_llama, save_pair
 from fake_cuda import fake_cuda
 
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning.tiers import HUGE_PAGE_BYTES
 from specexec_cli.session import Session, TextSession
 
 PROMPT = "def read_lines(path):\n"

@@ -24,8 +24,8 @@ STATS = {
 }  # fmt: skip
 CONFIG = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "budget", "max_depth",
-    "batch", "scoring", "policy", "calibrated", "max_tokens", "stop", "offload", "device", "dtype",
-    "target", "draft",
+    "batch", "scoring", "policy", "calibrated", "past", "max_tokens", "stop", "offload", "device",
+    "dtype", "target", "draft",
 }  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from toys import NoisyCopy, ToyDrafter, ToyLM, ToyTarget
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.suffix import SuffixDrafter
 from specexec_cli.sampling import Sampler
 
 seeds = st.integers(0, 2**32)
@@ -61,6 +62,26 @@ def test_any_draft_yields_the_autoregressive_tokens(
     assert tokens_of(ours) == tokens_of(oracle)
     assert ours[-1].finish_reason == oracle[-1].finish_reason
     assert len(tokens_of(ours)) <= max_tokens
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    target=seeds,
+    order=st.integers(1, 2),
+    sampling=samplings,
+    tree=trees().filter(lambda tree: tree.policy != "disco"),
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 20),
+)
+def test_the_texts_own_past_yields_the_autoregressive_tokens(
+    target, order, sampling, tree, prompt, max_tokens
+):
+    model, sampler = ToyLM(target, vocab_size=4, order=order), Sampler(sampling)
+    drafter = SuffixDrafter(sampler, tree)
+    ours = list(specexec(ToyTarget(model), drafter, sampler, prompt, max_tokens, ()))
+    oracle = list(autoregressive(ToyTarget(model), sampler, prompt, max_tokens, ()))
+    assert tokens_of(ours) == tokens_of(oracle)
+    assert all(step.tree_nodes <= tree.budget for step in ours)
 
 
 def test_a_perfect_draft_commits_many_tokens_per_pass():

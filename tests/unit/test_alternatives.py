@@ -10,9 +10,8 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.planning import site as site_module
 from specexec_cli.planning.alternatives import changes_that_fit
-from specexec_cli.planning.memory import DoesNotFitError
 from specexec_cli.planning.request import Request, TreeRequest
-from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
 from specexec_cli.planning.site import Site, described_site
 
 GB = 10**9
@@ -29,8 +28,8 @@ def machine(vram: float, ram: float) -> Site:
     return described_site(vram_bytes=int(vram * GB), ram_bytes=int(ram * GB))
 
 
-def refused(request: Request, site: Site) -> DoesNotFitError:
-    with pytest.raises(DoesNotFitError) as error:
+def refused(request: Request, site: Site) -> RequestDoesNotFitError:
+    with pytest.raises(RequestDoesNotFitError) as error:
         resolve(request, site)
     return error.value
 
@@ -41,12 +40,12 @@ def test_every_change_fits(pair: str, vram: int) -> None:
     request, site = Request(pair=pair), machine(vram, 12)
     try:
         resolve(request, site)
-    except DoesNotFitError as error:
+    except RequestDoesNotFitError as error:
         changes = changes_that_fit(request, site, error.asked.context_tokens)
         for change in changes:
             resolve(change.request, site)
-            assert change.options or change.context_tokens
-        assert len({change.options for change in changes}) == len(changes)
+            assert change.settings or change.context_tokens
+        assert len({change.settings for change in changes}) == len(changes)
 
 
 def test_the_largest_draft_of_the_targets_kind_is_named() -> None:
@@ -67,8 +66,7 @@ def test_a_smaller_tree_and_a_shorter_context_are_named_in_this_order() -> None:
 def test_several_changes_where_one_is_not_enough() -> None:
     error = refused(Request(pair="llama2-70b-chat", context_tokens=32768), machine(8, 64))
     (change,) = changes_that_fit(error.asked.request, error.asked.site, 32768)
-    assert "--budget " in change.options
-    assert "--draft " in change.options
+    assert [name for name, _ in change.settings] == ["budget", "draft"]
 
 
 def test_a_target_loaded_whole_is_streamed_instead() -> None:

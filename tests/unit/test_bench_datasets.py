@@ -158,7 +158,7 @@ def test_unknown_and_missing_datasets():
 
 def test_a_name_without_its_file_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"mbpp\.jsonl.*'datasets' is not installed.*--data"):
+    with pytest.raises(ConfigError, match=r"mbpp\.jsonl.*'datasets' is not installed.*`data`"):
         load("mbpp", tmp_path)
 
 

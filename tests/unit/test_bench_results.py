@@ -15,7 +15,7 @@ from specexec_cli.bench.metrics import improvement_factor, quantile, run_metrics
 from specexec_cli.bench.results import ResultsFile, read_results
 from specexec_cli.bench.schema import problems
 from specexec_cli.bench.summary import summarize
-from specexec_cli.bench.tables import render
+from specexec_cli.bench.tables import aligned, render
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError
@@ -50,17 +50,17 @@ def test_the_baseline_is_always_there_and_a_depth_yields_to_a_small_budget():
 def test_bad_grids():
     with pytest.raises(ConfigError, match=r"'specinfre' is not one of.*Did you mean 'specinfer'"):
         grid(methods=["specinfre"])
-    with pytest.raises(ConfigError, match="speculation-length"):
+    with pytest.raises(ConfigError, match="speculation_length"):
         grid(lengths=[0])
-    with pytest.raises(ConfigError, match="baseline-tokens"):
+    with pytest.raises(ConfigError, match="baseline_tokens"):
         grid(baseline_tokens=0)
-    with pytest.raises(ConfigError, match=r"--depth \(8\) cannot exceed --budget \(4\)"):
+    with pytest.raises(ConfigError, match=r"`max_depth` \(8\) cannot exceed `budget` \(4\)"):
         grid(budgets=[4], depths=[8]).cases(TreeConfig())
 
 
 def test_every_method_has_an_implementation():
     assert methods() == (BASELINE, "specexec", "chain", "chain-coupled", "specinfer", "beam",
-                         "beam-pruned")  # fmt: skip
+                         "beam-pruned", "suffix")  # fmt: skip
     assert set(methods()) == {BASELINE, *SOURCES}
 
 
@@ -245,3 +245,13 @@ def test_the_table_divides_the_numbers_that_it_shows():
     cells = [dict(zip(header, re.split(r"  +", line), strict=True)) for line in lines[1:3]]
     shown = [float(cell["tok/s"].split()[0]) for cell in cells]
     assert float(cells[1]["speedup"].rstrip("x")) == pytest.approx(shown[1] / shown[0], abs=0.01)
+
+
+def test_a_table_wider_than_the_terminal_is_several_below_each_other() -> None:
+    header, rows = ["method", "tok/s", "speedup", "runs"], [["chain", "7.36", "1.00x", "1"]]
+    assert aligned(header, rows) == ["method  tok/s  speedup  runs", "chain    7.36    1.00x     1"]
+    assert aligned(header, rows, 28) == aligned(header, rows)
+    assert aligned(header, rows, 27) == [
+        "method  tok/s  speedup", "chain    7.36    1.00x", "", "method  runs", "chain      1",
+    ]  # fmt: skip
+    assert len(aligned(header, rows, 1)) == 8, "a column is never cut"

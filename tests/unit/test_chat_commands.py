@@ -157,7 +157,7 @@ def test_set_reads_and_checks_every_key(at: Setting) -> None:
         "/set seed=x": "seed takes a whole number, not 'x'",
         "/set top_p=2": "top-p must be above 0",
         "/set thinking=maybe": "thinking is on or off, not 'maybe'",
-        "/set budget=0": "--budget must be between",
+        "/set budget=0": "`budget` must be between",
     }.items():
         with pytest.raises(ConfigError, match=message):
             at(line)

@@ -19,12 +19,12 @@ from checkpoints import (
 )
 from dsi_toys import ToyDrafter
 from safetensors.torch import load_file, save_file
+from thread_workers import ThreadWorkers
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.dsi.engine import CachedModel, ModelDrafter, ModelTarget
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
-from specexec_cli.dsi.threads import ThreadWorkers
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel

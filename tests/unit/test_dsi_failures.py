@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
+from thread_workers import ThreadWorkers
 
 from specexec_cli.dsi.messages import WorkerLost
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
-from specexec_cli.dsi.threads import ThreadWorkers
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError, StreamError
 
 SEED, PROMPT, COUNT = 5, [1, 2, 3], 24

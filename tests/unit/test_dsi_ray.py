@@ -106,5 +106,5 @@ def test_without_ray_the_mend_is_named(monkeypatch):
 
 
 def test_ray_and_devices_exclude_each_other():
-    with pytest.raises(ConfigError, match="--ray and --devices exclude each other"):
+    with pytest.raises(ConfigError, match="`ray` and `devices` exclude each other"):
         DsiOptions(ray="auto", devices=("cuda:0",))

@@ -98,7 +98,7 @@ def test_one_device_falls_back_and_says_so(pair):
         assert not isinstance(session, DsiSession)
         assert session.method == "specexec"
         assert len(tokens_of(session, 0.0, 4)) == 4
-    assert notices == ["DSI needs two devices or more and there is one: using --method specexec"]
+    assert notices == ["DSI needs two devices or more and there is one: using `method='specexec'`"]
 
 
 def test_options_are_numbers_or_auto():
@@ -112,8 +112,8 @@ def test_options_are_numbers_or_auto():
     ("words", "message"),
     [
         (("two", "auto", None), "--sp takes a whole number or auto, not 'two'"),
-        (("auto", "0", None), "--lookahead must be between 1 and 64, or auto, not 0"),
-        (("99", "auto", None), "--sp must be between 1 and 64, or auto, not 99"),
+        (("auto", "0", None), "`lookahead` must be between 1 and 64, or auto, not 0"),
+        (("99", "auto", None), "`sp` must be between 1 and 64, or auto, not 99"),
         (("auto", "auto", "cuda:0,"), "--devices takes names as in cuda:0,cuda:1"),
     ],
 )

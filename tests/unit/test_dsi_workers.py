@@ -8,11 +8,11 @@ import time
 
 import pytest
 from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
+from thread_workers import ThreadWorkers
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.core import common_prefix
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
-from specexec_cli.dsi.threads import ThreadWorkers
 from specexec_cli.errors import WorkerError
 from specexec_cli.simulate.clock import Latencies
 from specexec_cli.simulate.methods import run_dsi

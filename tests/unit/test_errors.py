@@ -10,8 +10,8 @@ import torch
 
 from specexec_cli.errors import ConfigError, OutOfMemoryError, SpecexecError, clear_shortage
 
-GPU = r"the GPU's memory is too small: it ran out here\. Close what else runs on the GPU.*--budget"
-RAM = r"RAM is too small: it ran out here\. Close other programs.*--offload ssd"
+GPU = r"the GPU's memory is too small: it ran out here\. Close what else runs on the GPU.*`budget`"
+RAM = r"RAM is too small: it ran out here\. Close other programs.*`offload='ssd'`"
 
 
 @pytest.mark.parametrize(

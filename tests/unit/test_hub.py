@@ -30,7 +30,7 @@ def test_folders_are_returned_as_they_are(tmp_path: Path) -> None:
         fetch(entry)
     (tmp_path / "config.json").write_text("{}")
     assert fetch(entry, offline=True) == tmp_path
-    with pytest.raises(ConfigError, match="--revision is for hub ids, but 'mine' is a local"):
+    with pytest.raises(ConfigError, match="`revision` is for hub ids, but 'mine' is a local"):
         entry.at("v1")
 
 
@@ -128,12 +128,12 @@ FAILURES: list[tuple[Callable[[], Exception], bool, list[str]]] = [
     (
         lambda: errors.LocalEntryNotFoundError("no"),
         True,
-        ["not (completely) in the cache at", "offline", "without --offline"],
+        ["not (completely) in the cache at", "offline", "without `offline`"],
     ),
     (
         lambda: errors.IncompleteSnapshotError("no", snapshot_path="x"),
         True,
-        ["not (completely) in the cache at", "without --offline"],
+        ["not (completely) in the cache at", "without `offline`"],
     ),
     (
         lambda: _caused(errors.LocalEntryNotFoundError("hidden"), ConnectionError("refused")),

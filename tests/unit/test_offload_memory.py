@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload import memory
-from specexec_cli.offload.memory import HUGE_PAGE_BYTES, HugeBuffer
+from specexec_cli.offload.memory import HugeBuffer
 
 MIB = 1 << 20
 

@@ -39,7 +39,7 @@ def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(own_place
 
 
 def test_a_target_of_which_nothing_is_known_needs_a_draft() -> None:
-    with pytest.raises(UnknownModelError, match=r"no pair names 'org/name' .* give --draft"):
+    with pytest.raises(UnknownModelError, match=r"no pair names 'org/name' .* give `draft`"):
         best_draft(load_registry(), "org/name")
 
 

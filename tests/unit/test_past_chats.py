@@ -66,6 +66,7 @@ def test_a_line_that_begins_with_a_path_is_text(line: str, command: bool) -> Non
     [(("--sp", "2"), "--sp has no effect without --method dsi"),
      (("--method", "autoregressive", "--budget", "8"), "--budget has no effect without draft"),
      (("--method", "autoregressive", "--no-calibration"), "--no-calibration has no effect"),
+     (("--method", "dsi", "--depth", "8"), "--depth has no effect where DSI runs"),
      (("--seed", "3"), "--seed has no effect at --temperature 0"),
      (("--top-p", "0.9"), "--top-p has no effect at --temperature 0"),
      (("--method", "autoregressive", "--draft", "demo-draft"), "--draft has no effect with")],

@@ -11,11 +11,11 @@ from checkpoints import byte_llama, save_checkpoint
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import OffloadMode
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site
-from specexec_cli.planning.tiers import HUGE_PAGE_BYTES
 
 LINK, SSD = 20e9, 2e9
 

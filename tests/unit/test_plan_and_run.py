@@ -26,7 +26,7 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import architecture_bytes
 
 RAM_BYTES = 64 * 10**9
-CARDS = (8, 12, 16, 24, 48)  # GB
+CARDS = (0, 8, 12, 16, 24, 48)  # GB; 0 is a machine without a GPU
 PAIRS = [pair.name for pair in load_registry().pairs.values() if "demo" not in pair.name]
 
 
@@ -73,11 +73,11 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # the process of a run is loaded when free memory is read, and a plan leaves room for one
     free = RAM_BYTES - int(site.PROGRAM_BYTES / 0.96)
     monkeypatch.setattr(loading, "free_ram_bytes", lambda: free)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
     monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes: 25e9)
+    monkeypatch.setattr(loading, "_calibrate", None)  # a plan's machine is not here to be measured
     monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
 
 
@@ -89,6 +89,7 @@ def test_rows_context_tiers_and_bytes_are_the_same(
     for card in CARDS:
         vram_bytes = card * 10**9
         free = vram_bytes, vram_bytes
+        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card > 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: free)
         planned = CliRunner().invoke(
             app,

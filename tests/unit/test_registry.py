@@ -311,9 +311,9 @@ def test_names_that_are_not_there(shipped: Registry) -> None:
         shipped.pair("llama3.3:70b")
     with pytest.raises(UnknownModelError, match=r"no pair 'dmeo'.*Did you mean 'demo'"):
         shipped.pair("dmeo")
-    with pytest.raises(UnknownModelError, match="'demo' is a pair: use --pair demo"):
+    with pytest.raises(UnknownModelError, match="'demo' is a pair: use `pair='demo'`"):
         shipped.resolve("demo")
-    with pytest.raises(UnknownModelError, match="'qwen3-4b' is a model: use --target qwen3-4b"):
+    with pytest.raises(UnknownModelError, match="'qwen3-4b' is a model: use `target='qwen3-4b'`"):
         shipped.pair("qwen3-4b")
     with pytest.raises(UnknownModelError, match="`specexec models list` shows what is known"):
         shipped.pair("zzzzzzzz")

@@ -259,7 +259,7 @@ def test_passes_that_the_policy_wants_no_tree_for_are_told_with_what_drafting_co
 
 
 def test_cost_sizes_best_first_trees_alone(session: TextSession) -> None:
-    with pytest.raises(ConfigError, match="--policy cost cannot size the trees of method chain"):
+    with pytest.raises(ConfigError, match="`policy='cost'` cannot size the trees of method chain"):
         session.generate("abc", tree=replace(TREE, policy="cost"), method="chain-coupled")
 
 

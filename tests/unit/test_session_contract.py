@@ -149,9 +149,9 @@ def test_plain_decoding_is_one_token_a_pass(session) -> None:
 
 def test_a_method_of_another_kind_of_session_is_refused(session) -> None:
     foreign = "dsi" if session.method == "specexec" else "specexec"
-    with pytest.raises(ConfigError, match=f"this session runs on .* --method {foreign} does not"):
+    with pytest.raises(ConfigError, match=f"this session runs on .* `method='{foreign}'` does not"):
         session.generate("abc", method=foreign)
-    with pytest.raises(ConfigError, match="which --method beams does not"):
+    with pytest.raises(ConfigError, match="which `method='beams'` does not"):
         session.generate("abc", method="beams")
 
 

@@ -87,8 +87,8 @@ def test_offload_ends_with_a_verdict():
         ([*ISSUE, "--lookahead", "a,b"], r"--lookahead takes whole numbers .* not 'a,b'"),
         ([*ISSUE, "--lookahead", "0"], "--lookahead takes"),
         ([*ISSUE, "--sp", "0"], "--sp must be 1 or more"),
-        ([*ISSUE, "--acceptance", "2"], "--acceptance must be between 0 and 1"),
-        (["heatmap", "--points", "1"], "--points must be 2 or more"),
+        ([*ISSUE, "--acceptance", "2"], "`acceptance` must be between 0 and 1"),
+        (["heatmap", "--points", "1"], "`points` must be 2 or more"),
     ],
 )
 def test_bad_options_are_one_clear_error(args, message):

@@ -97,7 +97,7 @@ def test_without_matplotlib_the_mend_is_named(tmp_path, monkeypatch):
         if name.split(".")[0] == "matplotlib":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install matplotlib.*--json"):
+    with pytest.raises(ConfigError, match=r"pip install matplotlib.*`json`"):
         draw(simulated_heatmap(points=2, servers=7), tmp_path / "map.png", 7)
 
 

@@ -135,8 +135,8 @@ def test_headers_decide_when_there_is_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "mamba"}, "size of a 'mamba' model is not known: .* not supported"),
-        ({}, "size of a 'None' model"),
+        ({"model_type": "mamba"}, "the model's size cannot be told: .* not supported"),
+        ({}, "names no model_type"),
         ({"model_type": "llama", "hidden_size": 8}, "has no 'num_attention_heads'"),
     ],
 )

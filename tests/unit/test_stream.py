@@ -330,7 +330,7 @@ def test_too_little_memory(
     layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resident, "free_ram_bytes", lambda: 100_000)
-    with pytest.raises(OutOfMemoryError, match=r"layers in RAM .* --offload ssd"):
+    with pytest.raises(OutOfMemoryError, match=r"layers in RAM .* `offload='ssd'`"):
         LayerStream(layers, ["ram"] * LAYERS)
     with pytest.raises(OutOfMemoryError, match=r"resident weights: .* 100 kB are free"):
         read_tensors(layers[0])

@@ -69,7 +69,7 @@ def test_another_way_to_split_text(words, tmp_path):
 
 
 def test_a_folder_without_tokenizer(tmp_path):
-    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--tokenizer"):
+    with pytest.raises(CheckpointError, match=r"has no tokenizer .*`tokenizer`"):
         load_tokenizer(tmp_path)
 
 

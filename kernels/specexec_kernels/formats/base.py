@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -154,13 +155,20 @@ class Stored:
     tensors: Mapping[str, tuple[str, tuple[int, ...]]]
     load: Callable[[str], Tensor]
 
-    def dtype(self, leaf: str) -> str:
+    def dtype(self, leaf: str, *allowed: str) -> str:
         """Of a leaf.
 
+        Args:
+            allowed: what it may be; anything unless told.
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is none of this name, or it is of another dtype.
         """
-        return self._find(leaf)[0]
+        dtype = self._find(leaf)[0]
+        if allowed and dtype not in allowed:
+            raise ValueError(
+                f"tensor '{self.name}.{leaf}' is {dtype}, expected {' or '.join(allowed)}"
+            )
+        return dtype
 
     def shape(self, leaf: str) -> tuple[int, ...]:
         """Of a leaf; likewise."""
@@ -174,6 +182,20 @@ class Stored:
         if leaf not in self.tensors:
             raise ValueError(f"tensor '{self.name}.{leaf}' is missing: download it again")
         return self.tensors[leaf]
+
+
+SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain numbers
+
+_NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensors in memory as Stored.tensors describes those of a checkpoint."""
+    return {leaf: (_NAMES[tensor.dtype], tuple(tensor.shape)) for leaf, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Method, Part, RowFormat, Stored, block_of
+from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
 from specexec_kernels.formats.integers import Int8
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ class Table4(RowFormat):
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     if "SCB" in stored.tensors:
-        return Int8(stored.unit(64, 32, 16, 4), "SCB", stored.dtype("SCB"), (1, 0), _PER_CODE)
+        return Int8(
+            stored.unit(64, 32, 16, 4), "SCB", stored.dtype("SCB", *SCALES), (1, 0), _PER_CODE
+        )
     leaf = next((state for state in _STATES if state in stored.tensors), None)
     if leaf is None:
         return None

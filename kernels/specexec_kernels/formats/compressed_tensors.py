@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import Method, RowFormat, Stored
+from specexec_kernels.formats.base import SCALES, Method, RowFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 from specexec_kernels.formats.integers import Int8, PackedIntegers
@@ -82,7 +82,7 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> PackedIntegers:
     if weights.get("type") != "int" or not 1 <= bits <= 8:
         raise ValueError(f"words of {bits} bits of type '{weights.get('type')}' are not supported")
     return PackedIntegers(
-        bits, _scale_group(stored, weights), stored.dtype("weight_scale"),
+        bits, _scale_group(stored, weights), stored.dtype("weight_scale", *SCALES),
         zeros="weight_zero_point" in stored.tensors,
         # groups of inputs that lie together need no index
         shuffled="weight_g_idx" in stored.tensors and _is_shuffled(stored, weights),
@@ -107,7 +107,7 @@ def _int8(stored: Stored, weights: Mapping[str, Any]) -> Int8:
     if tile[1] % unit:
         unit = 4
     return Int8(
-        unit, "weight_scale", stored.dtype("weight_scale"), tile,
+        unit, "weight_scale", stored.dtype("weight_scale", *SCALES), tile,
         zeros="weight_zero_point" in stored.tensors,
     )  # fmt: skip
 
@@ -116,7 +116,10 @@ def _fp4(stored: Stored, weights: Mapping[str, Any]) -> Fp4:
     group = _scale_group(stored, weights)
     if group not in (16, 32):
         raise ValueError(f"groups of {group} 4-bit floats are not supported, 16 and 32 are")
-    factor = "weight_global_scale" if "weight_global_scale" in stored.tensors else ""
+    factor = ""
+    if stored.dtype("weight_scale", "U8", "F8_E4M3") == "F8_E4M3":  # NVFP4
+        factor = "weight_global_scale"
+        stored.shape(factor)
     return Fp4(
         stored.unit(128, 64, 32, group), group, scale_dtype=stored.dtype("weight_scale"),
         factor=factor, divides=True,

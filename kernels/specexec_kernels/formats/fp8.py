@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch import Tensor
 
-from specexec_kernels.formats.base import Method, Part, RowFormat, Stored, block_of
+from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_ir import Lanes
@@ -97,7 +97,7 @@ def read_fp8(stored: Stored, settings: Mapping[str, Any]) -> Fp8 | None:
     unit = stored.unit(64, 32, 16, 4)
     if tile[1] % unit:
         unit = next((each for each in (32, 16, 4) if tile[1] % each == 0), 4)
-    return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf), tile)
+    return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf, *SCALES), tile)
 
 
 def _is_block(block: Any) -> TypeGuard[Sequence[int]]:

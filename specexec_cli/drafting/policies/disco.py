@@ -1,4 +1,4 @@
-"""--policy disco: as deep as a classifier that was trained for the pair finds promising.
+"""The policy disco: as deep as a classifier that was trained for the pair finds promising.
 
 Mamou et al., arXiv:2405.04304, section 3, decide per token of a chain. For a tree it is decided per
 level, by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is

@@ -1,4 +1,4 @@
-"""--policy fixed: budget, depth and batch as given."""
+"""The policy fixed: budget, depth and batch as given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""--policy heuristic: transformers' schedule for assisted generation, carried over to trees.
+"""The policy heuristic: transformers' schedule for assisted generation, carried over to trees.
 
 Source: `num_assistant_tokens_schedule="heuristic"` in transformers' GenerationConfig: two tokens
 deeper after a draft that was accepted whole, one less otherwise.

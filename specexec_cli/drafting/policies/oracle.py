@@ -1,4 +1,4 @@
-"""--policy oracle: a chain exactly as long as the target's own text agrees with.
+"""The policy oracle: a chain exactly as long as the target's own text agrees with.
 
 That text must be known, so `bench` alone has it. It is the bound for every policy of chains (Mamou
 et al., arXiv:2405.04304, section 2).

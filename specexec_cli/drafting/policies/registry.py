@@ -4,7 +4,7 @@ A policy decides how large the next draft tree should be. It changes how many to
 and what that costs, never which tokens: those are the target's own draws.
 
 Each policy is one file of this package with a class below the decorator `policy`. Help texts, the
-words that --policy takes, and the checks of which method it suits follow from there. The command
+words that the option takes, and the checks of which method it suits follow from there. The command
 line reads them before anything else is loaded, so the files import numpy, and rooms that do, inside
 functions or for type checking alone.
 """
@@ -55,7 +55,7 @@ class BudgetPolicy(Protocol):
 class PolicyEntry:
     """A policy as the command line and the checks know it."""
 
-    name: str  # as --policy takes it
+    name: str  # as a tree's settings name it
     help: str  # how much of the budget a tree uses, in words that fit into brackets
     methods: tuple[str, ...] | None  # whose trees it can size; None: of all that draft
     needs: Need | None

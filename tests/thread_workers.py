@@ -1,4 +1,4 @@
-"""A pool of threads: for models that release the interpreter's lock, and for tests."""
+"""DSI workers as threads of this process: quicker than processes, and seen by coverage."""
 
 from __future__ import annotations
 
