@@ -314,7 +314,7 @@ def test_whoever_goes_away_ends_the_text(server: Served, streamed: bool) -> None
 
 def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> None:
     with (
-        served(session, most_waiting=1) as server,
+        served(session, slots=1, most_waiting=1) as server,
         closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
     ):
         asked = {"model": "demo", "prompt": "x", "temperature": 2.0}
@@ -332,19 +332,44 @@ def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> 
         wait_until_idle(server.url)
 
 
+def test_texts_of_different_requests_share_passes(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    """Sampled, constrained and with log-probabilities, side by side: each is what it is alone."""
+    prompts = ("def add(a, b):", "import os\n", "class A:")
+    found: dict[str, str] = {}
+
+    def ask(prompt: str) -> None:
+        asked = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 4}
+        found[prompt] = client.completions.create(**asked, logprobs=1).choices[0].text
+
+    wait_until_idle(server.url)
+    before = server.service.engine.figures()
+    askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    wait_until_idle(server.url)
+    after = server.service.engine.figures()
+    for prompt in prompts:
+        assert found[prompt] == alone(session, prompt, 24, temperature=0.8, seed=4)
+    assert after.passes - before.passes < 72
+
+
 def test_a_failed_pass_is_a_500_and_the_next_text_works(
     client: openai.OpenAI, server: Served, session: TextSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
     expected = client.completions.create(**asked).choices[0].text
     wait_until_idle(server.url)
-    target = session._target  # type: ignore[attr-defined]
+    model = session._target.model  # type: ignore[attr-defined]
 
-    def unreadable(*args: object) -> None:
+    def unreadable(layer: int) -> None:
         raise StreamError("the disk does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, "verify", unreadable)
+        patch.setattr(model, "on_layer", unreadable)
         with pytest.raises(openai.InternalServerError, match="the disk does not answer"):
             client.completions.create(**asked)
         stream = client.completions.create(**asked, stream=True)
@@ -361,9 +386,10 @@ def test_metrics_and_health(server: Served, client: openai.OpenAI) -> None:
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
 
 
-def test_the_end_of_the_server_ends_streams(session: TextSession) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_end_of_the_server_ends_streams(session: TextSession, slots: int) -> None:
     told: list[str] = []
-    with served(session) as server:
+    with served(session, slots=slots) as server:
 
         def read() -> None:
             body = {"prompt": "x", "max_tokens": 3000, "temperature": 2.0, "stream": True}
