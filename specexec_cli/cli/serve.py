@@ -11,6 +11,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.panels import ADVANCED
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
@@ -46,7 +47,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A page elsewhere that may ask, as in https://chat.example. May be repeated.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=ADVANCED,
         ),
     ] = None,
     queue: Annotated[
@@ -55,7 +56,7 @@ def serve(
             min=0,
             max=10_000,
             help="Texts that may wait; more are refused (429).",
-            rich_help_panel=_SERVER,
+            rich_help_panel=ADVANCED,
         ),
     ] = 32,
     slots: Annotated[
