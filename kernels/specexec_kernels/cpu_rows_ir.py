@@ -19,7 +19,7 @@ Knows nothing of torch or thread pools.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -104,7 +104,10 @@ class Lanes(Emitter):
             self._table = ir.Function(module, permute, "llvm.x86.avx512.permvar.sf.512")
         elif self.lanes == 8:
             self._table = ir.Function(module, permute, "llvm.x86.avx2.permps")
+        self._read: dict[Any, Any] = {}  # see `once`
         if spec.dot:
+            three = ir.FunctionType(self.pair_type, [self.pair_type] * 3)
+            self._wide_table = ir.Function(module, three, "llvm.x86.avx512.vpermi2var.hi.512")
             both = ir.FunctionType(self.pair_type, [self.pair_type, self.pair_type])
             self._table_pair = ir.Function(module, both, "llvm.x86.avx512.permvar.hi.512")
             pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
@@ -116,6 +119,18 @@ class Lanes(Emitter):
         return self.load(self.base, I64(position), I64, 8)
 
     # Reading
+
+    def once(self, key: object, read: Callable[[], Any]) -> Any:
+        """What `read` emits, emitted once for the unit: values and terms may share bytes.
+
+        Args:
+            key: by which it is known.
+        """
+        place = id(self.unit), id(self.row), id(self.b.block), key
+        if place not in self._read:
+            # with what it is known by, so that no other takes its identity
+            self._read[place] = read(), self.unit, self.row, self.b.block
+        return self._read[place][0]
 
     def _unit_bytes(self, part: Part) -> int:
         """Bytes of a unit in one output's run of a tensor."""
@@ -412,6 +427,18 @@ class Lanes(Emitter):
         value = b.select(is_nan, shorts(0x7FC0), value)
         sign = b.shl(b.and_(codes, shorts(0x80)), shorts(8))
         return b.bitcast(b.or_(value, sign), self.words)
+
+    def wide_table_pair(self, values: tuple[float, ...], words: Any) -> Any:
+        """values[code] as pairs of bfloat16, of 64 that codes of 6 bits in both halves choose."""
+        bits = [bfloat_bits(value) for value in values]
+        low, high = (ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32))
+        codes = self.b.bitcast(words, self.pair_type)
+        return self.b.bitcast(self.b.call(self._wide_table, [low, codes, high]), self.words)
+
+    def both_bits(self, words: Any, first: int, count: int) -> Any:
+        """`count` bits of each half of the words from bit `first` on."""
+        moved = self.b.lshr(words, self.same(first)) if first else words
+        return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
 
     def shorts(self, value: int) -> Any:
         """An integer in every 16-bit lane."""

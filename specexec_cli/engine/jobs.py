@@ -13,6 +13,7 @@ import json
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def read_jobs(
         except (ValueError, ConfigError, RecursionError) as error:
             raise ConfigError(f"{at}: {error}") from error
         if job.id in jobs:
-            raise ConfigError(f"{at}: id {job.id!r} stands in an earlier line: ids tell texts apart")
+            raise ConfigError(
+                f"{at}: id {job.id!r} stands in an earlier line: ids tell texts apart"
+            )
         jobs[job.id] = job
     if not jobs:
         raise ConfigError(f"{where} has no prompts: one JSON object per line, with a `prompt`")
@@ -135,6 +138,11 @@ def _sampling(value: Mapping[str, Any], sampling: SamplingConfig) -> SamplingCon
         if type(number) is not int and (whole or type(number) is not float):
             raise ConfigError(f"`{name}` must be a {'whole ' if whole else ''}number")
     return replace(sampling, **given)
+
+
+def _tell(running: Running, ended: queue.SimpleQueue[Running]) -> None:
+    if running.done:
+        ended.put(running)
 
 
 class ResultFile:
@@ -202,7 +210,7 @@ class ResultFile:
 
 def run_jobs(
     engine: Engine, jobs: Sequence[Job], encoder: PromptEncoder
-) -> Iterator[tuple[Job, list[StepResult] | SpecexecError, Running | None]]:
+) -> Iterator[tuple[Job, list[StepResult] | SpecexecError]]:
     """Runs jobs through an engine; each with its steps or why there are none, as they end.
 
     Raises:
@@ -228,10 +236,10 @@ def run_jobs(
                     )
                 )
             except ConfigError as error:
-                yield job, error, None
+                yield job, error
                 continue
             under_way[running] = job
-            running.listen(lambda each=running: ended.put(each) if each.done else None)
+            running.listen(partial(_tell, running, ended))
         if not under_way:
             continue
         running = ended.get()
@@ -242,4 +250,4 @@ def run_jobs(
             running.error is not None and not isinstance(running.error, SpecexecError)
         ):
             raise running.error
-        yield job, running.error or running.take(), running
+        yield job, running.error or running.take()

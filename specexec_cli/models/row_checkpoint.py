@@ -19,9 +19,11 @@ from specexec_kernels.formats.base import Method, Part, Stored
 from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models.gguf_blocks import GgufBlocks
 from specexec_cli.models.quant_checkpoint import Packing, Quantization
 from specexec_cli.models.quant_config import Notice
 from specexec_cli.models.quantized import RowLinear
+from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
@@ -36,6 +38,8 @@ def read_packing(checkpoint: Checkpoint, notice: Notice) -> Packing | None:
     Raises:
         CheckpointError: a method that cannot be read, or tensors that contradict the config.
     """
+    if isinstance(checkpoint, GgufCheckpoint):
+        return GgufBlocks(checkpoint)
     source, settings = _settings(checkpoint)
     method = METHODS.get(str(settings.get("quant_method")).lower())
     if method is None:

@@ -24,6 +24,7 @@ from specexec_cli.models import attention
 from specexec_cli.models.linear import MixedLinear, PerExpert, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Packing, replace_linears
 from specexec_cli.models.quantized import parameter_name
+from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.planning.architectures import ARCHITECTURES, refusal
@@ -59,6 +60,7 @@ class Skeleton:
     # everything else: parameter name -> where its bytes are
     resident_tensors: dict[str, TensorRange]
     unused: dict[str, str]  # tensors of the checkpoint that text does not need -> why
+    restored: Restored  # of GGUF files
 
 
 def is_piece(name: str) -> bool:
@@ -76,13 +78,9 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     config = whole.get_text_config(decoder=True)
     layers = getattr(config, "num_hidden_layers", 0)
     if not layers >= 1:
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: a model of {layers} layers has no text"
-        )
+        raise CheckpointError(f"{checkpoint.config_path}: a model of {layers} layers has no text")
     if reason := _unknown_attention(config):
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: {reason}, which is not supported"
-        )
+        raise CheckpointError(f"{checkpoint.config_path}: {reason}, which is not supported")
     if getattr(config, "eos_token_id", None) is None:
         config.eos_token_id = getattr(whole, "eos_token_id", None)
     return config
@@ -101,7 +99,7 @@ def _unknown_attention(config: PretrainedConfig) -> str | None:
 
 
 def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    path, stored = checkpoint.folder / "config.json", dict(checkpoint.config)
+    path, stored = checkpoint.config_path, dict(checkpoint.config)
     model_type = str(stored.get("model_type"))
     # before transformers sees it: what we do not know must not reach any code of the checkpoint
     if model_type not in ARCHITECTURES:
@@ -150,6 +148,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
         replace_linears(
             model, (MixedLinear, nn.Linear), lambda name: modules.get(name, name), quantization
         )
+    restored = restore(model, names, checkpoint)
     finder = _Finder(checkpoint, model, names)
     layer_tensors, conversions = [], []
     for index, layer in enumerate(layers):
@@ -159,7 +158,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     resident = finder.resident(f"{layers_path}.")
     return Skeleton(
         model, model.config.get_text_config(decoder=True), layers, layers_path, layer_tensors,
-        conversions, resident, finder.unused(),
+        conversions, resident, finder.unused(), restored,
     )  # fmt: skip
 
 
@@ -171,7 +170,7 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
         raise
     except Exception as error:  # whatever a value of the config makes transformers do
         raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} describes no model that transformers can build: "
+            f"{checkpoint.config_path} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
     text = model.config.get_text_config(decoder=True)

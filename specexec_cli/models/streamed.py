@@ -20,10 +20,11 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
+from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedLinear, PerExpert
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.quantized import QuantizedLinear
@@ -353,21 +354,24 @@ class StreamedModel:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
-            if dtype is not None and not isinstance(module, QuantizedLinear):
+            packed = self.skeleton.restored.tables.get(name)
+            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
             if isinstance(module, nn.Embedding) and _looks_up(module):
-                _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
+                _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
             elif type(module).forward is nn.Linear.forward and leaf == "weight":
-                linear = _resident_linear(weight)
+                linear = resident_linear(weight)
                 linear.bias = module.bias
                 _set_module(model, path, linear)
             elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                _set_tensor(module, leaf, loaded[tensor.name].to(self.device, torch.float32))
+                weight = loaded[tensor.name].to(self.device, torch.float32)
+                plus_one = name in self.skeleton.restored.plus_one
+                _set_tensor(module, leaf, weight - 1 if plus_one else weight)
         head = model.get_submodule(head_path)
         if type(head) is nn.Linear:  # tied
-            tied = _resident_linear(model.get_input_embeddings().table)
+            tied = model.get_input_embeddings().as_linear()
             tied.bias = head.bias
             head = tied
         self._head = Head(head, self.dtype)
@@ -407,12 +411,6 @@ def _open_source(
     # on a CPU, RAM is where resident layers are
     host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
     return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
-
-
-def _resident_linear(weight: Tensor) -> MixedLinear:
-    linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = _frozen(weight)
-    return linear
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:
