@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from serving import Served, is_idle, served, wait_until_idle
 
+import specexec_cli
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import StreamError
 from specexec_cli.session import Session, TextSession
@@ -405,3 +409,27 @@ def test_the_end_of_the_server_ends_streams(session: TextSession, slots: int) ->
         assert not reader.is_alive()
     assert told[-2:] == ["data: [DONE]", ""]
     assert "shutting down" in told[-4]
+
+
+def test_a_file_that_cannot_be_read_and_is_back(tmp_path: Path) -> None:
+    """The weights are cut off under a running server, and put back."""
+    demo = Path(specexec_cli.__file__).parent / "demo"
+    shutil.copytree(demo, tmp_path / "demo")
+    folders = {name: str(tmp_path / "demo" / name) for name in ("target", "draft")}
+    weights = tmp_path / "demo" / "target" / "model.safetensors"
+    whole, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
+    with (
+        Session.open(**folders, offload="ssd", offline=True) as session,
+        served(session) as server,
+        closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
+    ):
+        asked = {"model": "target", "prompt": "def add(a, b):", "max_tokens": 24}
+        expected = client.completions.create(**asked).choices[0].text
+        os.truncate(weights, len(whole) // 4)
+        with pytest.raises(openai.InternalServerError, match=re.escape(weights.name)) as told:
+            client.completions.create(**asked, seed=1)
+        assert told.value.code == "StreamError"
+        weights.write_bytes(whole)
+        os.utime(weights, ns=(stamp, stamp))  # another file in its place would be refused
+        assert client.completions.create(**asked).choices[0].text == expected
+        assert server.service.engine.figures().texts["failed"] == 1
