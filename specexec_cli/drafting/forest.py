@@ -56,7 +56,7 @@ class Forest:
         if POLICIES[tree.policy].needs not in (None, "cost"):
             able = [name for name, entry in POLICIES.items() if entry.needs in (None, "cost")]
             raise ConfigError(
-                f"--policy {tree.policy} cannot share a pass among several texts: use "
+                f"`policy='{tree.policy}'` cannot share a pass among several texts: use "
                 f"{' or '.join(able)}"
             )
         self._model = model

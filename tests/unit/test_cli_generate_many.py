@@ -138,7 +138,7 @@ def test_ctrl_c_keeps_what_there_is(
         ('{"prompt": "a", "seed": true}', "must be a whole number"),
         ('{"prompt": "a", "max_tokens": 0}', "must be 1 or more"),
         ('{"prompt": "a", "stop": 3}', "`stop`"),
-        ('{"prompt": "a", "id": null}', "`id`"),
+        ('{"prompt": "a", "id": null}', "'id'"),
         ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: id 1 stands in an earlier line"),
         ("\n", "has no prompts"),
         ("[" * 100_000, "line 1"),
