@@ -29,6 +29,7 @@ from specexec_cli.drafting.search import (
 )
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.memory import nodes_of_a_text
 
 
 @dataclass(slots=True)
@@ -47,12 +48,15 @@ class Forest:
     Args:
         model: the draft model of every text's drafter.
         tree: its budget is for the nodes of all texts together, as are the nodes of a draft step.
+        texts: at once, at most.
         learned: about the pair; its policy is the one that single texts use.
     Raises:
         ConfigError: the policy looks at one text's draft, or one text's continuation.
     """
 
-    def __init__(self, model: StreamedModel, tree: TreeConfig, learned: Learned) -> None:
+    def __init__(
+        self, model: StreamedModel, tree: TreeConfig, texts: int, learned: Learned
+    ) -> None:
         if POLICIES[tree.policy].needs not in (None, "cost"):
             able = [name for name, entry in POLICIES.items() if entry.needs in (None, "cost")]
             raise ConfigError(
@@ -62,6 +66,7 @@ class Forest:
         self._model = model
         self._learned = learned
         self._tree = tree
+        self._most_nodes = nodes_of_a_text(tree.budget, texts)
         self._policy = learned.policy(tree)
 
     @property
@@ -108,13 +113,13 @@ class Forest:
                 grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
             )
             rested = not len(result.tree)
-            for index, part in zip(able, growth.split(result), strict=True):
+            for index, part in zip(able, growth.split(result, self._most_nodes), strict=True):
                 found[index] = part
         trees = []
         room = self._tree.budget - sum(len(own.tree) for own in found if own is not None)
         for sapling, own in zip(saplings, found, strict=True):
             size = len(own.tree) if own is not None else 0
-            trees.append(sapling.drafter.take(own, size + room, rested))
+            trees.append(sapling.drafter.take(own, min(size + room, self._most_nodes), rested))
             room -= len(trees[-1]) - size
         return trees
 
@@ -188,8 +193,8 @@ class _Growth:
         """Forest refuses the policies that would ask."""
         raise AssertionError("no policy for several texts reads signals")
 
-    def split(self, result: SearchResult) -> list[SearchResult]:
-        """Each text's own tree."""
+    def split(self, result: SearchResult, most: int) -> list[SearchResult]:
+        """Each text's own tree, of which the `most` most probable nodes are kept."""
         tree, ids = result.tree, result.ids
         parents = [int(ids[parent]) if parent >= 0 else ROOT for parent in tree.parents.tolist()]
         owners = np.array(
@@ -198,6 +203,8 @@ class _Growth:
         found = []
         for text in range(len(self._saplings)):
             own = np.flatnonzero(owners == text)
+            # ties go to the older node, hence a parent is always kept with its child
+            own = np.sort(own[np.argsort(-tree.log_probs[own], kind="stable")[:most]])
             renumbered = np.full(len(owners) + 1, ROOT, dtype=np.int64)  # the last: the root's own
             renumbered[own] = np.arange(len(own))
             found.append(

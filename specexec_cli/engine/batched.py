@@ -18,6 +18,7 @@ from specexec_cli.drafting.forest import Forest
 from specexec_cli.engine.text import EngineFigures, Finish, QueueFullError, Running, TextRequest
 from specexec_cli.errors import SpecexecError, clear_shortage
 from specexec_cli.models.text import TextStream
+from specexec_cli.planning.memory import nodes_of_a_text
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import GenerationRequest, count_step, with_text
@@ -70,7 +71,7 @@ class Batched:
         drafter, session = self._seats[0].drafter, self._session
         if drafter is None or session.method == "autoregressive":
             return None
-        return Forest(drafter.model, session.pair.tree, session.learned)
+        return Forest(drafter.model, session.pair.tree, self._slots, session.learned)
 
     def submit(self, request: TextRequest) -> Running:
         """See Engine.submit."""
@@ -151,7 +152,8 @@ class Batched:
         taken = [text.batched.seat for text in self._texts]
         seat = self._batch.seat_for(request.prompt, taken)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
-        seat.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        nodes = nodes_of_a_text(request.tree.budget, self._slots)
+        seat.target.reserve(len(request.prompt) + request.max_tokens + nodes)
         if seat.drafter is not None:
             seat.drafter.configure(sampler, request.tree, self._session.learned)
         running.began()
