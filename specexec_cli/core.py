@@ -179,3 +179,14 @@ class GenerationStats:
     def stream_bytes_per_s(self) -> float:
         """Bytes streamed over the time spent in target passes."""
         return self.bytes_streamed / self.verify_s if self.verify_s else 0.0
+
+    def named(self) -> dict[str, float]:
+        """The statistics by their documented names, for JSON."""
+        return {name: getattr(self, name) for name in _DOCUMENTED}
+
+
+_DOCUMENTED = (
+    "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s", "tpot_s",
+    "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
+    "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held", "bytes_per_token",
+)  # fmt: skip

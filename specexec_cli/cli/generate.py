@@ -18,7 +18,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
-    from specexec_cli.core import GenerationStats, StepResult
+    from specexec_cli.core import StepResult
     from specexec_cli.session import TextSession
 
 JSON_SCHEMA = 1
@@ -205,16 +205,5 @@ def _result(
             "target": session.pair.target.repo,
             "draft": session.pair.draft.repo if session.pair.draft else None,
         },
-        "stats": stats_json(session.stats),
+        "stats": session.stats.named(),
     }  # fmt: skip
-
-
-def stats_json(stats: GenerationStats) -> dict[str, float]:
-    """The statistics by their documented names."""
-    names = (
-        "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
-        "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
-        "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
-        "bytes_per_token",
-    )  # fmt: skip
-    return {name: getattr(stats, name) for name in names}

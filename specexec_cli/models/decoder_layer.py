@@ -60,6 +60,7 @@ class DecoderLayer(nn.Module):
         self._names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
         self._conversions = skeleton.conversions[index]
         self._prefix = f"{skeleton.layers_path}.{index}."
+        self._plus_one = skeleton.restored.plus_one
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._positions: Tensor | None = None  # (1, rows) of the chunk that is in the layer
         self._scale_queries_by_position()
@@ -113,7 +114,8 @@ class DecoderLayer(nn.Module):
         def converted(name: str, weight: Tensor) -> Tensor:
             if name in self._kept:
                 return weight.to(device)
-            return weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
+            weight = weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
+            return weight - 1 if self._prefix + name in self._plus_one else weight
 
         weights = {name: converted(name, stored[place]) for name, place in self._names.items()}
         for conversion in self._conversions:

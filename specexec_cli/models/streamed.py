@@ -20,14 +20,15 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
+from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedLinear, PerExpert
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
@@ -40,6 +41,9 @@ from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import path_of
 from specexec_cli.planning.placement import converts_tables
+
+# Rotary positions whose frequencies depend on the longest position of a pass.
+_FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
 
 
 class StreamedModel:
@@ -121,7 +125,7 @@ class StreamedModel:
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        quantization = Quantization.read(checkpoint, notice)
+        quantization = read_packing(checkpoint, notice)
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
@@ -212,8 +216,15 @@ class StreamedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a pass; not where Python picks the experts to run."""
-        return not any(isinstance(module, PerExpert) for module in self.skeleton.model.modules())
+        """Whether a CUDA graph can hold a pass.
+
+        Not where Python picks the experts to run, nor where rotary frequencies follow the longest
+        position, which Python reads from the GPU.
+        """
+        return not any(
+            isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
+            for module in self.skeleton.model.modules()
+        )
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -343,21 +354,24 @@ class StreamedModel:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
-            if dtype is not None and not isinstance(module, QuantizedLinear):
+            packed = self.skeleton.restored.tables.get(name)
+            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
             if isinstance(module, nn.Embedding) and _looks_up(module):
-                _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
+                _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
             elif type(module).forward is nn.Linear.forward and leaf == "weight":
-                linear = _resident_linear(weight)
+                linear = resident_linear(weight)
                 linear.bias = module.bias
                 _set_module(model, path, linear)
             elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                _set_tensor(module, leaf, loaded[tensor.name].to(self.device, torch.float32))
+                weight = loaded[tensor.name].to(self.device, torch.float32)
+                plus_one = name in self.skeleton.restored.plus_one
+                _set_tensor(module, leaf, weight - 1 if plus_one else weight)
         head = model.get_submodule(head_path)
         if type(head) is nn.Linear:  # tied
-            tied = _resident_linear(model.get_input_embeddings().table)
+            tied = model.get_input_embeddings().as_linear()
             tied.bias = head.bias
             head = tied
         self._head = Head(head, self.dtype)
@@ -399,12 +413,6 @@ def _open_source(
     return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
 
 
-def _resident_linear(weight: Tensor) -> MixedLinear:
-    linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = _frozen(weight)
-    return linear
-
-
 def _looks_up(embedding: nn.Embedding) -> bool:
     """Whether it is given ids alone, as tables of words and positions are."""
     return len(inspect.signature(embedding.forward).parameters) == 1
@@ -421,3 +429,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    """The kinds of rotary positions of a module that makes them; one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    if isinstance(found, Mapping):
+        return {kind for kind in found.values() if isinstance(kind, str)}
+    return {found} if isinstance(found, str) else set()

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
-from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
+from specexec_cli.errors import NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pair import ChosenPair, choose_pair
@@ -221,10 +222,16 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
 
     Raises:
         UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
+        NotFetchedError: a GGUF file that is not here.
     """
     folder = entry.folder or cached_snapshot(entry)
-    if folder is not None and any(folder.glob("*.safetensors")):
+    if folder is not None and weight_files(folder):
         return _of_files(entry, read_checkpoint(folder))
+    if entry.file is not None:
+        raise NotFetchedError(
+            f"{entry.name} is not on this machine, and only the file itself tells how large its "
+            f"layers are: specexec pull {entry.name}"
+        )
     if entry.shape:
         config, source = entry.config_json(), "models.toml"
     else:
