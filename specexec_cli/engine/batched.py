@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.batch import Batch, BatchText
+from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
 from specexec_cli.engine.text import EngineFigures, Finish, QueueFullError, Running, TextRequest
 from specexec_cli.errors import SpecexecError, clear_shortage
@@ -69,9 +70,10 @@ class Batched:
 
     def _forest(self) -> Forest | None:
         drafter, session = self._seats[0].drafter, self._session
-        if drafter is None or session.method == "autoregressive":
+        if drafter is None:
             return None
-        return Forest(drafter.model, session.pair.tree, self._slots, session.learned)
+        model = drafter.model if isinstance(drafter, ModelDrafter) else None
+        return Forest(model, session.pair.tree, self._slots, session.learned)
 
     def submit(self, request: TextRequest) -> Running:
         """See Engine.submit."""

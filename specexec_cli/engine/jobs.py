@@ -84,7 +84,7 @@ def read_jobs(
             )
         jobs[job.id] = job
     if not jobs:
-        raise ConfigError(f"{where} has no prompts: one JSON object per line, with a `prompt`")
+        raise ConfigError(f"{where} has no prompts: one JSON object per line, with a 'prompt'")
     return list(jobs.values())
 
 
@@ -92,19 +92,19 @@ def _job(
     value: Any, number: int, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
 ) -> Job:
     if not isinstance(value, dict):
-        raise ConfigError("a line must be a JSON object with a `prompt` or `messages`")
+        raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
     if unknown := sorted(value.keys() - _KEYS):
         raise ConfigError(f"unknown key '{unknown[0]}': known are {', '.join(sorted(_KEYS))}")
     own_id = value.get("id", number)
     if type(own_id) not in (str, int):
-        raise ConfigError("an `id` must be a string or a whole number")
+        raise ConfigError("an 'id' must be a string or a whole number")
     stop = value.get("stop", generation.stop)
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
     if not isinstance(stop, tuple) or not all(isinstance(each, str) for each in stop):
-        raise ConfigError("`stop` must be a string or a list of strings")
+        raise ConfigError("'stop' must be a string or a list of strings")
     length = value.get("max_tokens", generation.max_tokens)
     if type(length) is not int:
-        raise ConfigError("`max_tokens` must be a whole number")
+        raise ConfigError("'max_tokens' must be a whole number")
     return Job(
         id=own_id,
         prompt=_prompt(value, chat),
@@ -116,18 +116,18 @@ def _job(
 def _prompt(value: Mapping[str, Any], chat: bool) -> str | tuple[Mapping[str, str], ...]:
     prompt, messages = value.get("prompt"), value.get("messages")
     if (prompt is None) == (messages is None):
-        raise ConfigError("a line needs either a `prompt` or `messages`")
+        raise ConfigError("a line needs either a 'prompt' or 'messages'")
     if messages is None:
         if not isinstance(prompt, str) or not prompt:
-            raise ConfigError("a `prompt` must be a text that is not empty")
+            raise ConfigError("a 'prompt' must be a text that is not empty")
         return ({"role": "user", "content": prompt},) if chat else prompt
     if not isinstance(messages, list) or not messages:
-        raise ConfigError("`messages` must be a list that is not empty")
+        raise ConfigError("'messages' must be a list that is not empty")
     for each in messages:
         if not isinstance(each, dict) or not all(
             isinstance(each.get(name), str) for name in ("role", "content")
         ):
-            raise ConfigError("each of `messages` needs a `role` and a `content`, both text")
+            raise ConfigError("each of 'messages' needs a 'role' and a 'content', both text")
     return tuple(messages)
 
 
@@ -136,7 +136,7 @@ def _sampling(value: Mapping[str, Any], sampling: SamplingConfig) -> SamplingCon
     for name, number in given.items():
         whole = type(getattr(sampling, name)) is int
         if type(number) is not int and (whole or type(number) is not float):
-            raise ConfigError(f"`{name}` must be a {'whole ' if whole else ''}number")
+            raise ConfigError(f"'{name}' must be a {'whole ' if whole else ''}number")
     return replace(sampling, **given)
 
 
