@@ -51,7 +51,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     }
     if not isinstance(metadata.get("ggml.tokens"), list):
         raise CheckpointError(
-            f"{path} has no vocabulary: name a folder that has a tokenizer with --tokenizer"
+            f"{path} has no vocabulary: name a folder that has a tokenizer with `tokenizer`"
         )
     kept = _kept_at(metadata)
     with suppress(Exception):  # not kept yet, or damaged since: it is built anew
@@ -97,7 +97,7 @@ def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     if byte_level and split not in _PLAIN and split not in GGUF_PRE_TOKENIZER_SPLITS:
         raise CheckpointError(
             f"{path}: how its tokenizer {shown(split)} splits text is not known: "
-            "name a folder with the original model's tokenizer with --tokenizer"
+            "name a folder with the original model's tokenizer with `tokenizer`"
         )
     names = {
         "ggml.model": "tokenizer_type",

@@ -93,7 +93,7 @@ class Guard:
             return 403, f"this server is not called '{host[:100]}'", "wrong_host"
         origin = headers.get("origin")
         if origin is not None and origin not in access.origins and _netloc(origin) != host.lower():
-            return 403, f"pages of {origin[:100]} may not ask: --cors-origin", "wrong_origin"
+            return 403, f"pages of {origin[:100]} may not ask: `cors_origin`", "wrong_origin"
         if method == "POST":
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":

@@ -29,16 +29,16 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
         found = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"cannot listen on {host}: {error.strerror}. Use --host") from error
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}. Use `host`") from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
     except OSError as error:
         found.close()
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} is taken: choose another with --port") from error
+            raise ConfigError(f"port {port} is taken: choose another with `port`") from error
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {error.strerror}. Use --host and --port"
+            f"cannot listen on {host} port {port}: {error.strerror}. Use `host` and `port`"
         ) from error
     return found
 
