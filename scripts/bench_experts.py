@@ -31,7 +31,7 @@ from offload_report import environment
 from specexec_cli.device import format_bytes
 from specexec_cli.loading import this_site
 from specexec_cli.models.experts import split_layers
-from specexec_cli.models.quant_checkpoint import Quantization
+from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.skeleton import build_skeleton
 from specexec_cli.offload.experts import READER_THREADS
 from specexec_cli.offload.memory import HugeBuffer
@@ -72,7 +72,7 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
 def expert_layouts(rig: Path) -> list[Layout]:
     """Where each expert of a checkpoint lies."""
     checkpoint = read_checkpoint(rig)
-    quantization = Quantization.read(checkpoint, print)
+    quantization = read_packing(checkpoint, print)
     skeleton = build_skeleton(checkpoint, quantization)
     return [
         lay_out(list(expert.values()))

@@ -31,8 +31,10 @@ from kernel_cases import (
     dequantize_case,
     gpu_linear,
     random_weight,
+    row_linear,
     topk_case,
 )
+from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.bench.environment import environment
 from specexec_cli.bench.metrics import quantile
@@ -55,6 +57,7 @@ class Settings:
     inputs: int
     outputs: int
     bits: tuple[int, ...]
+    formats: tuple[str, ...]  # row-packed ones, to time them alone; else everything
     seed: int
 
     def now(self) -> float:
@@ -107,6 +110,10 @@ def cases(settings: Settings) -> Iterator[Case]:
     """Everything that runs on this device."""
     gpu = settings.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
+    for rows in () if gpu else settings.rows:
+        yield row_linear(settings.inputs, settings.outputs, rows, settings.formats or [*RECIPES])
+    if settings.formats:
+        return
     for bits in settings.bits:
         weight = random_weight(settings.inputs, settings.outputs, bits, settings.device)
         yield dequantize_case(weight)
@@ -210,6 +217,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", default="1,4,16,32,64,128,256,512", metavar="N,...")
     parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
     parser.add_argument("--bits", default="2,3,4,8", metavar="N,...")
+    parser.add_argument("--formats", default="", metavar="NAME,...",
+                        help=f"row-packed formats alone: {', '.join(RECIPES)}")  # fmt: skip
     parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
                         help="rigs of one shape: time whole passes instead")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)
@@ -223,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         device=torch.device(args.device), clock=args.clock, repeats=args.repeats, seed=args.seed,
         rows=tuple(map(int, args.rows.split(","))), inputs=int(inputs), outputs=int(outputs),
         bits=tuple(map(int, args.bits.split(","))),
+        formats=tuple(filter(None, args.formats.split(","))),
     )  # fmt: skip
     torch.manual_seed(settings.seed)
     if settings.clock == "cpu":

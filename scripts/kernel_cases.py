@@ -6,7 +6,7 @@ nothing of clocks and tables.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,8 +14,11 @@ import torch
 from specexec_kernels import cpu_quant, dispatch
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.formats import METHODS
+from specexec_kernels.formats.base import RowWeight, Stored, described
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight, unpack_rows, unpack_zeros
+from specexec_kernels.row_quantize import RECIPES
 from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref
 from torch import Tensor
 
@@ -75,6 +78,36 @@ def cpu_linear(weight: PackedWeight, rows: int) -> Case:
             if weight.format.bits == 4 and rows <= _INT4_ROWS:
                 runs["PyTorch int4 GEMM"] = _int4(weight, x)
     return _linear_case(f"linear, {rows} rows", runs, weight, rows, wider)
+
+
+def row_linear(inputs: int, outputs: int, rows: int, recipes: Sequence[str]) -> Case:
+    """A product on the CPU in both dtypes: each row-packed format beside weights of two bytes."""
+    plain = torch.randn(outputs, inputs) * 0.02
+    two_bytes = plain.bfloat16()
+    runs: dict[str, Run] = {}
+    n_bytes: dict[str, int] = {}
+    weights = {}
+    for recipe in recipes:
+        tensors = RECIPES[recipe].pack(plain)
+        stored = Stored("linear", outputs, inputs, described(tensors), tensors.__getitem__)
+        settings = RECIPES[recipe].settings
+        fmt = METHODS[settings["quant_method"]].read(stored, settings)
+        assert fmt is not None
+        used = {part.leaf: tensors[part.leaf] for part in fmt.parts}
+        weights[recipe] = RowWeight(fmt, inputs, outputs, used)
+    for dtype in (torch.bfloat16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        x = torch.randn(rows, inputs).to(dtype)
+        runs[f"{name}, bfloat16 weights"] = partial(mixed_linear, x, two_bytes, None)
+        n_bytes[f"{name}, bfloat16 weights"] = two_bytes.nbytes
+        for recipe, weight in weights.items():
+            runs[f"{name}, {recipe}"] = partial(dispatch.quantized_matmul, x, weight)
+            n_bytes[f"{name}, {recipe}"] = sum(t.nbytes for t in weight.tensors.values())
+    return Case(
+        name=f"row-packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
+        wider=n_bytes, flops=2 * rows * inputs * outputs,
+        sizes={"rows": rows, "inputs": inputs, "outputs": outputs},
+    )  # fmt: skip
 
 
 def _int4(weight: PackedWeight, x: Tensor) -> Run:

@@ -58,6 +58,15 @@ class DraftTree:
         return cls(np.array(tokens, dtype=np.int64), ids - 1, ids + 1, np.zeros(len(tokens)))
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How probable a committed token was, in nats, and which tokens were most probable there."""
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), falling
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """One iteration: what was committed and what it cost."""
@@ -72,6 +81,7 @@ class StepResult:
     pending_rows: int  # committed rows the pass carried besides the tree
     text: str = ""  # what may be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token where they were asked for
     finish_reason: FinishReason | None = None
 
 
@@ -169,3 +179,14 @@ class GenerationStats:
     def stream_bytes_per_s(self) -> float:
         """Bytes streamed over the time spent in target passes."""
         return self.bytes_streamed / self.verify_s if self.verify_s else 0.0
+
+    def named(self) -> dict[str, float]:
+        """The statistics by their documented names, for JSON."""
+        return {name: getattr(self, name) for name in _DOCUMENTED}
+
+
+_DOCUMENTED = (
+    "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s", "tpot_s",
+    "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
+    "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held", "bytes_per_token",
+)  # fmt: skip

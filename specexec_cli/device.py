@@ -135,6 +135,29 @@ def gpus() -> list[GpuInfo]:
     return [_gpu(row) for row in rows if len(row) == 7 and row[0].isdigit()]
 
 
+# The oldest driver for which a major version of CUDA is built, by NVIDIA's compatibility tables.
+_OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
+
+
+def gpu_obstacle(torch_version: str, built_for: str | None, driver: str) -> str:
+    """Why PyTorch does not see a GPU that nvidia-smi shows, and the mend.
+
+    Args:
+        built_for: version of CUDA, as in "13.0"; None of a build for CPUs.
+        driver: version, as in "570.86.15".
+    """
+    if built_for is None:
+        return f"torch {torch_version} is a build for CPUs: install one for CUDA"
+    needed = _OLDEST_DRIVER.get(built_for.partition(".")[0])
+    major = driver.partition(".")[0]
+    if needed is not None and major.isdigit() and int(major) < needed:
+        return (
+            f"torch {torch_version} is built for CUDA {built_for}, which needs driver R{needed} or "
+            f"newer, and this is {driver}: update it, or install torch for an older CUDA"
+        )
+    return f"torch {torch_version} cannot start CUDA {built_for} under driver {driver}"
+
+
 def _gpu(row: list[str]) -> GpuInfo:
     index, name, total, free, gen, width, driver = row
 

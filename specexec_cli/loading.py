@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,7 @@ import torch
 from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from specexec_cli.device import format_bytes, free_ram_bytes
+from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -236,6 +237,17 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
         if probe.bytes_per_s > 0:  # on a very busy machine a short probe may end with nothing read
             found["ssd"] = Setting(probe.bytes_per_s, "measured")
     return found
+
+
+def unused_gpu() -> str | None:
+    """Why the CPU computes on a machine with a GPU; None where none is passed over by mistake."""
+    if torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return None
+    found = gpus()
+    if not found:
+        return None
+    reason = gpu_obstacle(torch.__version__, torch.version.cuda, found[0].driver)
+    return f"the CPU computes, not the {found[0].name}: {reason}"
 
 
 def pick_device(name: str) -> torch.device:

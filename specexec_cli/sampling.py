@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,6 +26,7 @@ from transformers.generation.logits_process import (
 )
 
 from specexec_cli.config import SamplingConfig
+from specexec_cli.core import TokenLogprobs
 from specexec_cli.errors import NonFiniteLogitsError
 
 _BELOW_ONE = 1.0 - 2.0**-53  # the largest float64 below 1
@@ -84,15 +86,43 @@ def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.fl
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
+class Constraint(Protocol):
+    """Which tokens may follow, as a grammar says it for one text."""
+
+    def allowed(self, context: Sequence[int]) -> Tensor:
+        """The tokens that may stand behind a context; the same for the same context, always.
+
+        Args:
+            context: prompt and text so far, every token of it allowed.
+        Returns:
+            (tokens,) bool on the CPU, at least one of them True; ids beyond it are excluded.
+        Raises:
+            ConfigError: the grammar cannot be followed any further.
+        """
+
+
 class Sampler:
     """Chooses tokens from the target's logits under one SamplingConfig.
 
     The filters are transformers' own logits processors in transformers' own order: repetition
-    penalty, temperature, top-k, top-p, min-p.
+    penalty, temperature, top-k, top-p, min-p. A constraint comes before them all.
+
+    Args:
+        constraint: excludes tokens, of target and draft model alike.
+        top_logprobs: records how probable each drawn token was under the target's own logits,
+            before any filter, and this many of the most probable ones; None records nothing.
     """
 
-    def __init__(self, config: SamplingConfig) -> None:
+    def __init__(
+        self,
+        config: SamplingConfig,
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
+    ) -> None:
         self.config = config
+        self.constraint = constraint
+        self._top_logprobs = top_logprobs
+        self._records: dict[int, TokenLogprobs] = {}  # by position
         self._penalty = LogitsProcessorList()
         if config.repetition_penalty != 1.0:
             self._penalty.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
@@ -107,16 +137,25 @@ class Sampler:
             if config.min_p > 0.0:
                 self._warpers.append(MinPLogitsWarper(config.min_p))
 
-    def filtered(self, logits: Tensor, context: Sequence[int]) -> Tensor:
+    def filtered(
+        self,
+        logits: Tensor,
+        context: Sequence[int],
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """Logits after every filter; -inf where a token is excluded.
 
         Args:
             logits: (rows, vocab) any float dtype.
             context: every token before the position, prompt included; the same for all rows.
+            paths: (rows,) the tokens of a tree between the context and each row's position, which
+                the constraint looks at; none unless told.
         Returns:
             (rows, vocab) float32.
         """
         scores = logits.float()
+        if self.constraint is not None:
+            scores = self._constrained(scores, context, paths or [()] * len(scores))
         if self._penalty:
             # a draft model's vocabulary may be the smaller one, and not every version of
             # transformers passes over ids beyond it
@@ -143,7 +182,30 @@ class Sampler:
         scores = self.filtered(logits[None], context)[0]
         if self.config.temperature > 0.0:
             scores = scores + noise_on(scores.device, self.config.seed, position, scores.shape[0])
-        return int(scores.argmax())
+        token = int(scores.argmax())
+        if self._top_logprobs is not None:
+            self._records[position] = _logprobs(logits, token, self._top_logprobs)
+        return token
+
+    def recorded(self, position: int, count: int) -> tuple[TokenLogprobs, ...]:
+        """How probable the tokens at `count` positions from `position` on were, each told once.
+
+        Nothing where it is not recorded.
+        """
+        if self._top_logprobs is None:
+            return ()
+        return tuple(self._records.pop(position + index) for index in range(count))
+
+    def _constrained(
+        self, scores: Tensor, context: Sequence[int], paths: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """A copy of the scores, -inf where the constraint excludes a token."""
+        assert self.constraint is not None
+        allowed = torch.zeros(scores.shape, dtype=torch.bool)
+        for row, path in enumerate(paths):
+            found = self.constraint.allowed([*context, *path])[: scores.shape[1]]
+            allowed[row, : len(found)] = found
+        return scores.masked_fill(~allowed.to(scores.device), float("-inf"))
 
     def probs(self, logits: Tensor, context: Sequence[int]) -> NDArray[np.float64]:
         """The distribution that `token` draws from, for a temperature above 0.
@@ -156,6 +218,14 @@ class Sampler:
         scores = self.filtered(logits[None], context)[0]
         probs: NDArray[np.float64] = scores.double().softmax(-1).cpu().numpy()
         return probs
+
+
+def _logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Log-probabilities under the softmax of the logits, (vocab,)."""
+    log_probs = logits.float().log_softmax(-1)
+    found = log_probs.topk(min(top, len(log_probs)))
+    best = zip(found.indices.tolist(), found.values.tolist(), strict=True)
+    return TokenLogprobs(token, float(log_probs[token]), tuple(best))
 
 
 def _check_finite(logits: Tensor, position: int) -> None:

@@ -39,6 +39,10 @@ class SlotList:
     def crop(self, length: int) -> None:
         del self.slots[length:]
 
+    def copy_rows(self, other: SlotList, length: int) -> None:
+        assert length <= other.length
+        self.slots = other.slots[:length]
+
     def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
         assert list(kept) == sorted(set(kept)), "kept slots rise"
         assert all(prefix_len <= slot < len(self.slots) for slot in kept)
@@ -81,6 +85,15 @@ class SlotToy:
             assert mask.shape == (stop - start, cache.length)
             logits += [self.model.logits(self._context(cache, row)) for row in mask]
         return torch.from_numpy(np.stack([logits[row] for row in logit_rows]))
+
+    def forward_together(
+        self, texts: Sequence[tuple[PassRows, SlotList, Sequence[int]]]
+    ) -> list[Tensor]:
+        caches = [cache for _, cache, _ in texts]
+        assert len(set(map(id, caches))) == len(caches), "no two texts share a cache"
+        found = [self.forward(*text) for text in texts]
+        self.passes -= len(texts) - 1
+        return found
 
     def _context(self, cache: SlotList, attended: np.ndarray) -> list[int]:
         seen = sorted(cache.slots[slot][::-1] for slot in np.flatnonzero(attended))

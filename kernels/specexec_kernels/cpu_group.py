@@ -14,9 +14,10 @@ from torch import Tensor
 from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_quant
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import Form
+from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.packing import PackedWeight
 
-Weight = Tensor | Transposed | PackedWeight
+Weight = Tensor | Transposed | PackedWeight | RowWeight
 
 
 def form_for(rows: Tensor, weights: Sequence[Sequence[Weight]]) -> Form | None:
@@ -40,6 +41,8 @@ def form_for(rows: Tensor, weights: Sequence[Sequence[Weight]]) -> Form | None:
 
 def _kind(weight: Weight) -> object:
     """Equal for weights that differ by nothing but their values."""
+    if isinstance(weight, RowWeight):
+        return RowWeight
     if isinstance(weight, Tensor):
         return weight.dtype, weight.shape
     if isinstance(weight, Transposed):
@@ -52,6 +55,8 @@ def _kind(weight: Weight) -> object:
 
 def _form(rows: torch.dtype, weight: Weight) -> Form | None:
     pairs = rows == torch.bfloat16
+    if isinstance(weight, RowWeight):
+        return None
     if isinstance(weight, PackedWeight):
         if not cpu_quant.supports(weight):
             return None

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 ScaleType = Literal["float16", "bfloat16", "float32"]
 
-I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 F32, PTR = ir.FloatType(), ir.PointerType()
 _LOG2_E = 1.4426950408889634
 _LN2 = (
@@ -135,14 +135,17 @@ class Emitter:
         return self.b.select(self.b.icmp_signed("<", left, right), left, right)
 
     def transpose(self, rows: list[Any]) -> list[Any]:
-        """Vectors of lanes x lanes words, transposed by swapping ever larger blocks."""
+        """n vectors of words, a power of two up to the lanes: every n x n words are transposed.
+
+        Ever larger blocks are swapped, in all of those squares at once.
+        """
         b, lanes = self.b, self.lanes
         rows, size = list(rows), 1
-        while size < lanes:
+        while size < len(rows):
             # lanes of the upper row are numbered from `lanes` on
             upper = [i if not i & size else i - size + lanes for i in range(lanes)]
             lower = [i + size if not i & size else i + lanes for i in range(lanes)]
-            for i in (i for i in range(lanes) if not i & size):
+            for i in (i for i in range(len(rows)) if not i & size):
                 pair = rows[i], rows[i + size]
                 rows[i] = b.shuffle_vector(*pair, self.ints(upper))
                 rows[i + size] = b.shuffle_vector(*pair, self.ints(lower))

@@ -14,9 +14,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_quant
+from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_quant, cpu_rows
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
+from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.packing import PackedWeight
 from specexec_kernels.tree_attention import tree_attention_ref
 
@@ -55,7 +56,7 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def quantized_matmul(
-    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
+    x: Tensor, weight: PackedWeight | RowWeight, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """x (rows, inputs) @ W (inputs, outputs); sums in float32 or better.
 
@@ -63,6 +64,10 @@ def quantized_matmul(
         out_dtype: of the result, x's unless told; float32 is the other choice, on a GPU.
     """
     out_dtype = out_dtype or x.dtype
+    if isinstance(weight, RowWeight):
+        if x.device.type == "cpu":
+            return cpu_rows.matmul(x, weight).to(out_dtype)
+        return _matmul(x, weight.unpack().to(x.dtype).t(), out_dtype)
     if uses_triton(x.device):
         from specexec_kernels import triton_quant
 

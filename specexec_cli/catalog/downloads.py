@@ -21,6 +21,7 @@ from specexec_cli.catalog.hub import (
     explain,
     fetch,
     gate,
+    wanted_files,
 )
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import NotFetchedError
@@ -71,7 +72,7 @@ def survey(entry: ModelEntry) -> Download:
     except Exception as error:  # whatever the hub or the network did: one line
         raise explain(error, entry, offline=False) from error
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = [name for name in sizes if _is_wanted(name)]
+    wanted = [name for name in sizes if _is_wanted(name, entry)]
     snapshot = _repo_folder(entry) / "snapshots" / str(info.sha)
     return Download(
         entry=entry,
@@ -82,8 +83,10 @@ def survey(entry: ModelEntry) -> Download:
     )
 
 
-def _is_wanted(name: str) -> bool:
+def _is_wanted(name: str, entry: ModelEntry) -> bool:
     """Whether hub.fetch brings this file."""
+    if entry.file is not None:
+        return name in wanted_files(entry)
     return any(fnmatch(name, pattern) for pattern in WANTED_FILES) and not any(
         fnmatch(name, pattern) for pattern in UNWANTED_FILES
     )

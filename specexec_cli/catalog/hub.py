@@ -13,6 +13,7 @@ from typing import Any
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError, NotFetchedError, SpecexecError, UnknownModelError
+from specexec_cli.gguf.container import part_names
 
 WANTED_FILES = [
     "config.json",
@@ -58,11 +59,19 @@ def fetch(
         CheckpointError: the repository has no safetensors weights.
     """
     folder = entry.folder
+    if folder is not None and folder.is_file():
+        return folder
     if folder is not None:
         if not (folder / "config.json").is_file():
             raise UnknownModelError(f"model '{entry.name}': folder {folder} has no config.json")
         return folder
     folder = _download(entry, offline, stored)
+    if entry.file is not None:
+        if not (folder / entry.file).is_file():
+            raise UnknownModelError(
+                f"{entry.repo} has no file '{entry.file}' at revision '{entry.revision or 'main'}'"
+            )
+        return folder / entry.file
     if not any(folder.glob("*.safetensors")):
         raise CheckpointError(
             f"{entry.repo} holds no safetensors weights at revision '{entry.revision or 'main'}', "
@@ -109,7 +118,9 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
 
 
 def cached_snapshot(entry: ModelEntry) -> Path | None:
-    """The entry's folder in the hub's cache if all its weights are there; opens no connection."""
+    """The entry's folder, or GGUF file, in the hub's cache if all its weights are there; opens no
+    connection.
+    """
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE) / ("models--" + entry.repo.replace("/", "--"))
@@ -118,6 +129,9 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     revision = entry.revision or "main"
     ref = cache / "refs" / revision
     snapshot = cache / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+    if entry.file is not None:
+        parts = [snapshot / name for name in gguf_parts(entry.file)]
+        return parts[0] if all(part.is_file() for part in parts) else None
     names = {path.name for path in snapshot.glob("*.safetensors")}
     try:
         index = json.loads((snapshot / "model.safetensors.index.json").read_bytes())
@@ -130,6 +144,17 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
     return snapshot if complete else None
 
 
+def gguf_parts(file: str) -> list[str]:
+    """All parts of a GGUF file of a repository, which may be in a folder there."""
+    folder, slash, name = file.rpartition("/")
+    return [f"{folder}{slash}{part}" for part in part_names(name)]
+
+
+def wanted_files(entry: ModelEntry) -> list[str]:
+    """Patterns of the files that are fetched: of a repository of GGUF files one, in all parts."""
+    return gguf_parts(entry.file) if entry.file is not None else WANTED_FILES
+
+
 def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -> Path:
     from huggingface_hub import constants, snapshot_download
 
@@ -139,8 +164,8 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
             snapshot_download(
                 entry.repo,
                 revision=entry.revision,
-                allow_patterns=WANTED_FILES,
-                ignore_patterns=UNWANTED_FILES,
+                allow_patterns=wanted_files(entry),
+                ignore_patterns=None if entry.file else UNWANTED_FILES,
                 local_files_only=offline,
                 max_workers=_AT_ONCE,
                 tqdm_class=_silent_bar(stored),

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from specexec_cli.config import DTYPE_BYTES, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
+from specexec_cli.gguf.container import part_names
 
 PACKAGE_PREFIX = "package:"
 
@@ -42,6 +43,7 @@ class ModelEntry:
     name: str
     repo: str  # hub id, folder, or package:FOLDER for weights shipped with the program
     revision: str | None = None  # branch, tag or commit of the hub repository
+    file: str | None = None  # of the hub repository: one GGUF file, or any part of a split one
     model_type: str | None = None  # config.json's model_type
     dtype: str | None = None  # of the stored weights that are not quantized
     quantization: str | None = None  # none, gptq or awq
@@ -58,7 +60,7 @@ class ModelEntry:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that holds the checkpoint, or None when it lives on the hub."""
+        """The folder, or the GGUF file, of the checkpoint; None when it lives on the hub."""
         if self.repo.startswith(PACKAGE_PREFIX):
             return Path(__file__).parents[1] / self.repo.removeprefix(PACKAGE_PREFIX)
         return Path(self.repo).expanduser() if is_path(self.repo) else None
@@ -79,6 +81,7 @@ class ModelEntry:
             name=self.name,
             repo=self.repo,
             revision=revision,
+            file=self.file,
             tokenizer=self.tokenizer,
             gated=self.gated,
         )
@@ -90,7 +93,7 @@ class ModelEntry:
         Computed to within 1 % of the files on the hub: biases, norms and g_idx are left out.
         """
         if self.folder is not None:
-            return sum(file.stat().st_size for file in self.folder.glob("*.safetensors")) or None
+            return sum(file.stat().st_size for file in weight_files(self.folder)) or None
         if self.params is None or self.dtype is None:
             return None
         width = DTYPE_BYTES[self.dtype]
@@ -185,6 +188,14 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
         for name, entry in _tables(table, "pairs", path).items()
     }
     return ModelsFile(models, pairs)
+
+
+def weight_files(place: Path) -> list[Path]:
+    """The files of weights in a checkpoint's folder, or of a GGUF file all parts that are there."""
+    if place.is_file():
+        parts = [place.parent / name for name in part_names(place.name)]
+        return [part for part in parts if part.is_file()]
+    return list(place.glob("*.safetensors"))
 
 
 def is_path(reference: str) -> bool:

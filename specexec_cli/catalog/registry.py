@@ -21,7 +21,9 @@ from specexec_cli.catalog.models_file import (
     is_path,
     read_models_file,
 )
+from specexec_cli.catalog.others import OLLAMA, ollama_file
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
+from specexec_cli.gguf.container import is_gguf
 
 __all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
@@ -63,7 +65,9 @@ class Registry:
         return self.pairs[name]
 
     def resolve(self, reference: str) -> ModelEntry:
-        """What a reference means: a name here, else a model folder, else org/name[@revision].
+        """What a reference means: a name here, else a model folder or GGUF file, else
+        org/name[@revision], or of it one GGUF file as org/name[@revision]:FILE.gguf, else a model
+        of ollama's as ollama:NAME.
 
         Raises:
             UnknownModelError: none of these, or a folder without config.json.
@@ -73,15 +77,40 @@ class Registry:
         path = Path(reference).expanduser()
         if path.is_dir():
             if not (path / "config.json").is_file():
+                files = sorted(path.glob("*.gguf"))
+                if files:
+                    raise UnknownModelError(
+                        f"folder '{reference}' has GGUF files: name one, as in {files[0]}"
+                    )
                 raise UnknownModelError(
                     f"folder '{reference}' has no config.json: give the folder of a checkpoint"
                 )
             return ModelEntry(name=reference, repo=str(path.resolve()))
+        if path.is_file():
+            if not is_gguf(path):
+                raise UnknownModelError(
+                    f"'{reference}' is no GGUF file: give one, or the folder of a checkpoint"
+                )
+            return ModelEntry(name=reference, repo=str(path.resolve()))
+        if reference.startswith(OLLAMA):
+            blob = ollama_file(reference)
+            if blob is None:
+                raise UnknownModelError(
+                    f"ollama has no model '{reference.removeprefix(OLLAMA)}' here.{_LIST_HINT}"
+                )
+            return ModelEntry(name=reference, repo=str(blob))
         if is_path(reference):
-            raise UnknownModelError(f"no folder '{reference}': check the path")
-        repo, _, revision = reference.partition("@")
+            raise UnknownModelError(f"no file or folder '{reference}': check the path")
+        named, colon, file = reference.partition(":")
+        repo, _, revision = named.partition("@")
         if not _HUB_ID.fullmatch(repo):
             return self.model(reference)  # raises, with the nearest name
+        if colon:
+            if not file.endswith(".gguf"):
+                raise UnknownModelError(
+                    f"'{file}' is no GGUF file of {repo}: name one, as in {repo}:MODEL-Q4_K_M.gguf"
+                )
+            return ModelEntry(name=reference, repo=repo, revision=revision or None, file=file)
         known = self._of_repo(repo)
         if known is None:
             return ModelEntry(name=reference, repo=repo, revision=revision or None)

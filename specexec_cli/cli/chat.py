@@ -177,10 +177,14 @@ def _introduce(chat: Chat) -> None:
 
 
 def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
     if loaded.notice:
         chat.screen.notice(loaded.notice)
+    console = Console(stderr=True, highlight=False)
     for line in end_of(chat.conversation.messages) if shown else []:
-        print(line, file=sys.stderr)
+        console.print(Text(line), soft_wrap=not console.is_terminal)  # words stay whole
     count = len(chat.conversation.turn_starts)
     chat.screen.notice(f"going on after {count} turn{'' if count == 1 else 's'}")
     if chat.conversation.unanswered is not None:

@@ -13,11 +13,12 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.generate_many import generate_many, jobs_of, longest
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
-    from specexec_cli.core import GenerationStats, StepResult
+    from specexec_cli.core import StepResult
     from specexec_cli.session import TextSession
 
 JSON_SCHEMA = 1
@@ -42,6 +43,9 @@ def generate(
     machine: option_groups.MachineOptions,
     stats: options.Stats = False,
     as_json: options.Json = False,
+    as_lines: options.Jsonl = False,
+    output: options.Output = None,
+    slots: options.Slots = 4,
     quiet: options.Quiet = False,
 ) -> None:
     """Continue a prompt. Text goes to stdout, everything else to stderr.
@@ -49,10 +53,30 @@ def generate(
     With --json: {"schema": 1, "text", "tokens", "finish_reason": "length"|"eos"|"stop", "seed",
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
+
+    With --jsonl each line of -f is {"prompt"} or {"messages": [{"role", "content"}]}, an "id" if it
+    has one, and max_tokens, stop and sampling options where they differ. Each text is a line {"id",
+    "text", "tokens", "finish_reason", "seed", "pair", "passes", "made_of"}, the one it would be
+    alone.
     """
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
-    text = read_prompt(prompt, file)
     drawn = sampling.config()
+    if as_lines:
+        _check_lines(prompt, file, as_json, stats)
+        text = read_prompt(None, file)
+        jobs = jobs_of(text, file or "standard input", drawn, generation, chat)
+        text, most_tokens = longest(jobs)
+        request = option_groups.request(
+            models, tree, machine, prompt=text, remember=True,
+            context_tokens=most_tokens + options.TEMPLATE_TOKENS,
+            slots=1 if models.method == "dsi" else min(slots, len(jobs)),
+        )  # fmt: skip
+        fetch_first(request, yes=models.yes, quiet=quiet)
+        generate_many(request, jobs, output, quiet)
+        return
+    if output is not None:
+        raise ConfigError("--output needs --jsonl: the text of one prompt goes to stdout")
+    text = read_prompt(prompt, file)
     request = option_groups.request(
         models, tree, machine,
         prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
@@ -86,6 +110,13 @@ def generate(
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:
         raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _check_lines(prompt: str | None, file: str | None, as_json: bool, stats: bool) -> None:
+    if prompt is not None:
+        raise ConfigError("--jsonl reads prompts from a file: -f prompts.jsonl")
+    if as_json or stats:
+        raise ConfigError(f"--jsonl and --{'json' if as_json else 'stats'} exclude each other")
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -174,16 +205,5 @@ def _result(
             "target": session.pair.target.repo,
             "draft": session.pair.draft.repo if session.pair.draft else None,
         },
-        "stats": stats_json(session.stats),
+        "stats": session.stats.named(),
     }  # fmt: skip
-
-
-def stats_json(stats: GenerationStats) -> dict[str, float]:
-    """The statistics by their documented names."""
-    names = (
-        "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s",
-        "tpot_s", "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
-        "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held",
-        "bytes_per_token",
-    )  # fmt: skip
-    return {name: getattr(stats, name) for name in names}

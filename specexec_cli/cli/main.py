@@ -20,6 +20,7 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.cli.plan import plan
 from specexec_cli.cli.pull import pull, rm
+from specexec_cli.cli.serve import serve
 from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
 
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 app.command(cls=PanelCommand)(generate)
 app.command(cls=PanelCommand)(chat)
+app.command(cls=PanelCommand)(serve)
 app.add_typer(bench.app, name="bench")
 app.command(cls=PanelCommand)(train_policy)
 app.command(cls=PanelCommand)(plan)

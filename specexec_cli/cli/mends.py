@@ -20,8 +20,9 @@ _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
 # Settings whose options have other names, and those of single commands.
 _RENAMED = {"max_depth": "depth"}
 _SINGLE = {
-    "acceptance", "baseline_tokens", "chat", "data", "dataset", "draft_ms", "figures", "json",
-    "max_tokens", "points", "row_ms", "speculation_length", "stop", "target_ms",
+    "acceptance", "baseline_tokens", "chat", "cors_origin", "data", "dataset", "draft_ms",
+    "figures", "host", "json", "max_tokens", "points", "port", "row_ms", "slots",
+    "speculation_length", "stop", "target_ms",
 }  # fmt: skip
 _OPTIONS = _SINGLE | {
     field.name

@@ -15,6 +15,7 @@ import typer
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
+from specexec_cli.catalog.others import FoundFile, found_files
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import machine, option_groups
 from specexec_cli.cli.complete import names
@@ -64,6 +65,7 @@ def list_command(
             "schema": 1,
             "pairs": [{**asdict(fit.pair), **_fit_json(fit)} for fit in found],
             "models": [_model_json(model) for model in registry.models.values()],
+            "found": [{**asdict(each), "path": str(each.path)} for each in found_files()],
             "user_models_file": str(user_models_file()),
         }
         typer.echo(json.dumps(content, indent=2))
@@ -74,6 +76,9 @@ def list_command(
         typer.echo("\n".join(textwrap.wrap(line, _columns())))
     typer.echo()
     _print_table([_model_row(model, columns) for model in registry.models.values()])
+    if files := found_files():
+        typer.echo("GGUF files that other programs brought here, each a --target or --draft:")
+        _print_table([_found_row(each) for each in files])
     state = "" if user_models_file().is_file() else " (not there yet)"
     typer.echo(f"Your own entries: {user_models_file()}{state}")
 
@@ -222,6 +227,10 @@ def _model_row(model: ModelEntry, columns: int) -> dict[str, str]:
     if columns < _MODEL_COLUMNS:
         del row["params"], row["weights"], row["context"]
     return row
+
+
+def _found_row(found: FoundFile) -> dict[str, str]:
+    return {"file": found.name, "of": found.program, "GB": _gigabytes(found.size_bytes)}
 
 
 def _pair_row(fit: Fit, columns: int) -> dict[str, str]:

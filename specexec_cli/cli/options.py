@@ -17,6 +17,7 @@ from specexec_cli.config import (
     OffloadMode,
 )
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.planning.request import MOST_SLOTS
 
 _COMMON, _OUTPUT = "Common", "Output"
 
@@ -30,7 +31,8 @@ Pair = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        help="A name of models.toml, a folder, or a hub id: org/name or org/name@revision.",
+        help="A name of models.toml, a folder, a GGUF file, a hub id (org/name or "
+        "org/name@revision, or of it one file as org/name:FILE.gguf), or ollama:NAME.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
@@ -218,6 +220,32 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json", help="One JSON object on stdout, nothing else.", rich_help_panel=_OUTPUT
+    ),
+]
+Jsonl = Annotated[
+    bool,
+    typer.Option(
+        "--jsonl",
+        help="The file has a prompt per line, as JSON; several are continued at once.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "--output",
+        "-o",
+        help="With --jsonl: file for the texts; those that it has already are left out.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+Slots = Annotated[
+    int,
+    typer.Option(
+        min=1,
+        max=MOST_SLOTS,
+        help="Texts at once, each with memory of its own.",
+        rich_help_panel=MEMORY,
     ),
 ]
 Quiet = Annotated[

@@ -25,6 +25,7 @@ from specexec_cli.drafting.search import (
 )
 from specexec_cli.drafting.suffix import Repetitions, merged
 from specexec_cli.models.graphs import StepRunner
+from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
@@ -97,6 +98,7 @@ class ModelDrafter:
         captured = model.device.type == "cuda" and model.capturable
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
+        self._longest, self._seen_before = 0, False  # of the present tree
         self._reset_tree()
         self._learned = learned or Learned()
         self._repetitions = Repetitions()
@@ -134,28 +136,49 @@ class ModelDrafter:
                 the draft model's window, while the target's may be longer.
             pending: committed rows that the target's pass will carry besides the tree.
         """
-        self._context = context
-        seen_before = self._tree.past and self._repetitions.follow(context)
-        longest, max_depth = max_depth, min(max_depth, self.model.context_length - len(context))
+        max_depth = self.begin(context, max_depth)
+        found, rested = None, False
+        if max_depth >= 1:
+            found = self._policy.grow(self._search, self._expand, max_depth, self._signals, pending)
+            rested = not len(found.tree)
+        return self.take(found, self._tree.budget, rested)
+
+    def begin(self, context: Sequence[int], max_depth: int) -> int:
+        """Makes ready for the tree behind `context`; see `grow` for both.
+
+        Returns:
+            the longest path that the draft model may find; none where it is below 1.
+        """
+        self._context, self._longest = context, max_depth
+        self._seen_before = self._tree.past and self._repetitions.follow(context)
         self._reset_tree()
         self._crop_to_common_prefix(context)
-        if max_depth >= 1:
-            self._result = self._policy.grow(
-                self._search, self._expand, max_depth, self._signals, pending
-            )
-            self.rested = not len(self._result.tree)
-        if seen_before and longest >= 1 and not self.rested:
-            self._result = self._with_repetitions(self._result, min(longest, self._tree.budget))
+        return min(max_depth, self.model.context_length - len(context))
+
+    def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
+        """The tree that a search came to, and what the text's past adds to it.
+
+        Args:
+            found: None where the draft model was not asked.
+            budget: most nodes of both together.
+            rested: whether the policy wanted no tree.
+        """
+        self.rested = rested
+        if found is not None:
+            self._result = found
+        if self._seen_before and self._longest >= 1 and not self.rested and budget >= 1:
+            longest = min(self._longest, self._tree.budget)
+            self._result = self._with_repetitions(self._result, longest, budget)
         return self._result.tree
 
-    def _with_repetitions(self, found: SearchResult, max_depth: int) -> SearchResult:
+    def _with_repetitions(self, found: SearchResult, max_depth: int, budget: int) -> SearchResult:
         """The tree with such repetitions as are no less probable than its own nodes.
 
         They cost no draft step, and may be longer than the paths that a draft model finds.
         """
         least = float(found.tree.log_probs.min(initial=0.0)) if len(found.tree) else -np.inf
         other = grow_tree(self._repetitions.expand, self._tree, max_depth).tree
-        return merged(found, other, least, self._tree.budget)
+        return merged(found, other, least, budget)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
@@ -168,6 +191,16 @@ class ModelDrafter:
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
         self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
+
+    def copy_rows(self, other: ModelDrafter, length: int) -> None:
+        """Takes the cache rows of the first `length` committed tokens of another text.
+
+        Args:
+            length: at most what the other has in its cache; this one is emptied first.
+        """
+        self._reset_tree()
+        self._cache.copy_rows(other._cache, length)
+        self.tokens = other.tokens[:length]
 
     def forget(self) -> None:
         """Empties its cache; what was learned stays, and so do captured steps."""
@@ -185,6 +218,7 @@ class ModelDrafter:
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
         self._utilities: dict[int, Tensor] = {}  # expanded node id -> (vocab,)
+        self._paths: dict[int, tuple[int, ...]] = {}  # likewise, from the root; see _paths_to
         self._ancestors = np.zeros((0, 0), dtype=bool)  # among slots, self included
         self._positions = np.zeros(0, dtype=np.int64)
 
@@ -197,27 +231,50 @@ class ModelDrafter:
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """Runs a frontier through the draft model; see search.Expand."""
-        if frontier.ids[0] == ROOT:
-            pending = list(self._context[len(self.tokens) :])
-            rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
-            logit_rows = range(len(pending) - 1, len(pending))
-        else:
-            rows = self._tree_rows(frontier)
-            logit_rows = range(len(rows.tokens))
+        rows, cache, logit_rows = self.rows_of(frontier)
         if self._steps is not None:
             logits = self._steps.forward(rows, logit_rows)
         else:
-            logits = self.model.forward(rows, self._cache, logit_rows)
-        if frontier.ids[0] == ROOT:
-            self.tokens = list(self._context)
-        return self._children(frontier, logits[:, : self._vocab_size], width)
+            logits = self.model.forward(rows, cache, logit_rows)
+        return self.children(frontier, logits, width)
 
-    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """Each node's children, best first, from its (vocab,) row of logits."""
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, SlotCache, Sequence[int]]:
+        """What the draft model is to be given: rows, their cache, and the rows of the frontier."""
+        if frontier.ids[0] != ROOT:
+            rows = self._tree_rows(frontier)
+            return rows, self._cache, range(len(rows.tokens))
+        pending = list(self._context[len(self.tokens) :])
+        rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
+        return rows, self._cache, range(len(pending) - 1, len(pending))
+
+    def fed(self) -> None:
+        """The rows of the whole context have been through the draft model."""
+        self.tokens = list(self._context)
+
+    def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """The children of nodes whose rows have been through the draft model; see search.Expand.
+
+        Args:
+            logits: (nodes, vocab) the draft model's.
+        """
+        if frontier.ids[0] == ROOT:
+            self.fed()
+        logits = logits[:, : self._vocab_size]
         positions = (len(self._context) + frontier.depths).tolist()
-        utilities = self._scorer.utilities(logits, positions, self._context)
+        paths = self._paths_to(frontier) if self._scorer.constrained else None
+        utilities = self._scorer.utilities(logits, positions, self._context, paths)
         self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
         return self._scorer.best(utilities, width, frontier.depths + 1)
+
+    def _paths_to(self, frontier: Frontier) -> list[tuple[int, ...]]:
+        """The tokens from the root to each node, the node's own last; none to the root."""
+        found = []
+        for node, parent, token in zip(
+            frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist(), strict=True
+        ):
+            self._paths[node] = (*self._paths[parent], token) if node != ROOT else ()
+            found.append(self._paths[node])
+        return found
 
     def _signals(self, ids: Ints) -> Floats:
         """What policies read of expanded nodes; see policies.Signals."""

@@ -125,17 +125,29 @@ class DraftScorer:
         """The c that scores are made with."""
         return self.trust.sharpness
 
-    def utilities(self, logits: Tensor, positions: Sequence[int], context: Sequence[int]) -> Tensor:
+    @property
+    def constrained(self) -> bool:
+        """Whether `utilities` needs to know each row's path."""
+        return self._sampler.constraint is not None
+
+    def utilities(
+        self,
+        logits: Tensor,
+        positions: Sequence[int],
+        context: Sequence[int],
+        paths: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
         """What the target is expected to maximise: filtered log-probabilities plus its noise.
 
         Args:
             logits: (rows, vocab) the draft's.
             positions: (rows,) absolute position of the token that each row predicts.
             context: committed tokens, for the repetition penalty.
+            paths: (rows,) each row's tokens from the root to it, where `constrained`.
         Returns:
             (rows, vocab) float32.
         """
-        utilities = self._sampler.filtered(logits, context).log_softmax(-1)
+        utilities = self._sampler.filtered(logits, context, paths).log_softmax(-1)
         if self._noisy:
             seed, vocab_size = self._sampler.config.seed, logits.shape[-1]
             device = utilities.device

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specexec_cli.models.pass_rows import Chunks, PassRows, Span
+from specexec_cli.models.side_by_side import KeysByText, MaskByText
 
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
@@ -212,6 +213,32 @@ def _wide(
     return torch.cat(parts, dim=2).to(query.dtype)
 
 
-AttentionInterface.register(NAME, _attention)
-AttentionInterface.register(DENSE, _dense_attention)
-AttentionInterface.register(_CPU_NAME, _cpu_attention)
+def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """The attention for passes with rows of several texts too, each over its own keys."""
+
+    def attention(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor | KeysByText,
+        value: Tensor | KeysByText,
+        attention_mask: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        if not isinstance(attention_mask, MaskByText):
+            return attend(module, query, key, value, attention_mask, *args, **kwargs)
+        assert isinstance(key, KeysByText) and isinstance(value, KeysByText)  # noqa: PT018
+        attended, first = [], 0
+        for piece, mask in zip(attention_mask.pieces, attention_mask.masks, strict=True):
+            own = query[:, :, first : first + piece.count]
+            keys, values = key.parts[piece.text], value.parts[piece.text]
+            attended.append(attend(module, own, keys, values, mask, *args, **kwargs)[0])
+            first += piece.count
+        return torch.cat(attended, dim=1), None
+
+    return attention
+
+
+SIDE_BY_SIDE = {NAME: _attention, DENSE: _dense_attention, _CPU_NAME: _cpu_attention}
+for _name, _attend in SIDE_BY_SIDE.items():
+    AttentionInterface.register(_name, _by_text(_attend))

@@ -60,6 +60,7 @@ class DecoderLayer(nn.Module):
         self._names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
         self._conversions = skeleton.conversions[index]
         self._prefix = f"{skeleton.layers_path}.{index}."
+        self._plus_one = skeleton.restored.plus_one
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._positions: Tensor | None = None  # (1, rows) of the chunk that is in the layer
         self._scale_queries_by_position()
@@ -113,7 +114,8 @@ class DecoderLayer(nn.Module):
         def converted(name: str, weight: Tensor) -> Tensor:
             if name in self._kept:
                 return weight.to(device)
-            return weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
+            weight = weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
+            return weight - 1 if self._prefix + name in self._plus_one else weight
 
         weights = {name: converted(name, stored[place]) for name, place in self._names.items()}
         for conversion in self._conversions:
@@ -156,17 +158,14 @@ class DecoderLayer(nn.Module):
             hidden = hidden.to(self._context.dtype)
         total = hidden.shape[-2]
         outputs = []
-        for start in range(0, total, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, total)
+        chunks = self._context.chunks(total, CHUNK_ROWS, self.span, self.writes_cache)
+        for start, stop, mask in chunks:
             own = {name: _slice_rows(given[name], start, stop) for name in given.keys() & _PER_ROW}
             if own.get("position_embeddings") is not None:
                 # transformers makes them in the dtype of `hidden`
                 own["position_embeddings"] = _in_dtype(
                     own["position_embeddings"], self._context.dtype
                 )
-            mask = self._context.attention_mask(start, stop, self.span)
-            if not self.writes_cache:  # the layer whose keys it sees has finished all its chunks
-                mask = _with_slots_to_come(mask, total - stop)
             own["attention_mask"] = mask
             self._positions = own.get("position_ids")
             output = run(hidden[..., start:stop, :], **{**given, **own})
@@ -212,12 +211,6 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
     if not isinstance(value, Tensor) or value.is_complex():
         return value
     return value.to(dtype)
-
-
-def _with_slots_to_come(mask: Any, count: int) -> Any:
-    """The mask for slots that later rows of the pass have filled already: hidden."""
-    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    return nn.functional.pad(mask, (0, count), value=hidden)
 
 
 def _parameters(layer: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:

@@ -90,6 +90,12 @@ class SlotLayer(CacheLayerMixin):
             dispatch.compact_kv(rows[0], kept, prefix_len)
         self.length = prefix_len + int(kept.shape[0])
 
+    def copy_rows(self, other: SlotLayer, length: int) -> None:
+        """Takes the first `length` rows of the same layer of another text in place of its own."""
+        self.length = 0
+        if length:
+            self.update(other.keys[:, :, :length], other.values[:, :, :length])
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Total slots after `query_length` more rows, and the first slot."""
         return self.length + query_length, 0
@@ -183,6 +189,11 @@ class SlotCache(Cache):
         slots = torch.tensor(kept, device=self.layers[0].device)
         for layer in self.layers:
             layer.compact(prefix_len, slots)
+
+    def copy_rows(self, other: SlotCache, length: int) -> None:
+        """Takes the first `length` rows of another text's cache in place of its own."""
+        for own, theirs in zip(self.layers, other.layers, strict=True):
+            own.copy_rows(theirs, length)
 
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on; also those an aborted pass left in some layers."""

@@ -16,7 +16,6 @@ import torch
 from specexec_kernels import cpu_activation, cpu_linear
 from specexec_kernels.cpu_half import Transposed
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn import functional
 
 
@@ -162,29 +161,3 @@ def _seeing(function: Callable[..., Any], stand_ins: Mapping[ModuleType, _With])
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-class MixedEmbedding(nn.Module):
-    """An embedding table in the file's dtype; only the rows looked up are converted.
-
-    The wrapped module may scale its output (Gemma does), so it runs itself, over a small table of
-    the rows that were asked for.
-    """
-
-    def __init__(self, embedding: nn.Module, table: Tensor, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.embedding = embedding
-        self.table = table
-        self.dtype = dtype
-
-    @property
-    def weight(self) -> Tensor:
-        """The table, for modelling code that looks at it."""
-        return self.table
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
-        found = self.table[ids.reshape(-1)].to(self.dtype)
-        order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)
-        output: Tensor = functional_call(self.embedding, {"weight": found}, (order,))
-        return output

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from specexec_cli.models import attention
 from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.pass_rows import PassRows, Span
+from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
 
 
 class LayerSource(Protocol):
@@ -41,12 +42,12 @@ class PassContext:
         self.source: LayerSource | None = None  # None: every layer's weights stay
         self.on_layer: Callable[[int], None] = lambda index: None
         self._config = config
-        self._rows: PassRows | None = None
-        # of the present pass, by first and last row and span
-        self._masks: dict[tuple[int, int, Span | None], Tensor | TreeMask] = {}
+        self._rows: SideBySide | None = None
+        # of the present pass, by piece and span
+        self._masks: dict[tuple[Piece, Span | None], Tensor | TreeMask] = {}
         self._step_masks: Mapping[Span | None, Tensor] = {}
 
-    def begin(self, rows: PassRows) -> None:
+    def begin(self, rows: SideBySide) -> None:
         """A pass over these rows; masks are made where a layer asks for them."""
         self._rows, self._masks = rows, {}
 
@@ -54,22 +55,49 @@ class PassContext:
         """A pass over tensors alone, whose masks are given by span."""
         self._rows, self._step_masks = None, masks
 
-    def attention_mask(self, start: int, stop: int, span: Span | None) -> Tensor | TreeMask:
-        """The pass's mask for rows start..stop, in the form the attention needs."""
+    def chunks(
+        self, total: int, most: int, span: Span | None, writes_cache: bool
+    ) -> Iterator[tuple[int, int, Tensor | TreeMask | MaskByText]]:
+        """The pass's rows as a layer is to be given them: first, last, and their mask.
+
+        Args:
+            total: rows of the pass.
+            most: rows of a chunk.
+            span: how far back the layer's rows see.
+            writes_cache: whether the layer appends keys; one that does not sees those of a layer
+                that has finished all its chunks.
+        """
         if self._rows is None:
-            return self._step_masks[span]
-        key = start, stop, span
-        if key in self._masks:
-            return self._masks[key]
-        mask: Tensor | TreeMask | None = None
-        if self._config._attn_implementation == attention.NAME:
-            mask = attention.tree_mask(self._rows, start, stop, span, self.device)
+            for start in range(0, total, most):
+                yield start, min(start + most, total), self._step_masks[span]
+            return
+        start = 0
+        for pieces in self._rows.chunks(most):
+            self._rows.now = pieces
+            masks = [self._mask(piece, span, writes_cache) for piece in pieces]
+            stop = start + sum(piece.count for piece in pieces)
+            yield start, stop, MaskByText(pieces, masks) if self._rows.by_text else masks[0]
+            start = stop
+
+    def _mask(self, piece: Piece, span: Span | None, writes_cache: bool) -> Any:
+        """The mask of one text's rows, in the form the attention needs."""
+        assert self._rows is not None
+        rows = self._rows.parts[piece.text]
+        mask = self._masks.get((piece, span))
         if mask is None:
-            mask = self.dense(self._rows.mask(start, stop, span))
-        # a long prompt's dense masks together would take more room than its activations
-        if isinstance(mask, TreeMask) or stop - start == len(self._rows.tokens):
-            self._masks[key] = mask
+            mask = self._made(rows, piece, span)
+            # a long prompt's dense masks together would take more room than its activations
+            if isinstance(mask, TreeMask) or piece.count == len(rows.tokens):
+                self._masks[piece, span] = mask
+        if not writes_cache:
+            return _with_slots_to_come(mask, len(rows.tokens) - piece.stop)
         return mask
+
+    def _made(self, rows: PassRows, piece: Piece, span: Span | None) -> Tensor | TreeMask:
+        mask: TreeMask | None = None
+        if self._config._attn_implementation == attention.NAME:
+            mask = attention.tree_mask(rows, piece.start, piece.stop, span, self.device)
+        return mask or self.dense(rows.mask(piece.start, piece.stop, span))
 
     def dense(self, mask: Tensor) -> Tensor:
         """A bool mask, True = attend, as this model's attention takes it."""
@@ -78,3 +106,9 @@ class PassContext:
             return mask
         blank = torch.zeros(mask.shape, dtype=self.dtype, device=self.device)
         return blank.masked_fill(~mask, torch.finfo(self.dtype).min)
+
+
+def _with_slots_to_come(mask: Any, count: int) -> Any:
+    """The mask for slots that later rows of the pass have filled already: hidden."""
+    hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return nn.functional.pad(mask, (0, count), value=hidden)

@@ -6,8 +6,9 @@ an empty QuantizedLinear in the place of every packed linear.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from specexec_kernels.packing import PackedFormat, unpack_rows
@@ -15,7 +16,7 @@ from torch import nn
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.quant_config import Notice, QuantConfig, QuantSpec
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.quantized import ColumnLinear, QuantizedLinear
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
@@ -23,9 +24,20 @@ _SAMPLED_LINEARS = 8  # whose zero points decide between format v1 and v2
 _SCALE_DTYPES = ("F16", "BF16", "F32")
 
 
+class Packing(Protocol):
+    """What a model's skeleton needs to know of packed weights."""
+
+    @property
+    def leaves(self) -> Mapping[str, tuple[str, str]]:
+        """Tensors of packed linears, biases too: name in the checkpoint -> (linear, leaf)."""
+
+    def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
+        """An empty linear in the place of `name` (of the checkpoint); None where it is plain."""
+
+
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """A checkpoint's quantization, checked against its tensors."""
+    """A checkpoint's quantization by GPTQ or AWQ, checked against its tensors."""
 
     config: QuantConfig
     checkpoint: Checkpoint
@@ -60,8 +72,20 @@ class Quantization:
         shuffled = _shuffled(checkpoint, names, quant)
         return cls(quant, checkpoint, _minus_one(checkpoint, names, quant, notice), shuffled)
 
-    def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
-        """An empty QuantizedLinear for the linear `name` of the checkpoint; None if it is plain.
+    @property
+    def leaves(self) -> Mapping[str, tuple[str, str]]:
+        """See Packing."""
+        found = {}
+        for stored in self.checkpoint:
+            name, _, leaf = stored.rpartition(".")
+            # tools that sort nothing by groups may store a g_idx all the same
+            own = leaf in (*self.config.spec.kind.tensors, "g_idx", "bias")
+            if own and f"{name}.qweight" in self.checkpoint:
+                found[stored] = name, leaf
+        return found
+
+    def linear(self, name: str, in_features: int, out_features: int) -> ColumnLinear | None:
+        """An empty ColumnLinear for the linear `name` of the checkpoint; None if it is plain.
 
         Raises:
             CheckpointError: its tensors do not fit each other, the config, or the layer.
@@ -76,7 +100,7 @@ class Quantization:
                 f"{self.config.source}: '{name}' with {in_features} inputs and {out_features} "
                 f"outputs cannot be packed in {spec.bits} bits. Do both files fit the same model?"
             )
-        linear = QuantizedLinear(
+        linear = ColumnLinear(
             in_features,
             out_features,
             fmt,
@@ -93,7 +117,7 @@ def replace_linears(
     module: nn.Module,
     kinds: type[nn.Module] | tuple[type[nn.Module], ...],
     stored_name: Callable[[str], str],
-    quantization: Quantization,
+    quantization: Packing,
 ) -> None:
     """Swap each linear of `module` whose weight is packed for an empty QuantizedLinear.
 

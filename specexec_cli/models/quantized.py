@@ -1,4 +1,4 @@
-"""A linear whose weight stays packed: GPTQ and AWQ as they are on disk.
+"""Linears whose weight stays packed as it is on disk: GPTQ and AWQ, and row-packed formats.
 
 The packed tensors are parameters of the module, so they stream like any other weight, and are
 unpacked where they are multiplied (specexec_kernels).
@@ -6,37 +6,25 @@ unpacked where they are multiplied (specexec_kernels).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from specexec_kernels import dispatch
+from specexec_kernels.formats.base import RowFormat, RowWeight
 from specexec_kernels.packing import PackedFormat, PackedWeight
 from torch import Tensor, nn
 
 
-class QuantizedLinear(nn.Module):
-    """nn.Linear over a packed weight; see PackedWeight for the tensors."""
+class QuantizedLinear(nn.Module, ABC):
+    """nn.Linear over a packed weight, whose tensors are parameters."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        fmt: PackedFormat,
-        group_size: int,
-        *,
-        bias: bool,
-        shuffled: bool,
-    ) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.format, self.group_size = fmt, group_size
-        groups = -(-in_features // group_size)
-        words = out_features * fmt.bits // 32
-        packed = (in_features, words) if fmt.awq else (in_features * fmt.bits // 32, out_features)
-        self.qweight = _meta(packed, torch.int32)
-        self.qzeros = _meta((groups, words), torch.int32)
-        self.scales = _meta((groups, out_features), torch.float16)
-        self.g_idx = _meta((in_features,), torch.int32) if shuffled else None
         self.bias = _meta((out_features,), torch.float16) if bias else None
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -49,12 +37,44 @@ class QuantizedLinear(nn.Module):
 
     def _product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         flat = rows.reshape(-1, self.in_features)
-        output = dispatch.quantized_matmul(flat, self.stored_weight(), dtype)
+        output = dispatch.quantized_matmul(flat, self.packed_weight(), dtype)
         if self.bias is not None:
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)
 
-    def stored_weight(self) -> PackedWeight:
+    def stored_weight(self) -> PackedWeight | RowWeight:
+        """As MixedLinear.stored_weight."""
+        return self.packed_weight()
+
+    @abstractmethod
+    def packed_weight(self) -> PackedWeight | RowWeight:
+        """The tensors that are bound to this module now."""
+
+
+class ColumnLinear(QuantizedLinear):
+    """A weight packed with the outputs as columns, as GPTQ and AWQ do; see PackedWeight."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        fmt: PackedFormat,
+        group_size: int,
+        *,
+        bias: bool,
+        shuffled: bool,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.format, self.group_size = fmt, group_size
+        groups = -(-in_features // group_size)
+        words = out_features * fmt.bits // 32
+        packed = (in_features, words) if fmt.awq else (in_features * fmt.bits // 32, out_features)
+        self.qweight = _meta(packed, torch.int32)
+        self.qzeros = _meta((groups, words), torch.int32)
+        self.scales = _meta((groups, out_features), torch.float16)
+        self.g_idx = _meta((in_features,), torch.int32) if shuffled else None
+
+    def packed_weight(self) -> PackedWeight:
         """The tensors that are bound to this module now."""
         bound = self._parameters  # without nn.Module's search for names
         return PackedWeight(
@@ -67,6 +87,37 @@ class QuantizedLinear(nn.Module):
             scales=cast(Tensor, bound["scales"]),
             g_idx=bound.get("g_idx"),
         )
+
+
+class RowLinear(QuantizedLinear):
+    """A weight that keeps the inputs of an output side by side; see RowFormat."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        fmt: RowFormat,
+        stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
+        *,
+        bias: bool,
+    ) -> None:
+        """Over tensors of the shapes and dtypes that `stored` says, by leaf."""
+        super().__init__(in_features, out_features, bias=bias)
+        self.format = fmt
+        for leaf, (shape, dtype) in stored.items():
+            self.register_parameter(parameter_name(leaf), _meta(shape, dtype))
+
+    def packed_weight(self) -> RowWeight:
+        """The tensors that are bound to this module now."""
+        tensors: dict[str, Tensor] = {
+            part.leaf: getattr(self, parameter_name(part.leaf)) for part in self.format.parts
+        }
+        return RowWeight(self.format, self.in_features, self.out_features, tensors)
+
+
+def parameter_name(leaf: str) -> str:
+    """What the parameter of a leaf is called, in which PyTorch allows no dots."""
+    return leaf.replace(".", "__")
 
 
 def _meta(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -7,8 +7,10 @@ rest of the architecture is transformers'.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -20,7 +22,9 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
-from specexec_cli.models.quant_checkpoint import Quantization, replace_linears
+from specexec_cli.models.quant_checkpoint import Packing, replace_linears
+from specexec_cli.models.quantized import parameter_name
+from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.planning.architectures import ARCHITECTURES, refusal
@@ -41,6 +45,7 @@ _OF_EXPERT = re.compile(
 )
 _PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
 _FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class Skeleton:
     # everything else: parameter name -> where its bytes are
     resident_tensors: dict[str, TensorRange]
     unused: dict[str, str]  # tensors of the checkpoint that text does not need -> why
+    restored: Restored  # of GGUF files
 
 
 def is_piece(name: str) -> bool:
@@ -76,13 +82,9 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
     config = whole.get_text_config(decoder=True)
     layers = getattr(config, "num_hidden_layers", 0)
     if not layers >= 1:
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: a model of {layers} layers has no text"
-        )
+        raise CheckpointError(f"{checkpoint.config_path}: a model of {layers} layers has no text")
     if reason := _unknown_attention(config):
-        raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'}: {reason}, which is not supported"
-        )
+        raise CheckpointError(f"{checkpoint.config_path}: {reason}, which is not supported")
     if getattr(config, "eos_token_id", None) is None:
         config.eos_token_id = getattr(whole, "eos_token_id", None)
     return config
@@ -101,7 +103,7 @@ def _unknown_attention(config: PretrainedConfig) -> str | None:
 
 
 def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    path, stored = checkpoint.folder / "config.json", dict(checkpoint.config)
+    path, stored = checkpoint.config_path, dict(checkpoint.config)
     model_type = str(stored.get("model_type"))
     # before transformers sees it: what we do not know must not reach any code of the checkpoint
     if model_type not in ARCHITECTURES:
@@ -120,7 +122,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {first}" if isinstance(error, KeyError) else first
 
 
-def build_skeleton(checkpoint: Checkpoint, quantization: Quantization | None = None) -> Skeleton:
+def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) -> Skeleton:
     """Builds the model on the meta device and finds each of its tensors in the checkpoint.
 
     Args:
@@ -131,16 +133,26 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Quantization | None = N
     """
     config = load_config(checkpoint)
     model = _build_model(checkpoint)
-    names = StoredNames.read(model, checkpoint)
+    leaves = quantization.leaves if quantization is not None else {}
+    names = StoredNames.read(model, checkpoint, leaves)
     layers_path, layers = decoder_layers(model, config.num_hidden_layers)
     for index, layer in enumerate(layers):
-        _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint)
+        _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint, leaves)
     plain = names.plain
     if quantization is not None:
-        modules = {name.rpartition(".")[0]: at.rpartition(".")[0] for name, at in plain.items()}
+        modules = {
+            name.removesuffix(f".{leaf}"): module
+            for name, at in plain.items()
+            for module, leaf in [leaves.get(at, (at.rpartition(".")[0], at.rpartition(".")[2]))]
+        }
+        names.plain.update(
+            {f"{name.removesuffix(f'.{leaf}')}.{parameter_name(leaf)}": at
+             for name, at in plain.items() if at in leaves for _, leaf in [leaves[at]]}
+        )  # fmt: skip
         replace_linears(
             model, (MixedLinear, nn.Linear), lambda name: modules.get(name, name), quantization
         )
+    restored = restore(model, names, checkpoint)
     finder = _Finder(checkpoint, model, names)
     layer_tensors, conversions = [], []
     for index, layer in enumerate(layers):
@@ -150,7 +162,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Quantization | None = N
     resident = finder.resident(f"{layers_path}.")
     return Skeleton(
         model, model.config.get_text_config(decoder=True), layers, layers_path, layer_tensors,
-        conversions, resident, finder.unused(),
+        conversions, resident, finder.unused(), restored,
     )  # fmt: skip
 
 
@@ -162,7 +174,7 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
         raise
     except Exception as error:  # whatever a value of the config makes transformers do
         raise CheckpointError(
-            f"{checkpoint.folder / 'config.json'} describes no model that transformers can build: "
+            f"{checkpoint.config_path} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
     text = model.config.get_text_config(decoder=True)
@@ -174,7 +186,11 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _replace_modules(
-    layer: nn.Module, prefix: str, names: StoredNames, checkpoint: Checkpoint
+    layer: nn.Module,
+    prefix: str,
+    names: StoredNames,
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, tuple[str, str]],
 ) -> None:
     """Linears and fused experts of one layer become those that keep the file's dtype."""
     for name, module in list(layer.named_modules()):
@@ -183,7 +199,7 @@ def _replace_modules(
             bias = module.bias is not None
             replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
         elif has_separable_experts(module):
-            replacement = _apart(module, f"{prefix}{name}", names, checkpoint)
+            replacement = _apart(module, f"{prefix}{name}", names, checkpoint, leaves)
         else:
             if _multiplies(module):
                 module.forward = with_mixed_linears(module)
@@ -192,7 +208,13 @@ def _replace_modules(
         setattr(layer.get_submodule(parent), leaf, replacement)
 
 
-def _apart(fused: nn.Module, path: str, names: StoredNames, checkpoint: Checkpoint) -> PerExpert:
+def _apart(
+    fused: nn.Module,
+    path: str,
+    names: StoredNames,
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, tuple[str, str]],
+) -> PerExpert:
     """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
     lie = set()
     for leaf in ("gate_up_proj", "down_proj"):
@@ -201,7 +223,7 @@ def _apart(fused: nn.Module, path: str, names: StoredNames, checkpoint: Checkpoi
         if conversion is not None:
             names.conversions.remove(conversion)
             if conversion.stacks_experts:
-                for inside, place in expert_places(conversion).items():
+                for inside, place in expert_places(conversion, leaves).items():
                     names.plain[f"{path}.experts.{inside}"] = place
             else:
                 stored = conversion.names[0]
@@ -316,7 +338,7 @@ class _Finder:
                 f"{tensor.path}: tensor '{stored}' has shape {list(tensor.shape)}, config.json "
                 f"says {list(parameter.shape)}. Are both files of the same model?"
             )
-        if parameter.is_floating_point() and tensor.dtype not in _FLOATS:
+        if parameter.dtype in _FLOAT_DTYPES and tensor.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{tensor.path}: tensor '{stored}' is stored as {tensor.dtype}, not as one of "
                 f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -29,8 +30,6 @@ from transformers.core_model_loading import (
 from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.store import Checkpoint
 
-# leaves of a packed linear in place of `weight`; see planning/packed_formats.py
-_PACKED = ("qweight", "qzeros", "scales", "g_idx")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # what older versions of transformers saved, and every model computes for itself
 _BUFFERS = re.compile(
@@ -104,9 +103,16 @@ class StoredNames:
     unused: dict[str, str]  # stored name -> why nothing takes it
 
     @classmethod
-    def read(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> StoredNames:
+    def read(
+        cls,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        leaves: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    ) -> StoredNames:
         """Names of a model as transformers builds it, before any module is replaced.
 
+        Args:
+            leaves: tensors of packed linears -> (name of the linear, leaf).
         Raises:
             CheckpointError: a tensor belongs to nothing in the model.
         """
@@ -120,9 +126,8 @@ class StoredNames:
         unknown: list[str] = []
         converted: dict[str, Conversion] = {}
         for name in checkpoint:
-            module, _, leaf = name.rpartition(".")
-            packed = leaf in _PACKED or (leaf == "bias" and f"{module}.qweight" in checkpoint)
-            asked = f"{module}.weight" if packed else name
+            module, leaf = leaves.get(name, (None, ""))
+            asked = name if module is None else f"{module}.weight"
             found, pattern = rename_source_key(
                 asked, renamings, converters, model.base_model_prefix, expected
             )
@@ -130,7 +135,8 @@ class StoredNames:
                 conversion = converted.setdefault(found, Conversion(by_pattern[pattern], found, {}))
                 conversion.sources.setdefault(pattern, []).append(name)
             elif found in expected:
-                plain[f"{found.rpartition('.')[0]}.{leaf}" if packed else found] = name
+                place = found if module is None else f"{found.rpartition('.')[0]}.{leaf}"
+                plain[place] = name
             elif reason := _reason(model, name, found):
                 unused[name] = reason
             else:
@@ -164,9 +170,11 @@ def _by_number(name: str) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", name)]
 
 
-def expert_places(conversion: Conversion) -> dict[str, str]:
+def expert_places(conversion: Conversion, leaves: Mapping[str, tuple[str, str]]) -> dict[str, str]:
     """Names such as `3.gate.weight` of a stack of experts -> names in the checkpoint.
 
+    Args:
+        leaves: see StoredNames.read.
     Raises:
         ValueError: the conversion stacks something else.
     """
@@ -178,5 +186,6 @@ def expert_places(conversion: Conversion) -> dict[str, str]:
             found = _EXPERT.search(name)
             if found is None:
                 raise ValueError(f"'{name}' is not the tensor of one expert")
-            places[f"{found[1]}.{part}.{name.rpartition('.')[2]}"] = name
+            leaf = leaves[name][1] if name in leaves else name.rpartition(".")[2]
+            places[f"{found[1]}.{part}.{leaf}"] = name
     return places

@@ -14,20 +14,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
+from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedEmbedding, MixedLinear
+from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.quant_checkpoint import Quantization
 from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.row_checkpoint import read_packing
+from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
@@ -40,6 +43,9 @@ from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import chosen_experts, path_of
 from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
+
+# Rotary positions whose frequencies depend on the longest position of a pass.
+_FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
 
 
 class StreamedModel:
@@ -67,6 +73,8 @@ class StreamedModel:
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if skeleton.config._attn_implementation == attention.DENSE:
             skeleton.config._attn_implementation = attention.implementation(device)
+        # whether rows of several texts take turns in each layer, see side_by_side.py
+        self._turns = skeleton.config._attn_implementation not in attention.SIDE_BY_SIDE
         self._layers = [
             DecoderLayer(
                 layer,
@@ -119,7 +127,7 @@ class StreamedModel:
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
             torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
-        quantization = Quantization.read(checkpoint, notice)
+        quantization = read_packing(checkpoint, notice)
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
@@ -215,8 +223,15 @@ class StreamedModel:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a pass; not where Python picks the experts to run."""
-        return not any(isinstance(module, PerExpert) for module in self.skeleton.model.modules())
+        """Whether a CUDA graph can hold a pass.
+
+        Not where Python picks the experts to run, nor where rotary frequencies follow the longest
+        position, which Python reads from the GPU.
+        """
+        return not any(
+            isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
+            for module in self.skeleton.model.modules()
+        )
 
     def new_cache(self) -> SlotCache:
         """An empty cache for this model."""
@@ -234,13 +249,56 @@ class StreamedModel:
             StreamError: weights could not be read; the cache may then hold part of the rows and
                 is to be cropped by the caller.
         """
+        return self._pass(SideBySide([rows], self._turns), cache, logit_rows)
+
+    @torch.no_grad()
+    def forward_together(
+        self, texts: Sequence[tuple[PassRows, SlotCache, Sequence[int]]]
+    ) -> list[Tensor]:
+        """One pass over the rows of several texts; appends each row to its own text's cache.
+
+        On a CPU a row's bits are its own, so each text's logits are those of a pass by itself.
+
+        Args:
+            texts: of each its rows, its cache, and the rows whose logits are wanted, as for
+                `forward`.
+        Returns:
+            of each text, (wanted, vocab) logits in float32.
+        Raises:
+            StreamError: as for `forward`, about all caches.
+        """
+        parts, caches, wanted = zip(*texts, strict=True)
+        before = [cache.length for cache in caches]
+        logit_rows, first = [], 0
+        for rows, own in zip(parts, wanted, strict=True):
+            logit_rows += [first + row for row in own]
+            first += len(rows.tokens)
+        together = SideBySide(parts, self._turns)
+        try:
+            logits = self._pass(together, joint_cache(caches, together), logit_rows)
+        except KeysTouchedError:  # found out once, in the first pass of several texts
+            self._turns = True
+            for cache, length in zip(caches, before, strict=True):
+                cache.crop(length)
+            if self.source is not None:
+                self.source.restart()
+            together = SideBySide(parts, self._turns)
+            logits = self._pass(together, joint_cache(caches, together), logit_rows)
+        return list(torch.split(logits, [len(own) for own in wanted]))
+
+    def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
         self.context.begin(rows)
         if self.experts is not None:
-            count, chunk = len(rows.tokens), decoder_layer.CHUNK_ROWS
-            self.experts.expect(min(count, chunk), -(-count // chunk))
+            visits = [
+                sum(piece.count for piece in pieces)
+                for pieces in rows.chunks(decoder_layer.CHUNK_ROWS)
+            ]
+            self.experts.expect(max(visits), len(visits))
+        tokens = [token for part in rows.parts for token in part.tokens]
+        positions = [position for part in rows.parts for position in part.positions]
         return self._run(
-            torch.tensor([list(rows.tokens)], device=self.device),
-            torch.tensor([list(rows.positions)], device=self.device),
+            torch.tensor([tokens], device=self.device),
+            torch.tensor([positions], device=self.device),
             cache,
             torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
         )
@@ -265,7 +323,7 @@ class StreamedModel:
         return self._run(tokens, positions, cache, None)
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, cache: SlotCache, logit_rows: Tensor | None
+        self, tokens: Tensor, positions: Tensor, cache: Cache, logit_rows: Tensor | None
     ) -> Tensor:
         self._head.rows = logit_rows
         with clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
@@ -303,21 +361,24 @@ class StreamedModel:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             weight = loaded[tensor.name].to(self.device)
-            if dtype is not None and not isinstance(module, QuantizedLinear):
+            packed = self.skeleton.restored.tables.get(name)
+            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
             if isinstance(module, nn.Embedding) and _looks_up(module):
-                _set_module(model, path, MixedEmbedding(module, weight, torch.float32))
+                _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
             elif type(module).forward is nn.Linear.forward and leaf == "weight":
-                linear = _resident_linear(weight)
+                linear = resident_linear(weight)
                 linear.bias = module.bias
                 _set_module(model, path, linear)
             elif isinstance(module, MixedLinear | QuantizedLinear):
                 setattr(module, leaf, _frozen(weight))
             else:
-                _set_tensor(module, leaf, loaded[tensor.name].to(self.device, torch.float32))
+                weight = loaded[tensor.name].to(self.device, torch.float32)
+                plus_one = name in self.skeleton.restored.plus_one
+                _set_tensor(module, leaf, weight - 1 if plus_one else weight)
         head = model.get_submodule(head_path)
         if type(head) is nn.Linear:  # tied
-            tied = _resident_linear(model.get_input_embeddings().table)
+            tied = model.get_input_embeddings().as_linear()
             tied.bias = head.bias
             head = tied
         self._head = Head(head, self.dtype)
@@ -359,12 +420,6 @@ def _open_source(
     return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
 
 
-def _resident_linear(weight: Tensor) -> MixedLinear:
-    linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
-    linear.weight = _frozen(weight)
-    return linear
-
-
 def _looks_up(embedding: nn.Embedding) -> bool:
     """Whether it is given ids alone, as tables of words and positions are."""
     return len(inspect.signature(embedding.forward).parameters) == 1
@@ -381,3 +436,11 @@ def _frozen(tensor: Tensor) -> nn.Parameter:
 def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, leaf = path.rpartition(".")
     setattr(model.get_submodule(parent), leaf, module)
+
+
+def _rope_types(module: nn.Module) -> set[str]:
+    """The kinds of rotary positions of a module that makes them; one for each type of layer."""
+    found = getattr(module, "rope_type", None)
+    if isinstance(found, Mapping):
+        return {kind for kind in found.values() if isinstance(kind, str)}
+    return {found} if isinstance(found, str) else set()

@@ -7,16 +7,20 @@ from pathlib import Path
 from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 
 from specexec_cli.errors import CheckpointError, TokenizerMismatchError
+from specexec_cli.models.gguf_tokenizer import load_gguf_tokenizer
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint folder; tokenizer.model alone (SentencePiece) will do.
+    """The tokenizer of a checkpoint: of a folder, where tokenizer.model alone (SentencePiece) will
+    do, or of a GGUF file.
 
     Raises:
         CheckpointError: there is none, or it cannot be read.
     """
+    if folder.is_file():
+        return load_gguf_tokenizer(folder)
     if not any((folder / name).is_file() for name in _FILES):
         raise CheckpointError(
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): "

@@ -6,6 +6,7 @@ Knows where tensors lie but not what they are.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ class DirectFile:
         self._notice = notice
         self._lock = threading.Lock()
         self._direct = hasattr(os, "O_DIRECT")
+        if not self._direct:
+            notice("this system has no O_DIRECT: files are read with the page cache's help")
         try:
             self._fd = self._open()
             status = os.fstat(self._fd)
@@ -105,7 +108,10 @@ class DirectFile:
                 if error.errno != errno.EINVAL:
                     raise
                 self._refused()
-        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        if hasattr(fcntl, "F_NOCACHE"):  # macOS, which has no O_DIRECT
+            fcntl.fcntl(descriptor, fcntl.F_NOCACHE, 1)
+        return descriptor
 
     def _refused(self) -> None:
         self._direct = False

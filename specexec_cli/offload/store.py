@@ -17,7 +17,7 @@ from typing import Any
 from specexec_cli.errors import CheckpointError
 
 ITEM_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8,
@@ -87,6 +87,11 @@ class Checkpoint(Mapping[str, TensorRange]):
         """
         return read_config(self.folder)
 
+    @property
+    def config_path(self) -> Path:
+        """The file that `config` comes from, for messages."""
+        return self.folder / "config.json"
+
 
 def read_config(folder: Path) -> Mapping[str, Any]:
     """The object in a checkpoint folder's config.json.
@@ -114,11 +119,15 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Find the weights of `folder` and read their headers.
 
     Prefers model.safetensors, then a *.safetensors.index.json with its shards, then the only
-    *.safetensors file there is (GPTQ checkpoints name it freely).
+    *.safetensors file there is (GPTQ checkpoints name it freely). A file is a GGUF file.
 
     Raises:
         CheckpointError: weights missing, damaged, ambiguous, or not in safetensors format.
     """
+    if folder.is_file():
+        from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint  # knows this module
+
+        return read_gguf_checkpoint(folder)
     single = folder / "model.safetensors"
     if single.is_file():
         return Checkpoint(folder, read_header(single))
@@ -179,12 +188,13 @@ def _only(paths: list[Path], kind: str, folder: Path) -> Path:
 def _nothing_found(folder: Path) -> str:
     if not folder.is_dir():
         return f"no folder {folder}: give a checkpoint folder or a hub id"
-    for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf"):
-        found = sorted(folder.glob(pattern))
-        if found:
+    if found := sorted(folder.glob("*.gguf")):
+        return f"{folder} holds GGUF files: name one, as in {found[0]}"
+    for pattern in ("*.bin", "*.pt", "*.pth"):
+        if found := sorted(folder.glob(pattern)):
             return (
-                f"{folder} holds {found[0].name} but no *.safetensors. Only safetensors are read: "
-                "load it once with transformers and save_pretrained() it to a new folder"
+                f"{folder} holds {found[0].name} but no *.safetensors. Only safetensors and GGUF "
+                "are read: load it once with transformers and save_pretrained() it to a new folder"
             )
     return f"no *.safetensors in {folder}: download the weights first"
 

@@ -13,6 +13,7 @@ GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
+PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -23,19 +24,39 @@ class Work:
     """How large a session will be: the numbers that its memory follows from."""
 
     context_tokens: int = 2048  # prompt and text
-    budget: int = 128  # most nodes of a draft tree
+    budget: int = 128  # most nodes of a pass
+    texts: int = 1  # at once; each has a context of so many tokens, the nodes are shared
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
     widened: bool = False  # whether a CPU multiplies that dtype as float32
 
     def __post_init__(self) -> None:
-        if min(self.context_tokens, self.chunk_rows) < 1 or self.budget < 0:
-            raise ConfigError("context and chunk must be 1 or more, and the budget 0 or more")
+        if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
+            raise ConfigError("context, chunk and texts must be 1 or more, the budget 0 or more")
 
     @property
     def verify_rows(self) -> int:
-        """Rows of a usual pass: the tree and the bonus token before it."""
-        return self.budget + 1
+        """Rows of a usual pass: the trees and the bonus token before each."""
+        return self.budget + self.texts
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows of the largest pass: a whole prompt, and beside it what others may bring."""
+        others = PROMPT_ROWS if self.texts > 1 else 0
+        return self.context_tokens + others + self.verify_rows
+
+    @property
+    def slots(self) -> int:
+        """Cache rows of all texts."""
+        return self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+
+
+def nodes_of_a_text(budget: int, texts: int) -> int:
+    """Most nodes that one of so many texts may have of the budget they share.
+
+    Up to four times its share, so that not every text needs memory for the nodes of all.
+    """
+    return min(budget, -(-4 * budget // texts))
 
 
 def activation_bytes(model: ModelBytes, work: Work) -> int:
@@ -43,7 +64,7 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
     Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
     """
-    between = 3 * (work.context_tokens + work.verify_rows) * model.hidden * FLOAT32_BYTES
+    between = 3 * work.pass_rows * model.hidden * FLOAT32_BYTES
     rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
     inner_bytes = FLOAT32_BYTES if work.widened else work.item_bytes
     inside = rows * (8 * model.hidden + 3 * model.intermediate) * inner_bytes
@@ -54,16 +75,15 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
 
 def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
     """What the memory of the device that computes must hold wherever the layers are."""
-    slots = work.context_tokens + work.verify_rows
     parts = [
         ("embeddings and head", target.resident),
-        ("target's KV cache", target.kv_elements * slots * work.item_bytes),
+        ("target's KV cache", target.kv_elements * work.slots * work.item_bytes),
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
         parts += [
             ("draft model", draft.loaded(work.item_bytes)),
-            ("draft model's KV cache", draft.kv_elements * slots * work.item_bytes),
+            ("draft model's KV cache", draft.kv_elements * work.slots * work.item_bytes),
         ]
     return tuple(parts)
 

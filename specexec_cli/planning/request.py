@@ -18,7 +18,9 @@ from specexec_cli.config import (
     OffloadMode,
     TreeConfig,
 )
+from specexec_cli.errors import ConfigError
 
+MOST_SLOTS = 256  # texts at once
 DEFAULT_CONTEXT_TOKENS = 4096  # planned for where nothing better is known
 
 
@@ -34,19 +36,22 @@ class TreeRequest:
     calibrated: bool = True
     past: bool = True
 
-    def resolve(self, recommended: TreeConfig, method: Method) -> TreeConfig:
+    def resolve(self, recommended: TreeConfig, method: Method, slots: int = 1) -> TreeConfig:
         """The tree to use and to plan memory for.
 
         Under the policy `cost` a budget that was not asked for is twice the recommended one: room
-        to find more nodes worthwhile. A depth that was not asked for yields to the budget.
+        to find more nodes worthwhile. Texts that share a pass share its budget, up to four times
+        the recommended one. A depth that was not asked for yields to the budget.
 
+        Args:
+            slots: texts at once.
         Raises:
             ConfigError: the numbers contradict each other.
         """
         policy = self.policy or ("cost" if method == "specexec" else "fixed")
         nodes = self.budget
         if nodes is None:
-            nodes = recommended.budget * (2 if policy == "cost" else 1)
+            nodes = recommended.budget * (max(2, min(slots, 4)) if policy == "cost" else 1)
         depth = min(recommended.max_depth, max(nodes, 1)) if self.depth is None else self.depth
         return TreeConfig(
             budget=nodes,
@@ -80,7 +85,14 @@ class Request:
     # beyond the plan. With a prompt, which is counted, the tokens beside it.
     context_tokens: int | None = None
     prompt: str | None = None
+    slots: int = 1  # texts at once, each of that many tokens, for which memory is planned
     dsi: DsiOptions = field(default_factory=DsiOptions)
     # Begin with what earlier sessions learned about the pair, and keep what this one learns. It
     # changes how many passes a text takes, never the text.
     remember: bool = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.slots <= MOST_SLOTS:
+            raise ConfigError(f"`slots` must be between 1 and {MOST_SLOTS}, not {self.slots}")
+        if self.slots > 1 and self.method == "dsi":
+            raise ConfigError("`method='dsi'` runs one text at a time: leave `slots` at 1")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
-from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
+from specexec_cli.errors import NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pair import ChosenPair, choose_pair
@@ -142,7 +143,7 @@ def resolve(
         SpecexecError: whatever is wrong, in one line.
     """
     pair = choose_pair(load_registry(request.models_file), request)
-    tree = request.tree.resolve(pair.tree, request.method)
+    tree = request.tree.resolve(pair.tree, request.method, request.slots)
 
     def find(entry: ModelEntry) -> SizedModel:
         if not fetch_weights:
@@ -163,6 +164,7 @@ def resolve(
         work = Work(
             context_tokens=context_tokens,
             budget=tree.budget if pair.draft_name is not None else 0,
+            texts=request.slots,
             item_bytes=DTYPE_BYTES[dtype],
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
         )
@@ -220,10 +222,16 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
 
     Raises:
         UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
+        NotFetchedError: a GGUF file that is not here.
     """
     folder = entry.folder or cached_snapshot(entry)
-    if folder is not None and any(folder.glob("*.safetensors")):
+    if folder is not None and weight_files(folder):
         return _of_files(entry, read_checkpoint(folder))
+    if entry.file is not None:
+        raise NotFetchedError(
+            f"{entry.name} is not on this machine, and only the file itself tells how large its "
+            f"layers are: specexec pull {entry.name}"
+        )
     if entry.shape:
         config, source = entry.config_json(), "models.toml"
     else:

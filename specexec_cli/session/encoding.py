@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -43,9 +44,16 @@ class PromptEncoder:
         """Tokens of text that spells out its special tokens, as a chat template writes it."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """A conversation in the model's own chat template, as text, ready for the reply.
 
+        Args:
+            messages: role and content, and what else the template reads, such as tool_calls.
+            tools: JSON schemas of functions that the model may call, as OpenAI's API has them.
         Raises:
             ConfigError: the model has no chat template, or it refuses these messages.
         """
@@ -63,7 +71,10 @@ class PromptEncoder:
             ]
         try:
             text = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, tokenize=False
+                list(messages),
+                tools=list(tools) if tools is not None else None,
+                add_generation_prompt=True,
+                tokenize=False,
             )
         except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
             raise ConfigError(

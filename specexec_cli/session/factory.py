@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from specexec_cli.loading import Notice, Progress, prepare
+from specexec_cli.loading import Notice, Progress, prepare, unused_gpu
 from specexec_cli.planning.fetching import fetch_line, to_fetch
 from specexec_cli.planning.request import Request
 from specexec_cli.session.local_session import LocalSession
@@ -30,6 +30,9 @@ def open_session(
     downloads = to_fetch(request)
     if downloads:
         notice(fetch_line(downloads))
+    passed_over = unused_gpu() if request.device == "auto" else None
+    if passed_over is not None:
+        notice(passed_over)
     copies, devices = 1, [request.device]
     if request.method == "dsi":
         from specexec_cli.session.dsi_session import choose_devices, open_dsi, target_servers

@@ -7,19 +7,22 @@ its new tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import date
 
 import torch
 from torch import Tensor
 
-from specexec_cli.config import SUFFIX, BenchMethod, Method, TreeConfig
+from specexec_cli.config import SUFFIX, BenchMethod, Method, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, PassProgress, StepResult, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
+from specexec_cli.decoding.batch import Seat
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter, SessionDrafter
+from specexec_cli.drafting.forest import ForestDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sampled import SampledDrafter
@@ -68,6 +71,22 @@ class LocalSession(TextSession):
             runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
+
+    def seats(self, count: int) -> list[Seat]:
+        """Caches for so many texts at once; the session's own are the first.
+
+        Whoever takes them is the only one to use the session from then on.
+        """
+        self.forget()
+        targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
+        return [Seat(target, self._seat_drafter()) for target in targets]
+
+    def _seat_drafter(self) -> ForestDrafter | None:
+        if self.method == "autoregressive":
+            return None
+        drafter = self._made_drafter(self.method, Sampler(SamplingConfig()), self.pair.tree)
+        assert isinstance(drafter, ForestDrafter)
+        return drafter
 
     @property
     def method(self) -> BenchMethod:
@@ -129,13 +148,25 @@ class LocalSession(TextSession):
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
-        sampler = Sampler(request.sampling)
+        sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
+        position = len(request.prompt)
+        for step in self._decoded(request, sampler):
+            yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
+            position += len(step.tokens)
+
+    def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
+        """The steps of the method, whose tokens the sampler draws."""
         ends = request.prompt, request.max_tokens, self.eos_ids
         if request.method == "autoregressive":
             yield from autoregressive(self._target, sampler, *ends)
         else:
             drafter = self._drafter_for(request, sampler)
             if SOURCES[request.method].drawn:
+                if request.constraint is not None or request.top_logprobs is not None:
+                    raise ConfigError(
+                        f"method {request.method} knows no grammar and tells no log-probabilities: "
+                        "use specexec or autoregressive"
+                    )
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self._target, drafter, sampler, *ends)
             else:
@@ -144,15 +175,23 @@ class LocalSession(TextSession):
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
         if self._drafter is None or self._drafter_method != request.method:
-            self._drafter = SOURCES[request.method].make(
-                DraftSetup(
-                    model=self._draft, sampler=sampler, tree=request.tree,
-                    target_vocab_size=self.vocab_size, learned=self.learned,
-                )
-            )  # fmt: skip
+            self._drafter = self._made_drafter(request.method, sampler, request.tree)
             self._drafter_method = request.method
         self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
         return self._drafter
+
+    def _made_drafter(
+        self, method: BenchMethod, sampler: Sampler, tree: TreeConfig
+    ) -> SessionDrafter:
+        return SOURCES[method].make(
+            DraftSetup(
+                model=self._draft,
+                sampler=sampler,
+                tree=tree,
+                target_vocab_size=self.vocab_size,
+                learned=self.learned,
+            )
+        )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from inspect import GEN_RUNNING, getgeneratorstate
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -33,6 +33,7 @@ from specexec_cli.drafting.learned import Learned, pair_folder
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.loading import Prepared
 from specexec_cli.models.text import TextStream
+from specexec_cli.sampling import Constraint
 from specexec_cli.session.encoding import PromptEncoder
 
 Steps = Generator[StepResult, None, None]
@@ -59,6 +60,8 @@ class GenerationRequest:
     tree: TreeConfig
     method: Method | BenchMethod
     continuation: list[int]  # the tokens that will come, for the policy oracle
+    constraint: Constraint | None = None
+    top_logprobs: int | None = None
 
 
 class TextSession(PromptEncoder, ABC):
@@ -173,6 +176,8 @@ class TextSession(PromptEncoder, ABC):
         generation: GenerationConfig | None = None,
         method: Method | BenchMethod | None = None,
         continuation: Sequence[int] = (),
+        constraint: Constraint | None = None,
+        top_logprobs: int | None = None,
     ) -> Steps:
         """Yields tokens and text as they are committed; `step.text` is what may be shown.
 
@@ -184,29 +189,47 @@ class TextSession(PromptEncoder, ABC):
             prompt: text, or tokens.
             method: the session's own unless told otherwise.
             continuation: the tokens that will come, which the policy oracle must be told.
+            constraint: which tokens may follow, such as a grammar's; it belongs to this text.
+            top_logprobs: steps tell how probable their tokens were, and so many others.
         Raises:
             ConfigError: an empty prompt, one that does not fit the context window, or a method
-                that is not this session's; at a step, another generation has taken its place.
+                that is not this session's; at a step, another generation has taken its place,
+                or the constraint cannot be followed.
             CheckpointError: the tree's policy is disco, and its classifier cannot be used.
             StreamError, NonFiniteLogitsError, OutOfMemoryError: a pass failed.
             WorkerError: no worker is left that could run one.
         """
-        generation, tree = generation or GenerationConfig(), tree or self.pair.tree
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        room = self._room(tokens)
-        method = method or self.method
-        self._check_method(method, tree)
         return self._generation(
-            GenerationRequest(
-                prompt=tuple(tokens),
-                max_tokens=min(generation.max_tokens, room),
-                stop=generation.stop,
+            self.checked(
+                self.encode(prompt) if isinstance(prompt, str) else prompt,
+                generation or GenerationConfig(),
                 sampling=sampling or SamplingConfig(),
-                tree=tree,
-                method=method,
+                tree=tree or self.pair.tree,
+                method=method or self.method,
                 continuation=list(continuation),
+                constraint=constraint,
+                top_logprobs=top_logprobs,
             )
         )
+
+    def checked(
+        self, prompt: Sequence[int], generation: GenerationConfig, **rest: Any
+    ) -> GenerationRequest:
+        """A generation as it will be, limits of the context window applied; nothing begins.
+
+        Args:
+            rest: the other fields of GenerationRequest.
+        Raises:
+            ConfigError, CheckpointError: see `generate`.
+        """
+        request = GenerationRequest(
+            prompt=tuple(prompt),
+            max_tokens=min(generation.max_tokens, self._room(prompt)),
+            stop=generation.stop,
+            **rest,
+        )
+        self._check_method(request.method, request.tree)
+        return request
 
     def _room(self, tokens: Sequence[int]) -> int:
         """How many tokens of text the context window leaves behind a prompt.
@@ -245,7 +268,7 @@ class TextSession(PromptEncoder, ABC):
         try:
             with clear_shortage("it ran out while tokens were drafted or chosen"):
                 for plain in steps:
-                    step = _with_text(plain, stream)
+                    step = with_text(plain, stream)
                     self.context += step.tokens
                     self._count(step, time.perf_counter() - started)
                     yield step
@@ -275,14 +298,7 @@ class TextSession(PromptEncoder, ABC):
         self._running = None
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
-        stats = self.stats
-        if stats.target_passes == 0:
-            stats.ttft_s = elapsed_s
-            stats.first_tokens = len(step.tokens)
-            stats.prompt_rows = step.pending_rows
-        stats.add(step)
-        stats.total_s = elapsed_s
-        stats.peak_ram_bytes = peak_ram_bytes()
+        count_step(self.stats, step, elapsed_s)
 
     def score(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
         """What target and draft model predict at each position of a text from `first` on.
@@ -312,7 +328,18 @@ class TextSession(PromptEncoder, ABC):
         self.close()
 
 
-def _with_text(step: StepResult, stream: TextStream) -> StepResult:
+def count_step(stats: GenerationStats, step: StepResult, elapsed_s: float) -> None:
+    """Accounts for a step that ended so many seconds after its generation began."""
+    if stats.target_passes == 0:
+        stats.ttft_s = elapsed_s
+        stats.first_tokens = len(step.tokens)
+        stats.prompt_rows = step.pending_rows
+    stats.add(step)
+    stats.total_s = elapsed_s
+    stats.peak_ram_bytes = peak_ram_bytes()
+
+
+def with_text(step: StepResult, stream: TextStream) -> StepResult:
     """The step with the text that its tokens release, cut behind a stop string."""
     pieces = []
     for token in step.tokens:
@@ -322,7 +349,7 @@ def _with_text(step: StepResult, stream: TextStream) -> StepResult:
     if stream.stopped:
         count = len(pieces)
         step = replace(step, tokens=step.tokens[:count], drafted=step.drafted[:count],
-                       finish_reason="stop")  # fmt: skip
+                       logprobs=step.logprobs[:count], finish_reason="stop")  # fmt: skip
     elif step.finish_reason:
         pieces[-1] += stream.finish()
         if stream.stopped:

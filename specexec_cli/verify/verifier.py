@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
+from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
 
@@ -65,19 +67,28 @@ class LocalTarget:
         Raises:
             StreamError: the weights could not be read; the cache is as before the call.
         """
+        [logits] = verify_together([(self, pending, tree)])
+        return logits
+
+    def begin(
+        self, pending: Sequence[int], tree: DraftTree
+    ) -> tuple[PassRows, SlotCache, Sequence[int]]:
+        """What a pass is to be given: rows, the cache for them, and the rows whose logits count."""
         # a caller that failed or was interrupted before commit() left its rows behind
         self._cache.crop(len(self.tokens))
         self._pending, self._tree = list(pending), tree
         rows = verification_rows(self._pending, tree, len(self.tokens))
-        first = len(self._pending) - 1
-        try:
-            return self.model.forward(rows, self._cache, range(first, len(rows.tokens)))
-        except BaseException:
-            # also Ctrl-C: layers before the interruption hold rows of an unfinished pass
-            self._cache.crop(len(self.tokens))
-            if self.model.source is not None:
-                self.model.source.restart()
-            raise
+        return rows, self._cache, range(len(self._pending) - 1, len(rows.tokens))
+
+    def copy_rows(self, other: LocalTarget, length: int) -> None:
+        """Takes the first `length` committed tokens from another text on the same model.
+
+        Args:
+            length: at most what the other has committed; this one is emptied first.
+        """
+        self.crop(0)
+        self._cache.copy_rows(other._cache, length)
+        self.tokens = other.tokens[:length]
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keeps pending rows and accepted nodes in the cache, drops the rest of the tree."""
@@ -93,3 +104,30 @@ class LocalTarget:
     def close(self) -> None:
         """Gives the model's threads, files and memory back."""
         self.model.close()
+
+
+def verify_together(
+    texts: Sequence[tuple[LocalTarget, Sequence[int], DraftTree]],
+) -> list[Tensor]:
+    """One pass over the pending rows and trees of several texts on one model.
+
+    Args:
+        texts: at least one; of each its target, and what LocalTarget.verify takes.
+    Returns:
+        of each text, what LocalTarget.verify gives.
+    Raises:
+        StreamError: the weights could not be read; the caches are as before the call.
+    """
+    model = texts[0][0].model
+    begun = [target.begin(pending, tree) for target, pending, tree in texts]
+    try:
+        if len(begun) == 1:
+            return [model.forward(*begun[0])]
+        return model.forward_together(begun)
+    except BaseException:
+        # also Ctrl-C: layers before the interruption hold rows of an unfinished pass
+        for target, *_ in texts:
+            target.crop(len(target.tokens))
+        if model.source is not None:
+            model.source.restart()
+        raise

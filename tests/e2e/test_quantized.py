@@ -50,7 +50,7 @@ def test_real_checkpoints(name: str, shared: Path) -> None:
         logits[tier] = chain_logits(model, reference["input_ids"][0].tolist())
         if tier is None:
             for key in (k for k in reference if k.endswith(".weight")):
-                packed = linear(model, key.removesuffix(".weight")).stored_weight()
+                packed = linear(model, key.removesuffix(".weight")).packed_weight()
                 assert torch.equal(dequantize_ref(packed).T, reference[key])
         model.close()
     assert torch.equal(logits["ssd"], logits[None])

@@ -1,4 +1,4 @@
-"""--device: a name becomes a device that is here, with its number."""
+"""Devices: a name becomes one that is here, with its number; one passed over is told of."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from specexec_cli import loading
+from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import pick_device, this_site
+from specexec_cli.session import Session
 
 GB = 10**9
 
@@ -44,3 +46,32 @@ def test_copies_of_the_target_are_placed_for_the_fullest_device(
     assert site.device == "cuda:0"
     assert site.settings["ram"].value == 12 * GB // copies
     assert site.settings["vram"].value == vram_bytes
+
+
+@pytest.mark.parametrize(
+    ("built_for", "driver", "reason"),
+    [
+        (None, "580.65.06", "torch 9.9 is a build for CPUs: install one for CUDA"),
+        ("13.0", "570.86.15", "is built for CUDA 13.0, which needs driver R580 or newer, and this"),
+        ("12.8", "470.82.01", "is built for CUDA 12.8, which needs driver R525 or newer, and this"),
+        ("13.0", "580.65.06", "torch 9.9 cannot start CUDA 13.0 under driver 580.65.06"),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_told_on_every_run(
+    built_for: str | None, driver: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    card = GpuInfo(0, "NVIDIA GeForce RTX 4090", 24 << 30, 24 << 30, 4, 16, driver)
+    monkeypatch.setattr(loading, "gpus", lambda: [card])
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told: list[str] = []
+    Session.open(pair="demo", notice=told.append).close()
+    assert len(told) == 1
+    assert told[0].startswith("the CPU computes, not the NVIDIA GeForce RTX 4090: ")
+    assert reason in told[0]
+    Session.open(pair="demo", device="cpu", notice=told.append).close()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    Session.open(pair="demo", notice=told.append).close()
+    assert len(told) == 1, "nothing is amiss where the CPU was asked for, or the GPU was hidden"

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _FIRST = (2, 8)
 
 
+_PROMPT_ROWS = 64  # of prompts, in a pass of several texts that is learned from
+
+
 @policy(
     "cost",
     help="as much as pays in tokens/s; the budget is then twice the pair's unless given",
@@ -49,6 +52,7 @@ class Cost:
     _PROBED = (1.5, 0.5, 1.2)  # by being so many times as large as seems right
 
     def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
+        self.texts = 1  # that the pass goes on with: each gets a token whatever the trees are
         self._tree = tree
         self._cost = cost
         self._accepted = self._expected = self._PRIOR  # running sums
@@ -87,7 +91,7 @@ class Cost:
         self._tree_expects = float(np.exp(result.tree.log_probs).sum())
         if len(result.tree):
             _, rate = self._best(result.tree.log_probs, self._steps)
-            self._doubted = rate * plain_s < 1.0
+            self._doubted = rate * plain_s < self.texts
         return result
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
@@ -136,15 +140,19 @@ class Cost:
         falling = -np.sort(-log_probs)[:most]
         expected = self._trust * np.cumsum(np.exp(falling))
         rows = self._pending + np.arange(1.0, most + 1.0)
-        rates = (1.0 + expected) / self._cost.seconds(rows, steps)
+        rates = (self.texts + expected) / self._cost.seconds(rows, steps)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
-        if step.pending_rows > 1:
+        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones.
+
+        Among several texts a short one does: where texts come and go, few passes carry none.
+        """
+        if step.pending_rows > self.texts + (_PROMPT_ROWS if self.texts > 1 else 0):
             return
-        self._rests.observe(step, 1.0 + self._trust * self._tree_expects, self._doubted)
+        tokens = 1.0 + self._trust * self._tree_expects / self.texts
+        self._rests.observe(step, tokens, self._doubted)
         if step.tree_nodes == 0:
             return
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)

@@ -1,0 +1,37 @@
+"""Formats of row-packed weights, one file each; `base` says what a format states.
+
+`METHODS` are the quantization methods that config files name, each of which reads one or more of
+the formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from specexec_kernels.formats import bitsandbytes, compressed_tensors, fp8, modelopt
+from specexec_kernels.formats.base import Method
+
+_table: dict[str, Method] = {}
+METHODS: Mapping[str, Method] = MappingProxyType(_table)
+
+
+def register(method: Method) -> None:
+    """Adds a method.
+
+    Raises:
+        ValueError: there is one of this name.
+    """
+    if method.name in _table:
+        raise ValueError(f"row-packed weights of '{method.name}' are registered twice")
+    _table[method.name] = method
+
+
+for _method in (
+    fp8.METHOD,
+    fp8.FBGEMM,
+    modelopt.METHOD,
+    compressed_tensors.METHOD,
+    bitsandbytes.METHOD,
+):
+    register(_method)

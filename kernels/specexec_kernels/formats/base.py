@@ -1,0 +1,219 @@
+"""What a format of row-packed weights states, and what everything else is derived from.
+
+A row-packed weight keeps the inputs of one output side by side, as FP8, MXFP4, NVFP4, bitsandbytes
+and GGUF do. A format is one frozen dataclass:
+- `parts` are its tensors, each by how many outputs and inputs one item covers;
+- `unpack` is its definition, in PyTorch and float32;
+- `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
+  outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some.
+Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared
+(cpu_rows_ir, cpu_rows, and specexec_cli.models.quant_checkpoint).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_ir import Lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One stored tensor of a packed weight, as safetensors describe it.
+
+    `row_items` x `items` items cover a tile of `outputs` x `inputs` weights; 0 stands for all.
+    """
+
+    leaf: str  # its name in the checkpoint behind the linear's: "weight_scale_inv"
+    dtype: str  # safetensors' name
+    items: int = 1
+    outputs: int = 1
+    inputs: int = 1
+    row_items: int = 1  # more than 1 where codes are packed down the outputs
+    run: int = 0  # weights of an item, where rows are taken as one long run; else 0
+
+    def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
+        """Rows and columns of the tensor of a weight (outputs, inputs); one of them may be left
+        out of the file's shape where it is 1."""
+        if self.run:
+            return 1, -(-outputs * inputs // self.run)
+        rows = -(-outputs * self.row_items // self.outputs) if self.outputs else 1
+        columns = -(-inputs * self.items // self.inputs) if self.inputs else self.items
+        return rows, columns
+
+
+def block_of(group: int, unit: int) -> int:
+    """Inputs of a block where every `group` inputs (0: all) share a scale: not too many for one
+    sum, and all of one group."""
+    if 0 < group <= 256:
+        return group
+    return max(unit, 128) if group % max(unit, 128) == 0 else unit
+
+
+class RowFormat(ABC):
+    """A format of row-packed weights; a frozen dataclass, since kernels are kept by it."""
+
+    name: ClassVar[str]  # for people
+    has_scale: ClassVar[bool] = False  # whether `terms` gives a scale
+    has_offset: ClassVar[bool] = False  # and an offset; blocks are then powers of two
+    compiled: ClassVar[bool] = True  # whether there is IR, or `unpack` alone
+    unit: int  # inputs that `values` yields at once; the inputs of a weight are a multiple
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[Part, ...]:
+        """Its tensors."""
+
+    @abstractmethod
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        """The weight that the tensors mean.
+
+        Args:
+            tensors: by leaf, each (rows, columns) as its part says.
+        Returns:
+            (outputs, inputs) float32.
+        """
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The inputs of a unit in the order in which `values` yields them."""
+        return tuple(range(self.unit))
+
+    @property
+    def block(self) -> int:
+        """Inputs that share `terms`: a multiple of the unit, or a part of it. New sums begin there,
+        so that no sum is longer than this."""
+        return self.unit * max(128 // self.unit, 1)
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        """Emits one vector of float32 for each input of a unit, one lane for each output.
+
+        Args:
+            lanes: reads the bytes of this unit; see Lanes.
+        """
+        raise NotImplementedError(f"{self.name} has no kernel")
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        """As `values`, two at a time as bfloat16: a vector of 32-bit words, the first value in the
+        lower halves. Rounds to nearest unless a format knows a shorter way."""
+        values = self.values(lanes)
+        for first in values:
+            yield lanes.pair(first, next(values))
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        """(scale, offset) vectors of a block: weight = value * scale + offset.
+
+        None stands for 1 and 0. The sums of a block are multiplied by the scale, so that values may
+        stay small numbers that bfloat16 holds exactly.
+
+        Args:
+            lanes: at the block's first unit.
+            number: of the block within its unit, where blocks are smaller than units.
+        """
+        return None, None
+
+
+@dataclass(frozen=True, slots=True)
+class RowWeight:
+    """One linear's weight (outputs, inputs) in a row-packed format."""
+
+    format: RowFormat
+    in_features: int
+    out_features: int
+    tensors: Mapping[str, Tensor]  # by leaf, as RowFormat.parts says
+
+    def unpack(self) -> Tensor:
+        """(outputs, inputs) float32, by the format's definition."""
+        shaped = {
+            part.leaf: self.tensors[part.leaf].reshape(
+                part.shape(self.out_features, self.in_features)
+            )
+            for part in self.format.parts
+        }
+        return self.format.unpack(shaped, self.out_features, self.in_features)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A linear as it lies in a checkpoint.
+
+    Attributes:
+        tensors: safetensors' name of the dtype and the shape, by leaf.
+        load: reads the tensor of a leaf, for the few that say how others are meant.
+    """
+
+    name: str
+    outputs: int
+    inputs: int
+    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
+    load: Callable[[str], Tensor]
+
+    def dtype(self, leaf: str, *allowed: str) -> str:
+        """Of a leaf.
+
+        Args:
+            allowed: what it may be; anything unless told.
+        Raises:
+            ValueError: there is none of this name, or it is of another dtype.
+        """
+        dtype = self._find(leaf)[0]
+        if allowed and dtype not in allowed:
+            raise ValueError(
+                f"tensor '{self.name}.{leaf}' is {dtype}, expected {' or '.join(allowed)}"
+            )
+        return dtype
+
+    def shape(self, leaf: str) -> tuple[int, ...]:
+        """Of a leaf; likewise."""
+        return self._find(leaf)[1]
+
+    def unit_of(self, group: int, *smaller: int) -> int:
+        """The first of 128, 64, 32 and some smaller units that divides the inputs, and that goes
+        into groups of inputs (0: all) or is several whole ones; the last one if none does."""
+        choices = (128, 64, 32, *smaller)
+        return next(
+            (unit for unit in choices
+             if self.inputs % unit == 0 and (group % unit == 0 or unit % group == 0)),
+            choices[-1],
+        )  # fmt: skip
+
+    def _find(self, leaf: str) -> tuple[str, tuple[int, ...]]:
+        if leaf not in self.tensors:
+            raise ValueError(f"tensor '{self.name}.{leaf}' is missing: download it again")
+        return self.tensors[leaf]
+
+
+SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain numbers
+
+_NAMES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int8: "I8", torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Tensors in memory as Stored.tensors describes those of a checkpoint."""
+    return {leaf: (_NAMES[tensor.dtype], tuple(tensor.shape)) for leaf, tensor in tensors.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """One `quant_method` of config.json whose weights are row-packed.
+
+    `read` gives the format of a linear, None where it is plain, and raises ValueError where the
+    config or the tensors make no sense; it is asked for every linear of which a leaf is there.
+    """
+
+    name: str
+    leaves: tuple[str, ...]  # tensors that weights are made of, behind a linear's name
+    unused: tuple[str, ...] = ()  # and those that products with unpacked weights do not need
+    read: Callable[[Stored, Mapping[str, Any]], RowFormat | None]
+    quantizes_rows: Callable[[Mapping[str, Any]], bool] = lambda settings: False

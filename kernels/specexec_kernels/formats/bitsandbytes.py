@@ -1,0 +1,128 @@
+"""bitsandbytes: 4-bit codes of a table (NF4 and FP4, with scales quantized once more) and int8.
+
+4 bits (QLoRA, arXiv:2305.14314): W = table[code] * absmax of each run of `run` weights; the higher
+nibble of a byte is the earlier one. Double quantization stores absmax as a code of another table,
+times a float32 for every 256 of them, plus an offset. int8 (arXiv:2208.07339): code * SCB / 127.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
+from specexec_kernels.formats.integers import Int8
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_ir import Lanes
+
+_STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_PER_CODE = 1 / 127  # of the int8 scales
+
+
+@dataclass(frozen=True, slots=True)
+class Table4(RowFormat):
+    """4-bit codes of a table, one absmax for each run of weights."""
+
+    name: ClassVar[str] = "4-bit table"
+    has_scale: ClassVar[bool] = True
+    unit: int
+    table: tuple[float, ...]
+    run: int  # weights of one absmax; divides the inputs
+    nested_run: int = 0  # of one nested absmax; 0: absmax are float32
+    offset: float = 0.0  # of nested ones
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        codes = Part("weight", "U8", inputs=2)
+        if not self.nested_run:
+            return codes, Part("weight.absmax", "F32", inputs=self.run)
+        return (
+            codes,
+            Part("weight.absmax", "U8", inputs=self.run),
+            Part("weight.nested_absmax", "F32", run=self.run * self.nested_run),
+            Part("weight.nested_quant_map", "F32", items=256, inputs=0, outputs=0),
+        )
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        packed = tensors["weight"]
+        codes = torch.stack((packed >> 4, packed & 15), dim=-1).view(outputs, inputs)
+        scales = tensors["weight.absmax"]
+        if self.nested_run:
+            nested = tensors["weight.nested_absmax"].view(-1).repeat_interleave(self.nested_run)
+            found = tensors["weight.nested_quant_map"].view(-1)[scales.long()]
+            scales = found * nested[: scales.numel()].view(scales.shape) + self.offset
+        table = torch.tensor(self.table, device=packed.device)
+        return table[codes.long()] * scales.repeat_interleave(self.run, 1)
+
+    @property
+    def block(self) -> int:
+        return block_of(self.run, self.unit)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        # nibbles i and i + 4 of a word are a pair of halves, and nibbles change places in bytes
+        return tuple(8 * word + ((i + half) ^ 1) for word in range(self.unit // 8)
+                     for i in range(4) for half in (0, 4))  # fmt: skip
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight"):
+            for i in range(4):
+                for number in (i, i + 4):
+                    yield lanes.table(self.table, lanes.nibble(word, number))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight"):
+            for i in range(4):
+                yield lanes.table_pair(self.table, word, 4 * i)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        scale = lanes.item("weight.absmax", number)
+        if self.nested_run:
+            found = lanes.lookup("weight.nested_quant_map", scale)
+            product = lanes.b.fmul(found, lanes.run_item("weight.nested_absmax", number * self.run))
+            scale = lanes.b.fadd(product, lanes.constant(self.offset))
+        return scale, None
+
+
+def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+    if "SCB" in stored.tensors:
+        return Int8(
+            stored.unit_of(0, 16, 4), "SCB", stored.dtype("SCB", *SCALES), (1, 0), _PER_CODE
+        )
+    leaf = next((state for state in _STATES if state in stored.tensors), None)
+    if leaf is None:
+        return None
+    try:
+        state = json.loads(bytes(stored.load(leaf).tolist()))
+        run, shape = int(state["blocksize"]), list(state["shape"])
+        nested = int(state.get("nested_blocksize", 0))
+        offset = float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"its quant_state cannot be read ({error}): download it again") from None
+    if shape != [stored.outputs, stored.inputs]:
+        raise ValueError(f"its quant_state says {shape}: are all files of the same model?")
+    if run < 8 or run & (run - 1) or nested < 0:
+        raise ValueError(f"its quant_state says {run} weights to a scale, which is no power of two")
+    if stored.inputs % run:
+        raise ValueError(f"{stored.inputs} inputs are not whole runs of {run} weights")
+    stored.shape("weight.quant_map")
+    table = tuple(stored.load("weight.quant_map").float().view(-1).tolist())
+    if len(table) != 16:
+        raise ValueError(f"its quant_map has {len(table)} values in place of 16")
+    return Table4(stored.unit_of(run), table, run, nested, offset)
+
+
+METHOD = Method(
+    name="bitsandbytes",
+    leaves=("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax",
+            "weight.nested_quant_map", *_STATES, "SCB"),
+    unused=("weight_format",),
+    read=_read,
+    quantizes_rows=lambda settings: bool(settings.get("load_in_8bit")),
+)  # fmt: skip

@@ -1,0 +1,138 @@
+"""compressed-tensors, as llm-compressor writes it: which of the other files' formats a linear has.
+
+quantization_config has groups of linears (`config_groups`), chosen by the names of modules or their
+class, each with its `weights`; `ignore` lists those that stay plain.
+Source: https://github.com/vllm-project/compressed-tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from specexec_kernels.formats.base import SCALES, Method, RowFormat, Stored
+from specexec_kernels.formats.fp4 import Fp4
+from specexec_kernels.formats.fp8 import KINDS, read_fp8
+from specexec_kernels.formats.integers import Int8, PackedIntegers
+
+_CLASSES = ("Linear",)
+
+
+def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+    group = _group(stored.name, settings)
+    if "weight_packed" in stored.tensors:
+        if group is None:
+            raise ValueError("it is packed, but no group of quantization_config has it")
+        if stored.dtype("weight_packed") == "U8":
+            return _fp4(stored, group)
+        return _integers(stored, group)
+    if "weight" not in stored.tensors or group is None:
+        return None
+    if stored.dtype("weight") in KINDS:
+        return read_fp8(stored, {"weight_block_size": group.get("block_structure")})
+    return _int8(stored, group) if stored.dtype("weight") == "I8" else None
+
+
+def _group(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The `weights` of the group that a linear is in; None where it stays plain."""
+    if any(_matches(name, str(target), of_class=False) for target in settings.get("ignore") or ()):
+        return None
+    groups = settings.get("config_groups")
+    if not isinstance(groups, Mapping):
+        raise ValueError("quantization_config has no config_groups: download config.json again")
+    for group in groups.values():
+        if any(_matches(name, str(target)) for target in group.get("targets") or ()):
+            weights = group.get("weights")
+            return weights if isinstance(weights, Mapping) else None
+    return None
+
+
+def _matches(name: str, target: str, *, of_class: bool = True) -> bool:
+    if target.startswith("re:"):
+        try:
+            return re.match(target[3:], name) is not None
+        except re.error as error:
+            raise ValueError(f"quantization_config: '{target}' is no regex: {error}") from None
+    return name == target or (of_class and target in _CLASSES)
+
+
+def _number(weights: Mapping[str, Any], key: str) -> int:
+    value = weights.get(key)
+    if type(value) is not int:
+        raise ValueError(f"quantization_config: {key} must be a whole number, not {value!r}")
+    return value
+
+
+def _scale_group(stored: Stored, weights: Mapping[str, Any]) -> int:
+    """Inputs of a scale, 0 for all of them."""
+    strategy = weights.get("strategy")
+    if strategy == "channel":
+        return 0
+    if strategy not in ("group", "tensor_group"):
+        raise ValueError(f"quantization strategy '{strategy}' is not supported for packed weights")
+    size = _number(weights, "group_size")
+    if size < 1 or stored.inputs % size:
+        raise ValueError(f"{stored.inputs} inputs are not whole groups of {size}")
+    return size
+
+
+def _integers(stored: Stored, weights: Mapping[str, Any]) -> PackedIntegers:
+    bits = _number(weights, "num_bits")
+    if weights.get("type") != "int" or not 1 <= bits <= 8:
+        raise ValueError(f"words of {bits} bits of type '{weights.get('type')}' are not supported")
+    return PackedIntegers(
+        bits, _scale_group(stored, weights), stored.dtype("weight_scale", *SCALES),
+        zeros="weight_zero_point" in stored.tensors,
+        # groups of inputs that lie together need no index
+        shuffled="weight_g_idx" in stored.tensors and _is_shuffled(stored, weights),
+        unit=stored.unit_of(_scale_group(stored, weights)),
+    )  # fmt: skip
+
+
+def _is_shuffled(stored: Stored, weights: Mapping[str, Any]) -> bool:
+    size = _scale_group(stored, weights) or stored.inputs
+    index = stored.load("weight_g_idx").reshape(-1).tolist()
+    if len(index) != stored.inputs or not all(0 <= i < stored.inputs // size for i in index):
+        raise ValueError("its weight_g_idx names groups that there are not: download it again")
+    return any(group != number // size for number, group in enumerate(index))
+
+
+def _int8(stored: Stored, weights: Mapping[str, Any]) -> Int8:
+    sizes = [size for size in stored.shape("weight_scale") if size != 1]
+    if weights.get("strategy") == "group":
+        tile = 1, _scale_group(stored, weights)
+    else:
+        tile = (1, 0) if sizes else (0, 0)
+    unit = stored.unit_of(tile[1], 16, 4)
+    return Int8(
+        unit, "weight_scale", stored.dtype("weight_scale", *SCALES), tile,
+        zeros="weight_zero_point" in stored.tensors,
+    )  # fmt: skip
+
+
+def _fp4(stored: Stored, weights: Mapping[str, Any]) -> Fp4:
+    group = _scale_group(stored, weights)
+    if group not in (16, 32):
+        raise ValueError(f"groups of {group} 4-bit floats are not supported, 16 and 32 are")
+    factor = ""
+    if stored.dtype("weight_scale", "U8", "F8_E4M3") == "F8_E4M3":  # NVFP4
+        factor = "weight_global_scale"
+        stored.shape(factor)
+    return Fp4(
+        stored.unit_of(group, 16), group, scale_dtype=stored.dtype("weight_scale"),
+        factor=factor, divides=True,
+    )  # fmt: skip
+
+
+METHOD = Method(
+    name="compressed-tensors",
+    leaves=("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx",
+            "weight_global_scale"),
+    unused=("weight_shape", "input_scale", "input_zero_point", "input_global_scale"),
+    read=_read,
+    quantizes_rows=lambda settings: any(
+        isinstance(group, Mapping) and group.get("input_activations")
+        for group in (settings.get("config_groups") or {}).values()
+    ),
+)  # fmt: skip

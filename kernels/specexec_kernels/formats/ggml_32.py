@@ -1,0 +1,172 @@
+"""GGUF's formats of 32 weights to a block: Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL and MXFP4."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.ggml import (
+    GgmlFormat,
+    halves,
+    nibble_order,
+    nibble_pairs,
+    nibble_values,
+    nibbles,
+)
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_ir import Lanes
+
+# of ggml-common.h, `kvalues_iq4nl`, and twice the values of E2M1 (`kvalues_mxfp4`)
+IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+@dataclass(frozen=True, slots=True)
+class _Of32(GgmlFormat):
+    """A scale in float16 in front of 32 codes."""
+
+    has_scale: ClassVar[bool] = True
+    group: ClassVar[int] = 32
+    unit: int = 32
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        offset = lanes.half(lanes.read_halfword("weight", 2)) if self.has_offset else None
+        return lanes.half(lanes.read_halfword("weight", 0)), offset
+
+
+@dataclass(frozen=True, slots=True)
+class _Nibbles(_Of32):
+    """Codes of 4 bits that choose from a table."""
+
+    codes_at: ClassVar[int] = 2  # byte of the first code
+    table: ClassVar[tuple[float, ...]]
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        table = torch.tensor(self.table, dtype=torch.float32, device=blocks.device)
+        levels = table[nibbles(blocks[:, self.codes_at :]).long()]
+        return halves(blocks, 0), halves(blocks, 2) if self.has_offset else None, levels
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(nibble_order(1, 16))
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        words = lanes.read_words("weight", self.codes_at, 4)
+        return nibble_values(lanes, words, self.table)
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        words = lanes.read_words("weight", self.codes_at, 4)
+        return nibble_pairs(lanes, words, self.table)
+
+
+@dataclass(frozen=True, slots=True)
+class Q4_0(_Nibbles):
+    """Codes around 8."""
+
+    name: ClassVar[str] = "Q4_0"
+    block_bytes: ClassVar[int] = 18
+    table: ClassVar[tuple[float, ...]] = tuple(range(-8, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Q4_1(_Nibbles):
+    """Codes from a minimum up."""
+
+    name: ClassVar[str] = "Q4_1"
+    has_offset: ClassVar[bool] = True
+    block_bytes: ClassVar[int] = 20
+    codes_at: ClassVar[int] = 4
+    table: ClassVar[tuple[float, ...]] = tuple(range(16))
+
+
+@dataclass(frozen=True, slots=True)
+class IQ4_NL(_Nibbles):
+    """Levels that lie closer around zero."""
+
+    name: ClassVar[str] = "IQ4_NL"
+    block_bytes: ClassVar[int] = 18
+    table: ClassVar[tuple[float, ...]] = IQ4_LEVELS
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP4(_Nibbles):
+    """E2M1 floats, twice their value, under half a power of two (OCP MX v1.0)."""
+
+    name: ClassVar[str] = "MXFP4"
+    block_bytes: ClassVar[int] = 17
+    codes_at: ClassVar[int] = 1
+    table: ClassVar[tuple[float, ...]] = E2M1_TWICE
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        exponent = blocks[:, :1].int()
+        # half of 2 ** (code - 127), of which codes 0 and 1 are denormal
+        bits = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23)
+        table = torch.tensor(self.table, dtype=torch.float32, device=blocks.device)
+        return bits.view(torch.float32), None, table[nibbles(blocks[:, 1:]).long()]
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        b, code = lanes.b, lanes.read_byte("weight", 0)
+        normal = b.shl(b.sub(code, lanes.same(1)), lanes.same(23))
+        denormal = b.shl(lanes.same(1 << 21), code)
+        is_denormal = b.icmp_signed("<", code, lanes.same(2))
+        return b.bitcast(b.select(is_denormal, denormal, normal), lanes.vector), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Fifths(_Of32):
+    """Codes of 5 bits, of which the highest stand in a word of their own."""
+
+    compiled: ClassVar[bool] = False
+    codes_at: ClassVar[int]
+
+    def codes(self, blocks: Tensor) -> Tensor:
+        """(blocks, 32) from 0 to 31."""
+        shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+        high = (blocks[:, self.codes_at - 4 : self.codes_at, None] >> shifts) & 1
+        return nibbles(blocks[:, self.codes_at :]) | (high.reshape(-1, 32) << 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Q5_0(_Fifths):
+    """Codes around 16."""
+
+    name: ClassVar[str] = "Q5_0"
+    block_bytes: ClassVar[int] = 22
+    codes_at: ClassVar[int] = 6
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        return halves(blocks, 0), None, self.codes(blocks).float() - 16
+
+
+@dataclass(frozen=True, slots=True)
+class Q5_1(_Fifths):
+    """Codes from a minimum up."""
+
+    name: ClassVar[str] = "Q5_1"
+    has_offset: ClassVar[bool] = True
+    block_bytes: ClassVar[int] = 24
+    codes_at: ClassVar[int] = 8
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        return halves(blocks, 0), halves(blocks, 2), self.codes(blocks).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Q8_0(_Of32):
+    """Signed bytes."""
+
+    name: ClassVar[str] = "Q8_0"
+    block_bytes: ClassVar[int] = 34
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        return halves(blocks, 0), None, blocks[:, 2:].contiguous().view(torch.int8).float()
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight", 2, 8):
+            for byte in range(4):
+                yield lanes.to_float(lanes.signed_byte(word, byte))

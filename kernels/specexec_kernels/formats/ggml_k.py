@@ -1,0 +1,234 @@
+"""GGUF's formats of 256 weights to a block, whose groups' scales are themselves packed: Q2_K to
+Q6_K ("k-quants", ggml-org/llama.cpp pull request 1684) and IQ4_XS."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.ggml import (
+    GgmlFormat,
+    fields,
+    halves,
+)
+from specexec_kernels.formats.ggml_32 import IQ4_LEVELS
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_ir import Lanes
+
+_CODES = tuple(float(code) for code in range(32))
+_SIGNED = tuple(float(code) for code in range(-32, 32))
+_BYTES = (0, 2, 1, 3)  # of a word, in the order in which halves of words pair them
+
+
+@dataclass(frozen=True, slots=True)
+class _Of256(GgmlFormat):
+    has_scale: ClassVar[bool] = True
+    compiled: ClassVar[bool] = False
+    group: ClassVar[int] = 32
+    unit: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Q2_K(_Of256):
+    """Codes of 2 bits; scale and minimum of a group are nibbles."""
+
+    name: ClassVar[str] = "Q2_K"
+    has_offset: ClassVar[bool] = True
+    block_bytes: ClassVar[int] = 84
+    group: ClassVar[int] = 16
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scales = blocks[:, :16]
+        scale, minimum = halves(blocks, 80) * (scales & 15), halves(blocks, 82) * (scales >> 4)
+        return scale, -minimum, fields(blocks[:, 16:80], 2, 2, 32).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Q3_K(_Of256):
+    """Codes of 3 bits, signed, of which the highest stand apart and mean 4 where they are 0."""
+
+    name: ClassVar[str] = "Q3_K"
+    block_bytes: ClassVar[int] = 110
+    group: ClassVar[int] = 16
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        low, high = fields(blocks[:, 96:104], 4, 4, 8), fields(blocks[:, 104:108], 2, 2, 4)
+        scales = (low | (high << 4)).float() - 32
+        missing = 1 - fields(blocks[:, :32], 1, 1, 32).float()
+        levels = fields(blocks[:, 32:96], 2, 2, 32).float() - 4 * missing
+        return halves(blocks, 108) * scales, None, levels
+
+
+def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Those of Q4_K and Q5_K: of 6 bits each, the last four's split over two places."""
+    low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
+    minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=1)
+    return halves(blocks, 0) * scales, halves(blocks, 2) * minima
+
+
+@dataclass(frozen=True, slots=True)
+class _ScalesAndMinima(_Of256):
+    """Q4_K and Q5_K in registers."""
+
+    compiled: ClassVar[bool] = True
+    has_offset: ClassVar[bool] = True
+    codes_at: ClassVar[int]  # byte of the first code's lower 4 bits
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(4 * word + byte for word in range(64) for byte in _BYTES)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        b = lanes.b
+        both, *packed = lanes.once("scales", lambda: lanes.read_words("weight", 0, 4))
+        first, second, third = (lanes.byte(word, number % 4) for word in packed)
+        if number < 4:
+            scale, minimum = (lanes.bits(code, 0, 6) for code in (first, second))
+        else:
+            upper = [b.shl(lanes.bits(code, 6, 2), lanes.same(4)) for code in (first, second)]
+            scale = b.or_(lanes.bits(third, 0, 4), upper[0])
+            minimum = b.or_(lanes.bits(third, 4, 4), upper[1])
+        least = lanes.half(b.lshr(both, lanes.same(16)))
+        least = b.fmul(least, lanes.to_float(minimum))
+        return b.fmul(lanes.half(both), lanes.to_float(scale)), b.fneg(least)
+
+    def words(self, lanes: Lanes, group: int) -> list[Any]:
+        """The words whose bytes hold the lower 4 bits of two groups."""
+        at = self.codes_at + 32 * (group // 2)
+        return lanes.once(at, lambda: lanes.read_words("weight", at, 8))
+
+
+@dataclass(frozen=True, slots=True)
+class Q4_K(_ScalesAndMinima):
+    """Codes of 4 bits."""
+
+    name: ClassVar[str] = "Q4_K"
+    block_bytes: ClassVar[int] = 144
+    codes_at: ClassVar[int] = 16
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scale, minimum = _scales_and_minima(blocks)
+        return scale, -minimum, fields(blocks[:, 16:], 4, 4, 32).float()
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for group in range(8):
+            for word in self.words(lanes, group):
+                for byte in _BYTES:
+                    yield lanes.to_float(lanes.bits(word, 8 * byte + 4 * (group % 2), 4))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        for group in range(8):
+            for word in self.words(lanes, group):
+                for byte in (0, 1):
+                    yield lanes.table_pair(_CODES[:16], word, 8 * byte + 4 * (group % 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Q5_K(_ScalesAndMinima):
+    """Codes of 5 bits, of which the highest stand apart."""
+
+    name: ClassVar[str] = "Q5_K"
+    block_bytes: ClassVar[int] = 176
+    codes_at: ClassVar[int] = 48
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scale, minimum = _scales_and_minima(blocks)
+        high = fields(blocks[:, 16:48], 1, 1, 32)
+        return scale, -minimum, (fields(blocks[:, 48:], 4, 4, 32) | (high << 4)).float()
+
+    def high(self, lanes: Lanes) -> list[Any]:
+        """The words whose bits are the highest bits of all groups' codes."""
+        return lanes.once("high", lambda: lanes.read_words("weight", 16, 8))
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for group in range(8):
+            for word, high in zip(self.words(lanes, group), self.high(lanes), strict=True):
+                for byte in _BYTES:
+                    low = lanes.bits(word, 8 * byte + 4 * (group % 2), 4)
+                    upper = b.shl(lanes.bits(high, 8 * byte + group, 1), lanes.same(4))
+                    yield lanes.to_float(b.or_(low, upper))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for group in range(8):
+            for word, high in zip(self.words(lanes, group), self.high(lanes), strict=True):
+                for byte in (0, 1):
+                    low = lanes.both_bits(word, 8 * byte + 4 * (group % 2), 4)
+                    upper = b.shl(lanes.both_bits(high, 8 * byte + group, 1), lanes.same(4))
+                    yield lanes.table_pair(_CODES, b.or_(low, upper), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Q6_K(_Of256):
+    """Codes of 6 bits around 32, of which the two highest stand apart; scales are signed bytes."""
+
+    name: ClassVar[str] = "Q6_K"
+    compiled: ClassVar[bool] = True
+    block_bytes: ClassVar[int] = 210
+    group: ClassVar[int] = 16
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        scales = blocks[:, 192:208].contiguous().view(torch.int8)
+        low, high = fields(blocks[:, :128], 4, 4, 64), fields(blocks[:, 128:192], 2, 2, 32)
+        return halves(blocks, 208) * scales, None, (low | (high << 4)).float() - 32
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(4 * word + byte for word in range(64) for byte in _BYTES)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        words = lanes.once("scales", lambda: lanes.read_words("weight", 192, 4))
+        factor = lanes.once("factor", lambda: lanes.half(lanes.read_halfword("weight", 208)))
+        scale = lanes.to_float(lanes.signed_byte(words[number // 4], number % 4))
+        return lanes.b.fmul(factor, scale), None
+
+    def words(self, lanes: Lanes, group: int) -> Iterator[tuple[Any, Any, int, int]]:
+        """Of each word of a group: lower and upper bits' words, and the bit where each begins."""
+        half, quarter, part = group // 8, group % 8 // 2, group % 2
+        low = 64 * half + 32 * (quarter % 2) + 16 * part
+        high = 128 + 32 * half + 16 * part
+        lows = lanes.once(low, lambda: lanes.read_words("weight", low, 4))
+        highs = lanes.once(high, lambda: lanes.read_words("weight", high, 4))
+        for low_word, high_word in zip(lows, highs, strict=True):
+            yield low_word, high_word, 4 * (quarter // 2), 2 * quarter
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for group in range(16):
+            for low_word, high_word, low_bit, high_bit in self.words(lanes, group):
+                for byte in _BYTES:
+                    low = lanes.bits(low_word, 8 * byte + low_bit, 4)
+                    high = b.shl(lanes.bits(high_word, 8 * byte + high_bit, 2), lanes.same(4))
+                    yield lanes.to_float(b.sub(b.or_(low, high), lanes.same(32)))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for group in range(16):
+            for low_word, high_word, low_bit, high_bit in self.words(lanes, group):
+                for byte in (0, 1):
+                    low = lanes.both_bits(low_word, 8 * byte + low_bit, 4)
+                    high = b.shl(lanes.both_bits(high_word, 8 * byte + high_bit, 2), lanes.same(4))
+                    yield lanes.wide_table_pair(_SIGNED, b.or_(low, high))
+
+
+@dataclass(frozen=True, slots=True)
+class IQ4_XS(_Of256):
+    """IQ4_NL's levels in groups whose scales are of 6 bits."""
+
+    name: ClassVar[str] = "IQ4_XS"
+    block_bytes: ClassVar[int] = 136
+
+    def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=2).reshape(-1, 8)
+        shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)
+        high = ((blocks[:, 2:4, None] >> shifts) & 3).reshape(-1, 8)
+        levels = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=blocks.device)
+        codes = fields(blocks[:, 8:], 4, 4, 16)
+        return halves(blocks, 0) * ((low | (high << 4)).float() - 32), None, levels[codes.long()]

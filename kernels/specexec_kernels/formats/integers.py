@@ -1,0 +1,181 @@
+"""Integers with a scale and perhaps a zero point for each group of inputs of an output.
+
+W[n, k] = scale * (code - zero). Codes of 1 to 8 bits lie in little-endian words, one behind the
+other along the inputs, shifted by half their range; those of 8 bits may also be plain int8. Zero
+points are packed likewise, but along the outputs. Layout: compressed-tensors' pack-quantized and
+int-quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.base import Part, RowFormat, block_of
+from specexec_kernels.packing import unpack_rows
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_ir import Lanes
+
+
+@dataclass(frozen=True, slots=True)
+class PackedIntegers(RowFormat):
+    """Codes in words; `weight_g_idx` gives the group of each input where they are not in order."""
+
+    name: ClassVar[str] = "packed integers"
+    bits: int
+    group: int  # inputs; 0: all
+    scale_dtype: str
+    zeros: bool
+    shuffled: bool = False
+    unit: int = 32
+
+    @property
+    def has_scale(self) -> bool:  # type: ignore[override]
+        """Whether inputs in a block share their scale."""
+        return not self.shuffled
+
+    @property
+    def has_offset(self) -> bool:  # type: ignore[override]
+        """Whether there are zero points, which inputs in a block share."""
+        return self.zeros and not self.shuffled
+
+    @property
+    def compiled(self) -> bool:  # type: ignore[override]
+        """Not where zero points straddle words, or sums over a block have no order of halves."""
+        block = self.block
+        in_order = self.group % self.unit == 0 or self.unit % self.group == 0
+        fits = 32 % self.bits == 0 and (self.shuffled or block & (block - 1) == 0)
+        return self.unit % 32 == 0 and in_order and (fits or not self.zeros)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        parts = [
+            Part("weight_packed", "I32", items=self.bits, inputs=32),
+            Part("weight_scale", self.scale_dtype, inputs=self.group),
+        ]
+        if self.zeros:
+            parts.append(
+                Part("weight_zero_point", "I32", row_items=self.bits, outputs=32,
+                     inputs=self.group)
+            )  # fmt: skip
+        if self.shuffled:
+            parts.append(Part("weight_g_idx", "I32", outputs=0))
+        return tuple(parts)
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        middle = 2 ** (self.bits - 1)
+        codes = unpack_rows(tensors["weight_packed"].T, self.bits).T[:, :inputs]
+        if self.shuffled:
+            group = tensors["weight_g_idx"].long().reshape(-1)
+        else:
+            group = torch.arange(inputs, device=codes.device) // (self.group or inputs)
+        zeros: Tensor | int = middle
+        if self.zeros:
+            zeros = unpack_rows(tensors["weight_zero_point"], self.bits)[:outputs][:, group]
+        return tensors["weight_scale"].float()[:, group] * (codes - zeros).float()
+
+    @property
+    def block(self) -> int:
+        return block_of(self.group, self.unit)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        if self.bits != 4:
+            return tuple(range(self.unit))
+        return tuple(8 * word + i + half for word in range(self.unit // 8) for i in range(4)
+                     for half in (0, 4))  # fmt: skip
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        words = lanes.read_words("weight_packed")
+        for code in self.order:
+            word, shift = divmod(code * self.bits, 32)
+            high = words[min(word + 1, len(words) - 1)]
+            field = lanes.field(self.bits, words[word], high, [shift] * lanes.lanes)
+            if not self.shuffled:
+                yield lanes.to_float(lanes.b.sub(field, lanes.same(2 ** (self.bits - 1))))
+                continue
+            group = lanes.number_at("weight_g_idx", code)
+            stored = lanes.same(2 ** (self.bits - 1))
+            if self.zeros:
+                stored = lanes.column_bits("weight_zero_point", self.bits, group)
+            difference = lanes.to_float(lanes.b.sub(field, stored))
+            yield lanes.b.fmul(lanes.item_of_column("weight_scale", group), difference)
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        if self.bits != 4 or self.shuffled:
+            yield from RowFormat.pairs(self, lanes)
+            return
+        for word in lanes.read_words("weight_packed"):
+            for i in range(4):
+                yield lanes.table_pair(tuple(float(code - 8) for code in range(16)), word, 4 * i)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        if self.shuffled:
+            return None, None
+        scale = lanes.item("weight_scale", number)
+        if not self.zeros:
+            return scale, None
+        stored = lanes.column_bits(
+            "weight_zero_point", self.bits, lanes.column("weight_zero_point", number)
+        )
+        zero = lanes.to_float(lanes.b.sub(stored, lanes.same(2 ** (self.bits - 1))))
+        return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
+
+
+@dataclass(frozen=True, slots=True)
+class Int8(RowFormat):
+    """int8 with one scale for each output, group or tensor, times a constant."""
+
+    name: ClassVar[str] = "INT8"
+    has_scale: ClassVar[bool] = True
+    unit: int
+    scale: str
+    scale_dtype: str
+    tile: tuple[int, int]  # outputs and inputs of a scale; 0: all
+    factor: float = 1.0  # of all scales
+    zeros: bool = False  # whether `weight_zero_point` lies beside, int8 as well
+
+    @property
+    def has_offset(self) -> bool:  # type: ignore[override]
+        """Whether there are zero points."""
+        return self.zeros
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        tile = {"outputs": self.tile[0], "inputs": self.tile[1]}
+        parts = (Part("weight", "I8"), Part(self.scale, self.scale_dtype, **tile))
+        return (*parts, Part("weight_zero_point", "I8", **tile)) if self.zeros else parts
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        def wide(stored: Tensor) -> Tensor:
+            rows = stored.float().repeat_interleave(self.tile[0] or outputs, 0)[:outputs]
+            return rows.repeat_interleave(self.tile[1] or inputs, 1)[:, :inputs]
+
+        codes = tensors["weight"].float()
+        if self.zeros:
+            codes = codes - wide(tensors["weight_zero_point"])
+        product = codes * wide(tensors[self.scale])
+        return product if self.factor == 1.0 else product * self.factor
+
+    @property
+    def block(self) -> int:
+        return block_of(self.tile[1], self.unit)
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for word in lanes.read_words("weight"):
+            for number in range(4):
+                yield lanes.to_float(lanes.signed_byte(word, number))
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        scale = lanes.item(self.scale)
+        if self.factor != 1.0:
+            scale = lanes.b.fmul(scale, lanes.constant(self.factor))
+        if not self.zeros:
+            return scale, None
+        zero = lanes.to_float(lanes.signed_byte(lanes.item("weight_zero_point"), 0))
+        return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))

@@ -1,0 +1,178 @@
+"""Round-to-nearest quantization into row-packed formats: our own, for rigs, benches and tests.
+
+A recipe gives the tensors of a weight by leaf, and the quantization_config that describes them. No
+error correction, as specexec_kernels.quantize for GPTQ.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.fp4 import E2M1
+from specexec_kernels.packing import pack_rows
+
+_E4M3_MAX = 448.0
+# quantiles of a normal distribution, the largest 1 (QLoRA, arXiv:2305.14314, appendix E)
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """One way to quantize.
+
+    Attributes:
+        settings: quantization_config.
+        pack: (outputs, inputs) float32 -> tensors by leaf.
+        bits: stored for each weight, scales included.
+    """
+
+    settings: Mapping[str, Any]
+    pack: Callable[[Tensor], dict[str, Tensor]]
+
+
+def fp8_blocks(weight: Tensor, size: int = 128) -> dict[str, Tensor]:
+    """E4M3 with a float32 scale for each size x size tile, as DeepSeek-V3 has."""
+    outputs, inputs = weight.shape
+    rows, columns = -(-outputs // size), -(-inputs // size)
+    padded = torch.zeros(rows * size, columns * size)
+    padded[:outputs, :inputs] = weight
+    tiles = padded.view(rows, size, columns, size)
+    scales = _positive(tiles.abs().amax((1, 3)) / _E4M3_MAX)
+    codes = (tiles / scales[:, None, :, None]).view(padded.shape)[:outputs, :inputs]
+    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+
+
+def fp8_channels(weight: Tensor) -> dict[str, Tensor]:
+    """E4M3 with a scale for each output."""
+    scales = _positive(weight.abs().amax(1, keepdim=True) / _E4M3_MAX)
+    return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def mxfp4(weight: Tensor) -> dict[str, Tensor]:
+    """E2M1 with a power of two for each 32 inputs, as OCP's specification chooses it."""
+    groups = weight.view(weight.shape[0], -1, 32)
+    exponents = torch.floor(torch.log2(_positive(groups.abs().amax(2)))) - 2  # 6 is below 2 ** 3
+    stored = (exponents + 127).clamp(0, 254)
+    codes = _nearest(groups / torch.exp2(stored - 127)[..., None], E2M1)
+    return {"weight_packed": _nibbles(codes.view(weight.shape)), "weight_scale": stored.byte()}
+
+
+def nvfp4(weight: Tensor) -> dict[str, Tensor]:
+    """E2M1 with an E4M3 scale for each 16 inputs, and a factor by which these are divided."""
+    groups = weight.view(weight.shape[0], -1, 16)
+    factor = _E4M3_MAX * 6.0 / _positive(weight.abs().amax().reshape(1))
+    scales = (groups.abs().amax(2) / 6.0 * factor).clamp(2.0**-9, _E4M3_MAX)
+    stored = scales.to(torch.float8_e4m3fn)
+    codes = _nearest(groups / (stored.float() / factor)[..., None], E2M1)
+    return {
+        "weight_packed": _nibbles(codes.view(weight.shape)), "weight_scale": stored,
+        "weight_global_scale": factor,
+    }  # fmt: skip
+
+
+def packed_integers(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
+    """Symmetric codes in words with a bfloat16 scale for each group of inputs."""
+    groups = weight.view(weight.shape[0], -1, group)
+    middle = 2 ** (bits - 1)
+    scales = _positive(groups.abs().amax(2) / (middle - 0.5)).bfloat16()
+    codes = torch.round(groups / scales.float()[..., None]).clamp(-middle, middle - 1) + middle
+    return {
+        "weight_packed": pack_rows(codes.view(weight.shape).int().T, bits).T.contiguous(),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def int8_channels(weight: Tensor) -> dict[str, Tensor]:
+    """int8 with a scale for each output."""
+    scales = _positive(weight.abs().amax(1, keepdim=True) / 127)
+    return {"weight": torch.round(weight / scales).to(torch.int8), "weight_scale": scales}
+
+
+def nf4(weight: Tensor, run: int = 64) -> dict[str, Tensor]:
+    """bitsandbytes' 4-bit codes, absmax in float32."""
+    groups = weight.reshape(-1, run)
+    scales = _positive(groups.abs().amax(1))
+    codes = _nearest(groups / scales[:, None], NF4).view(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": run, "dtype": "bfloat16",
+             "shape": list(weight.shape)}  # fmt: skip
+    return {
+        "weight": ((codes[:, 0] << 4) | codes[:, 1]).byte()[:, None],
+        "weight.absmax": scales,
+        "weight.quant_map": torch.tensor(NF4),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
+
+
+def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
+    """quantization_config of compressed-tensors for all linears but the head."""
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
+    return {"quant_method": "compressed-tensors", "format": layout,
+            "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
+
+
+RECIPES: dict[str, Recipe] = {
+    "fp8": Recipe(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        fp8_blocks,
+    ),
+    "fp8-channels": Recipe(
+        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channels
+    ),
+    "mxfp4": Recipe(
+        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group",
+                    group_size=32), mxfp4,
+    ),
+    "nvfp4": Recipe(
+        _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",
+                    group_size=16), nvfp4,
+    ),
+    "w4a16": Recipe(
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+        lambda weight: packed_integers(weight, 4, 32),
+    ),
+    "w8a16": Recipe(
+        _compressed("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
+        lambda weight: packed_integers(weight, 8, 32),
+    ),
+    "w8a8": Recipe(
+        _compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels
+    ),
+    "nf4": Recipe(
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+         "bnb_4bit_use_double_quant": False},
+        lambda weight: nf4(weight, 32 if weight.shape[1] % 64 else 64),
+    ),
+}  # fmt: skip
+
+
+def _positive(scales: Tensor) -> Tensor:
+    """Any scale will do for a group of zeros."""
+    return torch.where(scales > 0, scales, 1.0)
+
+
+def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
+    """The number of the nearest value of a table, uint8."""
+    order = sorted(range(len(table)), key=lambda i: table[i])
+    rising = torch.tensor([table[i] for i in order])
+    between = (rising[1:] + rising[:-1]) / 2
+    places = torch.bucketize(values.contiguous(), between)
+    return torch.tensor(order, dtype=torch.uint8)[places]
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Two codes to a byte, the earlier one in its lower half."""
+    return codes[:, ::2] | (codes[:, 1::2] << 4)

@@ -1,0 +1,131 @@
+"""GGUF files that other programs have brought to this machine: they are used where they lie.
+
+ollama keeps blobs under their hashes, and manifests that say which blob a model is
+(https://github.com/ollama/ollama/blob/main/docs/api.md); llama.cpp a folder of files; and both
+llama.cpp and the hub's own tools huggingface_hub's cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specexec_cli.gguf.container import is_gguf, part_names
+
+OLLAMA = "ollama:"  # begins the names of its models
+_MODEL = "application/vnd.ollama.image.model"  # mediaType of the weights among a manifest's layers
+_LARGEST_MANIFEST_BYTES = 1_000_000
+_NO_MODEL = "mmproj"  # in the names of files that hold a reader of pictures
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A model in a GGUF file, or in the parts of one."""
+
+    name: str  # that --target takes
+    program: str  # that brought it here
+    path: Path  # of a split file the first part
+    size_bytes: int
+
+
+def found_files() -> list[FoundFile]:
+    """All that is found, each program's by name; opens no connection."""
+    return [*_sorted(_of_ollama()), *_sorted(_of_llama_cpp()), *_sorted(_of_hub())]
+
+
+def ollama_file(name: str) -> Path | None:
+    """The file of a model of ollama's, as `ollama:NAME[:TAG]` names it."""
+    wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
+    return next((each.path for each in _of_ollama() if each.name == wanted), None)
+
+
+def _sorted(found: Iterator[FoundFile]) -> list[FoundFile]:
+    return sorted(found, key=lambda each: each.name)
+
+
+def ollama_folders() -> list[Path]:
+    """Where ollama keeps models: told by the environment, a user's own, and a service's."""
+    if told := os.environ.get("OLLAMA_MODELS"):
+        return [Path(told)]
+    return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+
+
+def llama_cpp_folder() -> Path:
+    """Where llama.cpp keeps what it downloads."""
+    if told := os.environ.get("LLAMA_CACHE"):
+        return Path(told)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "llama.cpp"
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(caches) / "llama.cpp"
+
+
+def _of_ollama() -> Iterator[FoundFile]:
+    for folder in ollama_folders():
+        manifests = folder / "manifests"
+        for manifest in _files(manifests, "*"):
+            blob = _blob(manifest, folder / "blobs")
+            if blob is not None and is_gguf(blob):
+                *place, tag = manifest.relative_to(manifests).parts
+                # registry.ollama.ai/library is what names without a slash are of
+                named = "/".join(place).removeprefix("registry.ollama.ai/").removeprefix("library/")
+                name = f"{OLLAMA}{named}:{tag}"
+                yield FoundFile(name, "ollama", blob, blob.stat().st_size)
+
+
+def _blob(manifest: Path, blobs: Path) -> Path | None:
+    """The file of weights that a manifest names, if it can be read and is there."""
+    try:
+        if manifest.stat().st_size > _LARGEST_MANIFEST_BYTES:
+            return None
+        layers = json.loads(manifest.read_bytes())["layers"]
+        digest = next(str(each["digest"]) for each in layers if each["mediaType"] == _MODEL)
+    except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+        return None  # another program's file: none of ours to judge
+    blob = blobs / digest.replace(":", "-")
+    return blob if blob.parent == blobs and blob.is_file() else None
+
+
+def _of_llama_cpp() -> Iterator[FoundFile]:
+    for path in _files(llama_cpp_folder(), "*.gguf"):
+        if (size := _size(path)) is not None:
+            yield FoundFile(str(path), "llama.cpp", path, size)
+
+
+def _of_hub() -> Iterator[FoundFile]:
+    from huggingface_hub import constants
+
+    cache = Path(constants.HF_HUB_CACHE)
+    for repo in sorted(cache.glob("models--*")):
+        found: dict[str, FoundFile] = {}
+        for snapshot in sorted(repo.glob("snapshots/*")):
+            for path in _files(snapshot, "*.gguf"):
+                if (size := _size(path)) is not None:
+                    file = path.relative_to(snapshot).as_posix()
+                    named = repo.name.removeprefix("models--").replace("--", "/", 1)
+                    name = f"{named}:{file}"
+                    found[file] = FoundFile(name, "hub", path, size)
+        yield from found.values()
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Files below a folder; none where it may not be read."""
+    try:
+        return sorted(path for path in folder.rglob(pattern) if path.is_file())
+    except OSError:
+        return []
+
+
+def _size(path: Path) -> int | None:
+    """Bytes of a model in all parts; None for later parts, incomplete ones, and what is none."""
+    try:
+        parts = [path.parent / name for name in part_names(path.name)]
+        if _NO_MODEL in path.name or path != parts[0] or not is_gguf(path):
+            return None
+        return sum(part.stat().st_size for part in parts)
+    except OSError:
+        return None

@@ -1,0 +1,273 @@
+"""Several texts through one streaming pass after another; texts come and go between passes.
+
+A pass carries for each text what the loop of one text carries (loop.py): its pending tokens, and a
+draft tree behind them. Each text has caches, sampler and context of its own, and is token for token
+what it would be alone. Only the trees are grown together, and share the budget of a pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from specexec_cli.core import DraftTree, FinishReason, StepResult, common_prefix
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.forest import Forest, ForestDrafter, Sapling
+from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
+from specexec_cli.planning.memory import PROMPT_ROWS
+from specexec_cli.sampling import Sampler
+from specexec_cli.verify.accept import Accepted, accept
+from specexec_cli.verify.verifier import LocalTarget, verify_together
+
+# Rows of prompts that a pass carries beside texts that are under way: so many as make it twice as
+# long, within these bounds, or the last where no cost model knows. Without such texts one prompt is
+# carried whole, and of others as many rows as memory is planned for.
+_LEAST_ROWS, _MOST_ROWS, _ROWS = 64, 512, 256
+# A newcomer waits for the next pass if so many of the tokens it begins with are among the rows that
+# another text has in this one: they are then copied instead of computed twice.
+_WORTH_WAITING = 32
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """Memory for one text: its KV caches, whose rows stay for the next text that begins alike."""
+
+    target: LocalTarget
+    drafter: ForestDrafter | None
+
+
+class BatchText:
+    """A text that is under way.
+
+    Args:
+        seat: nobody else's until the text has ended.
+        max_tokens: to generate, at least 1.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        sampler: Sampler,
+        prompt: Sequence[int],
+        max_tokens: int,
+        eos_ids: Collection[int],
+    ) -> None:
+        self.seat = seat
+        self.sampler = sampler
+        self.context = list(prompt)
+        self.stop = len(prompt) + max_tokens
+        self.eos_ids = eos_ids
+        self.begun = False  # rows of it have been in a pass
+        self.plain = False  # its next pass goes without a tree
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens whose rows are not in the target's cache: 1 but for prompts."""
+        return len(self.context) - len(self.seat.target.tokens)
+
+    def next_tokens(self, count: int) -> list[int]:
+        """The first `count` of the missing tokens."""
+        first = len(self.seat.target.tokens)
+        return self.context[first : first + count]
+
+
+# What a pass brought for a text: a step, nothing yet (its prompt is under way), or why it ends.
+Outcome = StepResult | SpecexecError | None
+
+
+@dataclass(slots=True)
+class _Part:
+    """One text's part of a pass."""
+
+    text: BatchText
+    pending: list[int]  # committed tokens whose rows the pass carries
+    whole: bool  # they are all that were missing: the pass brings the text a token
+    tree: DraftTree
+    accepted: Accepted | None = None
+    error: SpecexecError | None = None  # why the text ends; before the pass where drafting failed
+
+    @property
+    def committed(self) -> list[int]:
+        """The tokens that are in the target's cache once the pass is over."""
+        return [*self.text.seat.target.tokens, *self.pending]
+
+
+class Batch:
+    """Runs passes over texts that sit on the same target and draft model.
+
+    Args:
+        forest: grows their trees; None decodes one token per pass and text.
+        seats: of all texts that there may be at once.
+    """
+
+    def __init__(self, forest: Forest | None, seats: Sequence[Seat]) -> None:
+        self._forest = forest
+        self._seats = seats
+
+    def seat_for(self, prompt: Sequence[int], taken: Collection[Seat]) -> Seat:
+        """The free seat whose cache already holds the most of a prompt; there must be one."""
+        free = [seat for seat in self._seats if seat not in taken]
+        return max(free, key=lambda seat: common_prefix(seat.target.tokens, prompt[:-1]))
+
+    def step(self, texts: Sequence[BatchText]) -> list[Outcome]:
+        """One pass.
+
+        Args:
+            texts: those under way, the oldest first; at least one.
+        Returns:
+            an outcome for each of them.
+        Raises:
+            StreamError, OutOfMemoryError: the pass failed; every text is as it was before.
+        """
+        model = texts[0].seat.target.model
+        started, bytes_before = time.perf_counter(), model.bytes_streamed
+        parts = self._parts(texts)
+        self._draft(parts)
+        drafted = time.perf_counter()
+        carried = [part for part in parts if part.error is None]
+        for part, logits in zip(carried, _verified(carried), strict=True):
+            _settle(part, logits)
+        plain = StepResult(
+            tokens=(), drafted=(), tree_nodes=0, tree_depth=0, draft_s=drafted - started,
+            verify_s=time.perf_counter() - drafted, pending_rows=0,
+            bytes_streamed=(model.bytes_streamed - bytes_before) // max(len(carried), 1),
+        )  # fmt: skip
+        outcomes = {part.text: part.error or _step(part, plain) for part in parts}
+        if self._forest is not None and any(part.accepted for part in parts):
+            self._forest.observe(_as_one(carried, plain))
+        return [outcomes.get(text) for text in texts]
+
+    def _parts(self, texts: Sequence[BatchText]) -> list[_Part]:
+        """Which committed rows of each text the pass carries; texts without any are left out."""
+        prompts = [text for text in texts if text.missing > 1]
+        going = len(prompts) < len(texts)
+        most = self._forest.most_pending if self._forest is not None else None
+        room = min(max(most or _ROWS, _LEAST_ROWS), _MOST_ROWS) if going else PROMPT_ROWS
+        parts: list[_Part] = []
+        for text in texts:
+            if not text.begun:
+                self._share(text)
+            rows = text.missing
+            if rows > 1:
+                if any(_brings(part, text) >= _WORTH_WAITING for part in parts):
+                    continue
+                whole = not going and text is prompts[0]  # nobody waits for the end of this pass
+                rows = rows if whole else min(rows, room)
+                room = max(room - rows, 0)
+            if rows:
+                pending = text.next_tokens(rows)
+                parts.append(_Part(text, pending, rows == text.missing, DraftTree.empty()))
+        return parts
+
+    def _share(self, text: BatchText) -> None:
+        """Takes what the caches already hold of a new text's beginning, wherever that is."""
+        prompt, seat = text.context[:-1], text.seat
+        seat.target.crop(common_prefix(seat.target.tokens, prompt))
+        for other in self._seats:
+            common = common_prefix(other.target.tokens, prompt)
+            if common > len(seat.target.tokens):
+                seat.target.copy_rows(other.target, common)
+            if not isinstance(seat.drafter, ModelDrafter):
+                continue
+            assert isinstance(other.drafter, ModelDrafter)
+            common = common_prefix(other.drafter.tokens, prompt)
+            if common > common_prefix(seat.drafter.tokens, prompt):
+                seat.drafter.copy_rows(other.drafter, common)
+
+    def _draft(self, parts: Sequence[_Part]) -> None:
+        """Grows trees for the texts that get a token, and feeds the draft model the prompts."""
+        if self._forest is None:
+            return
+        fed = [part for part in parts if not part.whole]
+        self._forest.feed([(_drafter(part), part.committed) for part in fed])
+        grown = [part for part in parts if part.whole and not part.text.plain]
+        saplings = [
+            Sapling(_drafter(part), part.text.context, part.text.stop - len(part.text.context) - 1)
+            for part in grown
+        ]
+        trees = self._forest.grow(saplings, sum(len(part.pending) for part in parts))
+        for part, sapling, tree in zip(grown, saplings, trees, strict=True):
+            part.tree, part.error = tree, sapling.error
+
+
+def _drafter(part: _Part) -> ForestDrafter:
+    """The text's own, where there are drafts."""
+    assert part.text.seat.drafter is not None
+    return part.text.seat.drafter
+
+
+def _brings(part: _Part, text: BatchText) -> int:
+    """How many rows that a text still lacks a pass computes for another one."""
+    if text.begun:
+        return 0
+    return common_prefix(part.committed, text.context[:-1]) - len(text.seat.target.tokens)
+
+
+def _verified(parts: Sequence[_Part]) -> list[Tensor]:
+    """Each part's logits, see LocalTarget.verify."""
+    if not parts:
+        return []
+    return verify_together([(part.text.seat.target, part.pending, part.tree) for part in parts])
+
+
+def _settle(part: _Part, logits: Tensor) -> None:
+    """Commits what the pass brought a text, or keeps why it cannot go on."""
+    text, target = part.text, part.text.seat.target
+    text.begun = True
+    if not part.whole:
+        target.commit([])
+        return
+    try:
+        part.accepted = accepted = accept(
+            part.tree, logits, text.sampler, text.context, text.stop - len(text.context),
+            text.eos_ids,
+        )  # fmt: skip
+    except NonFiniteLogitsError as error:
+        # Perhaps a wrong draft is to blame, see loop.py: once more without it, in the next pass.
+        text.plain = bool(len(part.tree))
+        part.error = None if text.plain else error
+        return
+    except SpecexecError as error:  # a grammar that cannot be followed
+        part.error = error
+        return
+    text.plain = False
+    target.commit(accepted.nodes)
+    if text.seat.drafter is not None:
+        text.seat.drafter.commit(accepted.nodes, accepted.tokens)
+    text.context += accepted.tokens
+
+
+def _step(part: _Part, plain: StepResult) -> StepResult | None:
+    """What a text got of a pass; None where that is no token."""
+    if part.accepted is None:
+        return None
+    tokens = part.accepted.tokens
+    ended = tokens[-1] in part.text.eos_ids
+    finish: FinishReason | None = "eos" if ended else None
+    if not ended and len(part.text.context) == part.text.stop:
+        finish = "length"
+    return replace(
+        plain,
+        tokens=tokens,
+        drafted=part.accepted.drafted,
+        tree_nodes=len(part.tree),
+        tree_depth=int(part.tree.depths.max(initial=0)),
+        pending_rows=len(part.pending),
+        finish_reason=finish,
+    )
+
+
+def _as_one(parts: Sequence[_Part], plain: StepResult) -> StepResult:
+    """The pass as a policy sees it: that of one text with all trees in one."""
+    settled = [part.accepted for part in parts if part.accepted is not None]
+    return replace(
+        plain,
+        tokens=tuple(token for each in settled for token in each.tokens),
+        drafted=tuple(drafted for each in settled for drafted in each.drafted),
+        tree_nodes=sum(len(part.tree) for part in parts),
+        tree_depth=max(int(part.tree.depths.max(initial=0)) for part in parts),
+        pending_rows=sum(len(part.pending) for part in parts),
+    )

@@ -1,0 +1,241 @@
+"""The draft trees of several texts, found by one best-first search over all of them.
+
+Seen from the search they are one tree whose root has the children of every text's root. A node's
+score is its probability given its own text, so the nodes of a pass go where they are most likely to
+be accepted: a text that is easy to guess gets more of them than one that is not. The policy sizes
+this one tree as it sizes that of a single text, and so keeps the rows of all texts to the knee.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import POLICIES
+from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.search import (
+    ROOT,
+    Floats,
+    Frontier,
+    Ints,
+    SearchResult,
+    grow_tree,
+)
+from specexec_cli.drafting.suffix import SuffixDrafter
+from specexec_cli.errors import ConfigError, SpecexecError
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.memory import nodes_of_a_text
+
+# that can find one text's part of a search over several
+ForestDrafter = ModelDrafter | SuffixDrafter
+
+
+@dataclass(slots=True)
+class Sapling:
+    """One text of a pass, as its tree grows."""
+
+    drafter: ForestDrafter
+    context: Sequence[int]  # every committed token, the root last
+    max_depth: int  # longest path that could still be committed
+    error: SpecexecError | None = None  # why this text cannot go on
+
+
+class Forest:
+    """Grows the trees of all texts of a pass together.
+
+    Args:
+        model: the draft model of every text's drafter; None where their pasts are all they know.
+        tree: its budget is for the nodes of all texts together, as are the nodes of a draft step.
+        texts: at once, at most.
+        learned: about the pair; its policy is the one that single texts use.
+    Raises:
+        ConfigError: the policy looks at one text's draft, or one text's continuation.
+    """
+
+    def __init__(
+        self, model: StreamedModel | None, tree: TreeConfig, texts: int, learned: Learned
+    ) -> None:
+        if POLICIES[tree.policy].needs not in (None, "cost"):
+            able = [name for name, entry in POLICIES.items() if entry.needs in (None, "cost")]
+            raise ConfigError(
+                f"`policy='{tree.policy}'` cannot share a pass among several texts: use "
+                f"{' or '.join(able)}"
+            )
+        self._model = model
+        self._learned = learned
+        self._tree = tree
+        self._most_nodes = nodes_of_a_text(tree.budget, texts)
+        self._policy = learned.policy(tree)
+
+    @property
+    def most_pending(self) -> int | None:
+        """Rows with which a pass takes about twice as long as without; None where nobody knows."""
+        if not isinstance(self._policy, Cost):
+            return None
+        model = self._learned.cost.model
+        return int(model.knee_rows + model.base_s / model.row_s) if model.row_s else None
+
+    def feed(self, texts: Sequence[tuple[ForestDrafter, Sequence[int]]]) -> None:
+        """Runs committed tokens through the draft model, for texts whose prompts are under way."""
+        begun = [
+            drafter
+            for drafter, context in texts
+            if isinstance(drafter, ModelDrafter) and drafter.begin(context, 1) >= 1
+        ]
+        if begun and self._model is not None:
+            self._model.forward_together([drafter.rows_of(_root()) for drafter in begun])
+            for drafter in begun:
+                drafter.fed()
+
+    def grow(self, saplings: Sequence[Sapling], pending: int) -> list[DraftTree]:
+        """A tree for each text; a text whose drafting fails gets none and keeps the error.
+
+        Args:
+            pending: committed rows that the pass will carry besides the trees, of all texts.
+        """
+        depths = [sapling.drafter.begin(sapling.context, sapling.max_depth) for sapling in saplings]
+        able = [index for index, depth in enumerate(depths) if depth >= 1]
+        if isinstance(self._policy, Cost):
+            self._policy.texts = max(len(saplings), 1)
+        found: list[SearchResult | None] = [None] * len(saplings)
+        rested = False
+        if able:
+            growth = _Growth(
+                self._model, [saplings[index] for index in able], [depths[index] for index in able]
+            )
+            result = self._policy.grow(
+                grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
+            )
+            rested = not len(result.tree)
+            for index, part in zip(able, growth.split(result, self._most_nodes), strict=True):
+                found[index] = part
+        trees = []
+        room = self._tree.budget - sum(len(own.tree) for own in found if own is not None)
+        for sapling, own in zip(saplings, found, strict=True):
+            size = len(own.tree) if own is not None else 0
+            trees.append(sapling.drafter.take(own, min(size + room, self._most_nodes), rested))
+            room -= len(trees[-1]) - size
+        return trees
+
+    def observe(self, step: StepResult) -> None:
+        """Lets the policy learn from a pass, that of all texts taken as one."""
+        self._policy.observe(step)
+
+
+class _Growth:
+    """One search over several texts: which node belongs to whom."""
+
+    def __init__(
+        self, model: StreamedModel | None, saplings: Sequence[Sapling], depths: Sequence[int]
+    ) -> None:
+        self._model = model
+        self._saplings = saplings
+        self.depths = depths
+        self._owners: dict[int, int] = {}  # node id -> text
+
+    def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
+        """Runs a frontier through the draft model, each text's nodes over its own cache."""
+        if frontier.ids[0] == ROOT:
+            everyone = range(len(self._saplings))
+            found = self._run([(text, frontier) for text in everyone], width)
+            owners = np.concatenate(
+                [np.full(log_probs.shape[1], text) for text, (log_probs, _) in enumerate(found)]
+            )
+            log_probs, tokens = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
+            kept = np.isfinite(log_probs[0])  # the search numbers them in this order
+            self._owners = dict(enumerate(owners[kept].tolist()))
+            return log_probs, tokens
+        owners = np.array([self._owner(*pair) for pair in _pairs(frontier)])
+        parts = [(text, _part(frontier, owners == text)) for text in np.unique(owners).tolist()]
+        found = self._run(parts, width)
+        columns = max(log_probs.shape[1] for log_probs, _ in found)
+        all_log_probs = np.full((len(owners), columns), -np.inf)
+        all_tokens = np.zeros((len(owners), columns), dtype=np.int64)
+        for (text, part), (log_probs, tokens) in zip(parts, found, strict=True):
+            rows = np.flatnonzero(owners == text)
+            log_probs = np.where(part.depths[:, None] < self.depths[text], log_probs, -np.inf)
+            all_log_probs[rows, : log_probs.shape[1]] = log_probs
+            all_tokens[rows, : tokens.shape[1]] = tokens
+        return all_log_probs, all_tokens
+
+    def _owner(self, node: int, parent: int) -> int:
+        """Whose a node is; a deeper one is its parent's, which was expanded before."""
+        if node not in self._owners:
+            self._owners[node] = self._owners[parent]
+        return self._owners[node]
+
+    def _run(self, parts: Sequence[tuple[int, Frontier]], width: int) -> list[tuple[Floats, Ints]]:
+        """The children of each text's own nodes."""
+        asked = [(self._saplings[text].drafter, part) for text, part in parts]
+        rows = [each.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
+        logits = iter(self._model.forward_together(rows) if self._model is not None else ())
+        found = []
+        for (drafter, part), (text, _) in zip(asked, parts, strict=True):
+            try:
+                if isinstance(drafter, ModelDrafter):
+                    found.append(drafter.children(part, next(logits), width))
+                else:
+                    found.append(drafter.expand(part, width))
+            except SpecexecError as error:  # this text's alone, such as a grammar that ends
+                self._saplings[text].error = error
+                shape = len(part.ids), 1
+                found.append((np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)))
+        return found
+
+    def no_signals(self, ids: Ints) -> Floats:
+        """Forest refuses the policies that would ask."""
+        raise AssertionError("no policy for several texts reads signals")
+
+    def split(self, result: SearchResult, most: int) -> list[SearchResult]:
+        """Each text's own tree, of which the `most` most probable nodes are kept."""
+        tree, ids = result.tree, result.ids
+        parents = [int(ids[parent]) if parent >= 0 else ROOT for parent in tree.parents.tolist()]
+        owners = np.array(
+            [self._owner(*pair) for pair in zip(ids.tolist(), parents, strict=True)], dtype=np.int64
+        )
+        found = []
+        for text in range(len(self._saplings)):
+            own = np.flatnonzero(owners == text)
+            # ties go to the older node, hence a parent is always kept with its child
+            own = np.sort(own[np.argsort(-tree.log_probs[own], kind="stable")[:most]])
+            renumbered = np.full(len(owners) + 1, ROOT, dtype=np.int64)  # the last: the root's own
+            renumbered[own] = np.arange(len(own))
+            found.append(
+                SearchResult(
+                    DraftTree(
+                        tree.tokens[own],
+                        renumbered[tree.parents[own]],
+                        tree.depths[own],
+                        tree.log_probs[own],
+                    ),
+                    ids[own],
+                )
+            )
+        return found
+
+
+def _root() -> Frontier:
+    """The frontier that begins a search."""
+    root = np.array([ROOT], dtype=np.int64)
+    return Frontier(root, root, root, np.zeros(1, dtype=np.int64))
+
+
+def _pairs(frontier: Frontier) -> list[tuple[int, int]]:
+    """(node, parent)"""
+    return list(zip(frontier.ids.tolist(), frontier.parents.tolist(), strict=True))
+
+
+def _part(frontier: Frontier, chosen: np.ndarray) -> Frontier:
+    """Some of a frontier's nodes."""
+    return Frontier(
+        frontier.ids[chosen],
+        frontier.tokens[chosen],
+        frontier.parents[chosen],
+        frontier.depths[chosen],
+    )

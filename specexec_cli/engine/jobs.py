@@ -1,0 +1,253 @@
+"""Many prompts from a file, and their texts into another: jobs that go on where they were ended.
+
+A prompt is one line, {"prompt": ...} or {"messages": [...]}, with an "id" unless its line number
+does, and with settings of its own where they differ: max_tokens, stop, and those of sampling. A
+text is one line as well. Lines are appended as texts end, whichever comes first, so that nothing
+that was computed is lost; when all are there, the file is put in the order of the prompts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.core import StepResult
+from specexec_cli.engine.text import Engine, Running, TextRequest
+from specexec_cli.errors import ConfigError, SpecexecError, StreamError
+from specexec_cli.session.encoding import PromptEncoder
+
+_SAMPLING = {field.name for field in fields(SamplingConfig)}
+_KEYS = {"id", "prompt", "messages", "max_tokens", "stop"} | _SAMPLING
+_AHEAD = 2  # texts that are asked for, per text under way: a free seat never waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt of a file."""
+
+    id: str | int
+    prompt: str | tuple[Mapping[str, str], ...]  # text, or the messages of a conversation
+    sampling: SamplingConfig
+    generation: GenerationConfig
+
+    def tokens(self, encoder: PromptEncoder) -> list[int]:
+        """The prompt as the target's tokens.
+
+        Raises:
+            ConfigError: the model has no chat template, or it refuses the conversation.
+        """
+        if isinstance(self.prompt, str):
+            return encoder.encode(self.prompt)
+        return encoder.encode_chat(self.prompt)
+
+    def made_of(self, models: Sequence[str]) -> str:
+        """What the text follows from, as one word: the same word, the same text.
+
+        Args:
+            models: what it is computed with, such as the target's name and the dtype.
+        """
+        parts = [self.prompt, asdict(self.sampling), asdict(self.generation), *models]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_jobs(
+    text: str, where: str, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
+) -> list[Job]:
+    """The jobs of a file.
+
+    Args:
+        where: the file's name, for errors.
+        sampling, generation: for lines that say nothing of them.
+        chat: whether prompts of text are turns of a conversation.
+    Raises:
+        ConfigError: a line is none; says which and why.
+    """
+    jobs: dict[str | int, Job] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        at = f"{where}, line {number}"
+        try:
+            job = _job(json.loads(line), number, sampling, generation, chat)
+        except (ValueError, ConfigError, RecursionError) as error:
+            raise ConfigError(f"{at}: {error}") from error
+        if job.id in jobs:
+            raise ConfigError(
+                f"{at}: id {job.id!r} stands in an earlier line: ids tell texts apart"
+            )
+        jobs[job.id] = job
+    if not jobs:
+        raise ConfigError(f"{where} has no prompts: one JSON object per line, with a 'prompt'")
+    return list(jobs.values())
+
+
+def _job(
+    value: Any, number: int, sampling: SamplingConfig, generation: GenerationConfig, chat: bool
+) -> Job:
+    if not isinstance(value, dict):
+        raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
+    if unknown := sorted(value.keys() - _KEYS):
+        raise ConfigError(f"unknown key '{unknown[0]}': known are {', '.join(sorted(_KEYS))}")
+    own_id = value.get("id", number)
+    if type(own_id) not in (str, int):
+        raise ConfigError("an 'id' must be a string or a whole number")
+    stop = value.get("stop", generation.stop)
+    stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
+    if not isinstance(stop, tuple) or not all(isinstance(each, str) for each in stop):
+        raise ConfigError("'stop' must be a string or a list of strings")
+    length = value.get("max_tokens", generation.max_tokens)
+    if type(length) is not int:
+        raise ConfigError("'max_tokens' must be a whole number")
+    return Job(
+        id=own_id,
+        prompt=_prompt(value, chat),
+        sampling=_sampling(value, sampling),
+        generation=GenerationConfig(max_tokens=length, stop=stop),
+    )
+
+
+def _prompt(value: Mapping[str, Any], chat: bool) -> str | tuple[Mapping[str, str], ...]:
+    prompt, messages = value.get("prompt"), value.get("messages")
+    if (prompt is None) == (messages is None):
+        raise ConfigError("a line needs either a 'prompt' or 'messages'")
+    if messages is None:
+        if not isinstance(prompt, str) or not prompt:
+            raise ConfigError("a 'prompt' must be a text that is not empty")
+        return ({"role": "user", "content": prompt},) if chat else prompt
+    if not isinstance(messages, list) or not messages:
+        raise ConfigError("'messages' must be a list that is not empty")
+    for each in messages:
+        if not isinstance(each, dict) or not all(
+            isinstance(each.get(name), str) for name in ("role", "content")
+        ):
+            raise ConfigError("each of 'messages' needs a 'role' and a 'content', both text")
+    return tuple(messages)
+
+
+def _sampling(value: Mapping[str, Any], sampling: SamplingConfig) -> SamplingConfig:
+    given = {name: value[name] for name in _SAMPLING & value.keys()}
+    for name, number in given.items():
+        whole = type(getattr(sampling, name)) is int
+        if type(number) is not int and (whole or type(number) is not float):
+            raise ConfigError(f"'{name}' must be a {'whole ' if whole else ''}number")
+    return replace(sampling, **given)
+
+
+def _tell(running: Running, ended: queue.SimpleQueue[Running]) -> None:
+    if running.done:
+        ended.put(running)
+
+
+class ResultFile:
+    """The lines of texts that have ended, in a file that outlives this run.
+
+    Args:
+        path: appended to; what stands there counts as done.
+        made_of: of each job's id, its `made_of`.
+    Raises:
+        ConfigError: the file cannot be used, or holds texts of other prompts or settings.
+    """
+
+    def __init__(self, path: Path, made_of: Mapping[str | int, str]) -> None:
+        self._path = path
+        self._ids = list(made_of)
+        self._lines: dict[str | int, str] = {}
+        try:
+            kept = path.read_bytes() if path.exists() else b""
+            # a line that a crash cut short is no line
+            for line in kept[: kept.rfind(b"\n") + 1].decode("utf-8").splitlines():
+                self._take(json.loads(line), line, made_of)
+            self._arrange()
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write texts to {path}: {error.strerror}") from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError(
+                f"{path} holds something else than texts of such a job: name another file"
+            ) from error
+
+    def _take(self, value: Any, line: str, made_of: Mapping[str | int, str]) -> None:
+        known = made_of.get(value["id"])
+        if known is None or known != value["made_of"]:
+            raise ConfigError(
+                f"{self._path} holds the text of id {value['id']!r} with another prompt or other "
+                "settings: name another file, or remove that one"
+            )
+        self._lines[value["id"]] = line
+
+    @property
+    def done(self) -> set[str | int]:
+        """The ids whose texts are there."""
+        return set(self._lines)
+
+    def add(self, result: Mapping[str, Any]) -> None:
+        """Appends a text's line."""
+        line = json.dumps(result)
+        self._lines[result["id"]] = line
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Puts what there is in the order of the prompts."""
+        self._file.close()
+        self._arrange()
+
+    def _arrange(self) -> None:
+        if not self._lines:
+            return
+        ordered = [self._lines[each] for each in self._ids if each in self._lines]
+        partial = self._path.with_name(self._path.name + ".partial")
+        partial.write_text("".join(line + "\n" for line in ordered), encoding="utf-8")
+        partial.replace(self._path)
+
+
+def run_jobs(
+    engine: Engine, jobs: Sequence[Job], encoder: PromptEncoder
+) -> Iterator[tuple[Job, list[StepResult] | SpecexecError]]:
+    """Runs jobs through an engine; each with its steps or why there are none, as they end.
+
+    Raises:
+        StreamError: weights cannot be read: no text can go on.
+    """
+    slots = engine.figures().slots
+    ended: queue.SimpleQueue[Running] = queue.SimpleQueue()
+    waiting = iter(jobs)
+    under_way: dict[Running, Job] = {}
+    more = True
+    while more or under_way:
+        while more and len(under_way) < _AHEAD * slots:
+            job = next(waiting, None)
+            if job is None:
+                more = False
+                break
+            try:
+                running = engine.submit(
+                    TextRequest(
+                        prompt=tuple(job.tokens(encoder)),
+                        sampling=job.sampling,
+                        generation=job.generation,
+                    )
+                )
+            except ConfigError as error:
+                yield job, error
+                continue
+            under_way[running] = job
+            running.listen(partial(_tell, running, ended))
+        if not under_way:
+            continue
+        running = ended.get()
+        job = under_way.pop(running, None)
+        if job is None:  # told of twice
+            continue
+        if isinstance(running.error, StreamError) or (
+            running.error is not None and not isinstance(running.error, SpecexecError)
+        ):
+            raise running.error
+        yield job, running.error or running.take()

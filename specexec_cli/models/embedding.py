@@ -1,0 +1,80 @@
+"""Tables of embeddings in the form that the file has them in."""
+
+from __future__ import annotations
+
+import torch
+from specexec_kernels.formats.base import RowFormat
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.quantized import RowLinear
+
+
+class MixedEmbedding(nn.Module):
+    """An embedding table in the file's dtype or blocks; only the rows looked up are converted.
+
+    The wrapped module may scale its output (Gemma does), so it runs itself, over a small table of
+    the rows that were asked for.
+    """
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        table: Tensor,
+        dtype: torch.dtype,
+        packed: RowFormat | None = None,
+    ) -> None:
+        """Over a table.
+
+        Args:
+            table: (vocab, hidden), or (vocab, bytes of a row's blocks).
+            dtype: of the rows that come out.
+            packed: the format of the blocks.
+        """
+        super().__init__()
+        # a padding row keeps out of gradients alone, and is no row of a small table
+        embedding.padding_idx = None  # type: ignore[assignment]
+        self.embedding = embedding
+        self.table = table
+        self.dtype = dtype
+        self.packed = packed
+
+    @property
+    def weight(self) -> Tensor:
+        """The table, for modelling code that looks at it."""
+        return self.table
+
+    @property
+    def hidden(self) -> int:
+        """Numbers of a row."""
+        if self.packed is None:
+            return self.table.shape[1]
+        (part,) = self.packed.parts
+        return self.table.shape[1] // part.items * part.inputs
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
+        found = self.table[ids.reshape(-1)]
+        if self.packed is not None:
+            found = self.packed.unpack({"weight": found}, found.shape[0], self.hidden)
+        order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)
+        weight = {"weight": found.to(self.dtype)}
+        output: Tensor = functional_call(self.embedding, weight, (order,))
+        return output
+
+    def as_linear(self) -> MixedLinear | RowLinear:
+        """An output head over the same table."""
+        if self.packed is None:
+            return resident_linear(self.table)
+        stored = {"weight": (tuple(self.table.shape), torch.uint8)}
+        head = RowLinear(self.hidden, self.table.shape[0], self.packed, stored, bias=False)
+        head.weight = nn.Parameter(self.table, requires_grad=False)
+        return head
+
+
+def resident_linear(weight: Tensor) -> MixedLinear:
+    """A linear without a bias over a weight that stays."""
+    linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear

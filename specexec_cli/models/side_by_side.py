@@ -1,0 +1,166 @@
+"""Rows of several texts in one pass: side by side in products, each text alone in attention.
+
+A decoder layer's norms, projections and MLP treat each row by itself, so rows of several texts go
+through them together and the layer's weights are read once. Attention alone looks at other rows:
+those of the text's own cache. A layer appends the rows of a chunk to their texts' caches and is
+handed all of these as one `KeysByText`; the attention function (attention.py) takes it apart.
+
+A few architectures compute with the keys between cache and attention, or attend by code of their
+own. There the texts take turns within each layer instead: the weights are still read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.pass_rows import PassRows
+
+
+class KeysTouchedError(Exception):
+    """A layer computes with the keys that its cache returned; it never reaches a user."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of one text in the chunk of rows that a layer is given."""
+
+    text: int  # index of the text within the pass
+    start: int  # within the text's own rows
+    stop: int
+
+    @property
+    def count(self) -> int:
+        """Rows."""
+        return self.stop - self.start
+
+
+class KeysByText:
+    """Keys, or values, of all texts of a pass; only attention may look inside.
+
+    Args:
+        parts: (1, heads, slots, head_dim) of each text; None where it has no rows yet.
+    """
+
+    def __init__(self, parts: Sequence[Tensor | None]) -> None:
+        self.parts = parts
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise KeysTouchedError(name)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise KeysTouchedError("indexing")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise KeysTouchedError(func.__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskByText:
+    """The masks of a chunk with rows of several texts."""
+
+    pieces: Sequence[Piece]
+    masks: Sequence[Any]  # of each piece, as attention takes them for one text
+
+
+class SideBySide:
+    """How the rows of several texts lie in one pass, one text behind the other.
+
+    Args:
+        parts: each text's rows.
+        turns: whether texts take turns in each layer; see the module.
+    """
+
+    def __init__(self, parts: Sequence[PassRows], turns: bool) -> None:
+        self.parts = parts
+        self.turns = turns
+        self.now: Sequence[Piece] = ()  # the rows that are in a layer
+
+    @property
+    def by_text(self) -> bool:
+        """Whether attention is handed the keys of all texts."""
+        return len(self.parts) > 1 and not self.turns
+
+    def chunks(self, most: int) -> Iterator[Sequence[Piece]]:
+        """The pass's rows in their order, in chunks of at most `most` rows."""
+        chunk: list[Piece] = []
+        for text, rows in enumerate(self.parts):
+            start, total = 0, len(rows.tokens)
+            while start < total:
+                room = most - sum(piece.count for piece in chunk)
+                stop = min(start + room, total)
+                chunk.append(Piece(text, start, stop))
+                start = stop
+                if self.turns or sum(piece.count for piece in chunk) == most:
+                    yield chunk
+                    chunk = []
+        if chunk:
+            yield chunk
+
+
+class _TextsLayer(CacheLayerMixin):
+    """One layer of the caches of all texts in a pass."""
+
+    def __init__(self, layers: Sequence[SlotLayer], rows: SideBySide) -> None:
+        super().__init__()
+        self._layers = layers
+        self._rows = rows
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Each text's own layer takes its sizes from its first rows."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Any, Any]:
+        """Appends each row to its own text's cache.
+
+        Args:
+            key_states, value_states: (1, heads, rows, head_dim) of the pieces in the layer.
+        Returns:
+            Every filled row of all texts of the pass; of one text where they take turns.
+        """
+        pieces, first = self._rows.now, 0
+        for piece in pieces:
+            own = slice(first, first + piece.count)
+            found = self._layers[piece.text].update(key_states[:, :, own], value_states[:, :, own])
+            first += piece.count
+        if not self._rows.by_text:
+            return found
+        # of texts without rows here too: layers that attend to this one's keys (Gemma-4) are given
+        # what its last chunk returned
+        return self._all("keys"), self._all("values")
+
+    def _all(self, which: str) -> KeysByText:
+        return KeysByText(
+            [
+                getattr(layer, which)[:, :, : layer.length] if layer.is_initialized else None
+                for layer in self._layers
+            ]
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Slots of the longest text after `query_length` more rows, and the first slot."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Filled slots of the longest text."""
+        return max(layer.length for layer in self._layers)
+
+    def get_max_length(self) -> int:
+        """-1: the caches grow as needed."""
+        return -1
+
+
+def joint_cache(caches: Sequence[SlotCache], rows: SideBySide) -> Cache:
+    """What transformers takes for the cache of the pass: it hands rows to their texts' own."""
+    each = zip(*(cache.layers for cache in caches), strict=True)
+    return Cache(layers=[_TextsLayer(layers, rows) for layers in each])

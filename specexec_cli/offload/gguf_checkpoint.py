@@ -1,0 +1,60 @@
+"""A GGUF file as a Checkpoint: its tensors under the names that safetensors checkpoints use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.gguf.config import gguf_config
+from specexec_cli.gguf.container import GgufFile, GgufTensor, read_gguf
+from specexec_cli.gguf.names import Restoration, translate
+from specexec_cli.offload.store import Checkpoint, TensorRange
+
+
+@dataclass(frozen=True)
+class GgufCheckpoint(Checkpoint):
+    """A model in one GGUF file, or in the parts of one; `folder` is the file.
+
+    Tensors of packed blocks are matrices of bytes, one row of blocks to a row of weights.
+    """
+
+    file: GgufFile
+    blocks: Mapping[str, str]  # tensors of packed blocks -> the name of their type
+    restoration: Restoration  # what the converter did that has to be undone
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """What config.json would say, from the metadata."""
+        return gguf_config(self.file)
+
+    @property
+    def config_path(self) -> Path:
+        """The file that the config comes from, for messages."""
+        return self.folder
+
+
+def read_gguf_checkpoint(path: Path) -> GgufCheckpoint:
+    """The tensors of a GGUF file and of its other parts, if it was split.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or of an architecture that is not supported.
+    """
+    file = read_gguf(path)
+    found, restoration = translate(file, gguf_config(file))
+    tensors = {name: _range(name, tensor) for name, tensor in found.items()}
+    blocks = {
+        name: tensor.type.name for name, tensor in found.items() if tensor.type.stored_as is None
+    }
+    return GgufCheckpoint(path, tensors, file, blocks, restoration)
+
+
+def _range(name: str, tensor: GgufTensor) -> TensorRange:
+    dtype, shape = tensor.type.stored_as, tensor.shape
+    if dtype is None:
+        dtype, rows = "U8", prod(shape[:-1])
+        shape = (*shape[:-1], (tensor.stop - tensor.start) // rows if rows else 0)
+    return TensorRange(name, tensor.path, dtype, shape, tensor.start, tensor.stop)

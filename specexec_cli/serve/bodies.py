@@ -1,0 +1,208 @@
+"""What requests may hold. A field that would change the text and is not known here is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from specexec_cli.serve.api_errors import ApiError
+
+MOST_CHOICES = 16  # texts of one request
+MOST_TOP_LOGPROBS = 20
+
+_Text = Annotated[str, Field(max_length=1 << 22)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_Count = Annotated[int, Field(ge=1, le=1 << 30)]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Body):
+    """What a stream tells besides text."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False  # of lengths, against listeners: nothing is added
+    include_progress: bool = False  # ours: how far the pass is
+
+
+class ResponseFormat(_Body):
+    """Free text, or JSON."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+
+class _Sampled(_Body):
+    """Fields of both kinds of completions; None leaves a value to the server's own default."""
+
+    model: _Text | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
+    seed: int | None = None
+    max_tokens: _Count | None = None
+    temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    top_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
+    min_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    repetition_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    response_format: ResponseFormat | None = None
+    # taken at their defaults alone, because clients write them out
+    frequency_penalty: _Zero | None = None
+    presence_penalty: _Zero | None = None
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    # of no effect on the text
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, however they were written."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class FunctionCall(_Body):
+    """A function that the model called, as a client tells it again."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Body):
+    """One call of a reply."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class TextPart(_Body):
+    """A piece of a message; pictures and sound are refused."""
+
+    type: Literal["text"]
+    text: _Text
+
+
+class ChatMessage(_Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: _Text | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    # clients send replies back as they were
+    reasoning_content: str | None = None
+    refusal: None = None
+    annotations: Any = None
+    audio: None = None
+    function_call: None = None
+
+    @property
+    def text(self) -> str:
+        """The content, its parts joined."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class Function(_Body):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool; functions are the one kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Body):
+    """The name of a function to call."""
+
+    name: str
+
+
+class NamedTool(_Body):
+    """The one tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class ChatBody(_Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
+    max_completion_tokens: _Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    modalities: list[Literal["text"]] | None = None
+
+
+class CompletionBody(_Sampled):
+    """POST /v1/completions."""
+
+    prompt: (
+        _Text
+        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[int], Field(min_length=1)]
+        | Annotated[list[list[int]], Field(min_length=1, max_length=MOST_CHOICES)]
+    )
+    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    echo: Literal[False] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+
+_B = TypeVar("_B", bound=BaseModel)
+
+
+def parsed(kind: type[_B], raw: bytes) -> _B:
+    """A request's body, checked.
+
+    Raises:
+        ApiError: it is not JSON, or not what this kind of request may hold; names the field.
+    """
+    try:
+        found = json.loads(raw)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
+    try:
+        return kind.model_validate(found)
+    except ValidationError as error:
+        raise _told(error) from error
+
+
+def _told(error: ValidationError) -> ApiError:
+    """The first of the mistakes that belong to the field that came closest to being right."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(step) for step in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400,
+            f"'{where}' is not known here: leave it out, as it would change nothing",
+            param=where,
+            code="unknown_parameter",
+        )
+    return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)

@@ -1,0 +1,217 @@
+"""/v1/chat/completions: messages and tools as a prompt, and the reply as its parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+
+from specexec_cli.core import StepResult
+from specexec_cli.engine.text import Running
+from specexec_cli.serve import answers
+from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.bodies import ChatBody, ChatMessage, NamedTool, Tool
+from specexec_cli.serve.completions import Answer
+from specexec_cli.serve.reply import ReplyText, Said
+from specexec_cli.serve.service import Prompt, Service
+from specexec_cli.serve.tools import Call, Dialect, dialect_of
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them."""
+    found = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        one: dict[str, Any] = {"role": role, "content": message.text}
+        if message.tool_calls:
+            one["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _arguments(call.function.arguments),
+                    },
+                }
+                for call in message.tool_calls
+            ]
+        for field in ("name", "tool_call_id"):
+            if getattr(message, field) is not None:
+                one[field] = getattr(message, field)
+        found.append(one)
+    return found
+
+
+def _arguments(text: str) -> Any:
+    """Templates write arguments as JSON themselves, so they want the object."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def offered(body: ChatBody) -> list[Tool]:
+    """The tools that the model is told of.
+
+    Raises:
+        ApiError: the one that must be called is not among them.
+    """
+    choice, tools = body.tool_choice, body.tools or []
+    if choice == "none":
+        return []
+    if choice == "required" and not tools:
+        raise ApiError(400, "tool_choice asks for a call, but there are no tools", param="tools")
+    if isinstance(choice, NamedTool) and not _chosen(choice, tools):
+        raise ApiError(
+            400, f"tool_choice names '{choice.function.name}', which is not among the tools",
+            param="tool_choice",
+        )  # fmt: skip
+    return tools
+
+
+def _chosen(choice: NamedTool, tools: Sequence[Tool]) -> list[Tool]:
+    return [tool for tool in tools if tool.function.name == choice.function.name]
+
+
+def dialect(service: Service, tools: Sequence[Tool]) -> Dialect | None:
+    """How the model writes calls, where there are tools.
+
+    Raises:
+        ApiError: that is not known.
+    """
+    if not tools:
+        return None
+    found = dialect_of(service.chat_template)
+    if found is None:
+        raise ApiError(
+            400,
+            f"{service.model} cannot be told of tools: its chat template has no place for them, "
+            "or asks for calls in a form that is not known here. Leave tools out",
+            param="tools",
+            code="tools_not_supported",
+        )
+    return found
+
+
+def grammar(
+    service: Service, body: ChatBody, tools: Sequence[Tool], known: Dialect | None
+) -> str | None:
+    """What the reply must follow; in the encoder's thread.
+
+    Raises:
+        ConfigError, ApiError: it cannot be followed, or two things are asked for at once.
+    """
+    wanted = body.response_format
+    structured = wanted is not None and wanted.type != "text"
+    if known is not None and (body.tool_choice == "required" or _is_named(body)):
+        if structured:
+            raise ApiError(
+                400, "a reply is either JSON or a call: leave response_format out",
+                param="response_format",
+            )  # fmt: skip
+        choice = body.tool_choice
+        must = _chosen(choice, tools) if isinstance(choice, NamedTool) else tools
+        return service.grammars.lark(known.grammar(must))
+    return json_grammar(service, body) if structured else None
+
+
+def _is_named(body: ChatBody) -> bool:
+    return isinstance(body.tool_choice, NamedTool)
+
+
+def json_grammar(service: Service, body: Any) -> str | None:
+    """What response_format asks for; in the encoder's thread.
+
+    Raises:
+        ConfigError, ApiError: the schema is missing or cannot be used.
+    """
+    wanted = body.response_format
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return service.grammars.json_schema({"type": "object"})
+    schema = (wanted.json_schema or {}).get("schema")
+    if not isinstance(schema, dict | bool):
+        raise ApiError(
+            400, "response_format asks for a schema, which is to stand in json_schema.schema",
+            param="response_format.json_schema.schema",
+        )  # fmt: skip
+    return service.grammars.json_schema(schema)
+
+
+class ChatAnswer(Answer):
+    """The response of /v1/chat/completions."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self,
+        service: Service,
+        request: Request,
+        body: ChatBody,
+        texts: Sequence[Running],
+        prompt: Prompt,
+        known: Dialect | None,
+        tools: Sequence[Tool],
+    ) -> None:
+        super().__init__(service, request, body, texts)
+        self._spelling = answers.Spelling(service.tokenizer)
+        self._replies = [ReplyText(prompt.text, known, tools) for _ in texts]
+        self._said = [Said() for _ in texts]
+
+    def begun(self, index: int) -> dict[str, Any] | None:
+        """See Answer."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def part(self, index: int, steps: Sequence[StepResult], ended: bool) -> dict[str, Any] | None:
+        """See Answer."""
+        reply, before = self._replies[index], self._said[index]
+        news = [reply.push(step.text) for step in steps]
+        if ended:
+            news.append(reply.finish())
+        content = "".join(one.content for one in news)
+        thinking = "".join(one.thinking for one in news)
+        calls: tuple[Call, ...] = tuple(call for one in news for call in one.calls)
+        logprobs = [one for step in steps for one in step.logprobs]
+        self._logprobs[index] += logprobs
+        self._said[index] = Said(
+            before.content + content, before.thinking + thinking, before.calls + calls
+        )
+        delta: dict[str, Any] = {}
+        if content:
+            delta["content"] = content
+        if thinking:
+            delta["reasoning_content"] = thinking
+        if calls:
+            delta["tool_calls"] = answers.tool_calls(calls, streamed=True)
+        if not delta and not logprobs:
+            return None
+        told = self._spelling.chat(logprobs) if logprobs else None
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
+
+    def last(self, index: int) -> dict[str, Any]:
+        """See Answer."""
+        reason = answers.finish_reason(self._texts[index], bool(self._said[index].calls))
+        return {"index": index, "delta": {}, "logprobs": None, "finish_reason": reason}
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """See Answer."""
+        said, logprobs = self._said[index], self._logprobs[index]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": said.content if said.content or not said.calls else None,
+            "refusal": None,
+        }
+        if said.thinking:
+            message["reasoning_content"] = said.thinking
+        if said.calls:
+            message["tool_calls"] = answers.tool_calls(said.calls, streamed=False)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._spelling.chat(logprobs) if logprobs else None,
+            "finish_reason": answers.finish_reason(self._texts[index], bool(said.calls)),
+        }

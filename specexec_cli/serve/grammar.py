@@ -1,0 +1,113 @@
+"""JSON mode: a grammar as the tokens that may follow, through llguidance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import llguidance.hf
+import numpy as np
+import torch
+from llguidance import LLMatcher
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from specexec_cli.core import common_prefix
+from specexec_cli.errors import ConfigError
+
+# White space between two tokens of JSON. Without an end a model may write nothing else for ever.
+_WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+
+
+class GrammarMaker:
+    """Makes constraints for the texts of one model.
+
+    Args:
+        vocab_size: tokens that the target knows.
+    Raises:
+        ConfigError: llguidance cannot read this tokenizer.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: Collection[int]
+    ) -> None:
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise ConfigError(
+                "this model's tokenizer has no tokenizer.json, which JSON mode needs: leave "
+                "response_format and tool_choice out"
+            )
+        if not eos_ids:
+            raise ConfigError("this model has no end-of-text token, which JSON mode needs")
+        size = max(vocab_size, len(tokenizer))
+        self._eos_ids = sorted(eos_ids)
+        self._tokens = llguidance.hf.from_tokenizer(tokenizer, size, list(self._eos_ids))
+
+    def json_schema(self, schema: Mapping[str, Any] | bool) -> str:
+        """The grammar of JSON that a schema allows.
+
+        Raises:
+            ConfigError: the schema cannot be used; says why.
+        """
+        try:
+            grammar = LLMatcher.grammar_from_json_schema(
+                json.dumps(schema), defaults={"whitespace_pattern": _WHITE_SPACE}
+            )
+        except ValueError as error:
+            raise ConfigError(f"the JSON schema cannot be used: {error}") from error
+        return self._checked(grammar, "the JSON schema")
+
+    def lark(self, text: str) -> str:
+        """The grammar of a text in llguidance's dialect of Lark.
+
+        Raises:
+            ConfigError: it cannot be used; says why.
+        """
+        return self._checked(LLMatcher.grammar_from_lark(text), "the tools' parameters")
+
+    def constraint(self, grammar: str, prompt_tokens: int) -> GrammarConstraint:
+        """A constraint for one text behind a prompt of so many tokens."""
+        matcher = LLMatcher(self._tokens, grammar, log_level=0)
+        return GrammarConstraint(matcher, self._eos_ids, prompt_tokens)
+
+    def _checked(self, grammar: str, what: str) -> str:
+        failure = LLMatcher.validate_grammar(grammar, self._tokens)
+        if failure:
+            raise ConfigError(f"{what} cannot be used: {' '.join(failure.split())[:300]}")
+        return grammar
+
+
+class GrammarConstraint:
+    """Follows one text, and every path of its draft trees, through a grammar."""
+
+    def __init__(self, matcher: LLMatcher, eos_ids: Sequence[int], prompt_tokens: int) -> None:
+        self._matcher = matcher
+        self._eos_ids = list(eos_ids)
+        self._prompt_tokens = prompt_tokens
+        self._taken: list[int] = []  # by the matcher; nothing behind the grammar's end
+
+    def allowed(self, context: Sequence[int]) -> Tensor:
+        """See sampling.Constraint."""
+        text = list(context[self._prompt_tokens :])
+        shared = common_prefix(self._taken, text)
+        if shared < len(self._taken):
+            self._matcher.rollback(len(self._taken) - shared)
+            del self._taken[shared:]
+        for token in text[shared:]:
+            if self._matcher.is_stopped():
+                break
+            self._matcher.consume_token(token)
+            self._taken.append(token)
+        if self._matcher.is_stopped() and not self._matcher.is_error():
+            bits = np.zeros(max(self._eos_ids) + 1, dtype=np.bool_)
+            bits[self._eos_ids] = True
+            return torch.from_numpy(bits)
+        mask = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            reason = " ".join(self._matcher.get_error().split())[:300]
+            raise ConfigError(f"the grammar cannot be followed any further: {reason}")
+        found: NDArray[np.uint8] = np.unpackbits(
+            np.frombuffer(mask, dtype=np.uint8), bitorder="little"
+        )
+        return torch.from_numpy(found.astype(np.bool_))

@@ -1,0 +1,122 @@
+"""Who may ask, and how much at once: checked before a request reaches a route."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Collection
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specexec_cli.serve.api_errors import error_body
+
+MOST_BODY_BYTES = 8 << 20
+_LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+_OPEN_PATHS = ("/", "/health", "/page/")  # what a key is not asked for
+_HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """Who may ask."""
+
+    host: str  # that the server listens on
+    api_key: str | None = None
+    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask
+
+    @property
+    def loopback(self) -> bool:
+        """Whether programs on this machine alone reach it."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address to listen on is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Refuses what must not come through, and adds headers to what does.
+
+    A page elsewhere can have its visitor's browser send requests here. On loopback it may even have
+    a name of its own that leads here (DNS rebinding), so other names than this machine's are
+    refused; and so is what another origin sends, unless that origin was named.
+    """
+
+    def __init__(self, app: ASGIApp, access: Access) -> None:
+        self._app = app
+        self._access = access
+        self._names: Collection[str] = {*_LOCAL_NAMES, access.host.lower()}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in _HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        refusal = self._refusal(scope["path"], scope["method"], Headers(scope=scope))
+        if refusal is not None:
+            status, text, code = refusal
+            response = JSONResponse(error_body(status, text, code=code), status)
+            await response(scope, receive, with_headers)
+            return
+        await self._app(scope, receive, with_headers)
+
+    def _refusal(self, path: str, method: str, headers: Headers) -> tuple[int, str, str] | None:
+        access = self._access
+        host = headers.get("host", "")
+        if access.loopback and _name(host) not in self._names:
+            return 403, f"this server is not called '{host[:100]}'", "wrong_host"
+        origin = headers.get("origin")
+        if origin is not None and origin not in access.origins and _netloc(origin) != host.lower():
+            return 403, f"pages of {origin[:100]} may not ask: `cors_origin`", "wrong_origin"
+        if method == "POST":
+            kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+            if kind != "application/json":
+                return 415, "the body must be JSON (Content-Type: application/json)", "not_json"
+        open_ = path in _OPEN_PATHS or path.startswith("/page/")
+        if access.api_key is not None and not open_:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            right = hmac.compare_digest(given.strip().encode(), access.api_key.encode())
+            if scheme.lower() != "bearer" or not right:
+                return 401, "wrong or missing API key", "invalid_api_key"
+        return None
+
+
+def _name(host: str) -> str:
+    """A Host header without its port."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+def _netloc(origin: str) -> str:
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""

@@ -1,0 +1,202 @@
+"""What the routes share: the one model that is served, and the way from a request to texts."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.engine.text import Engine, Running, TextRequest
+from specexec_cli.errors import ConfigError
+from specexec_cli.models.channels import has_channels
+from specexec_cli.serve.api_errors import ApiError, api_error
+from specexec_cli.serve.bodies import ChatBody, CompletionBody
+from specexec_cli.serve.grammar import GrammarMaker
+from specexec_cli.session.encoding import PromptEncoder
+from specexec_cli.session.text_session import TextSession
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Defaults:
+    """What a request gets where it says nothing."""
+
+    sampling: SamplingConfig
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What a text continues."""
+
+    text: str  # empty where tokens were given
+    tokens: tuple[int, ...]
+
+
+class Service:
+    """One open session behind an engine.
+
+    Tokenizers are not made for several threads, so prompts are encoded in one thread, by a copy
+    that the engine does not use.
+    """
+
+    def __init__(self, session: TextSession, engine: Engine, defaults: Defaults) -> None:
+        self.engine = engine
+        self.defaults = defaults
+        self.closing = False
+        self.context_length = session.context_length
+        self.facts = dict(session.settings)
+        self.layers = session.layers
+        pair = session.pair
+        # a target may be named by its folder, which is nobody's business
+        self.model = Path(pair.name).name
+        self.models = {self.model, Path(pair.target.name).name}
+        self.draft = Path(pair.draft.name).name if pair.draft is not None else None
+        self.tokenizer = copy.deepcopy(session.tokenizer)
+        self._encoder = PromptEncoder(self.tokenizer, self.model)
+        self._vocab_size, self._eos_ids = session.vocab_size, session.eos_ids
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-encoder")
+
+    async def encoding(self, work: Callable[[], _T]) -> _T:
+        """Runs what uses the tokenizer in the one thread that may.
+
+        Raises:
+            ApiError: in place of the errors of the rooms below.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        except ConfigError as error:
+            raise api_error(error) from error
+
+    def check_model(self, name: str | None) -> None:
+        """
+        Raises:
+            ApiError: the request names a model that is not the one that is open.
+        """
+        if name is not None and name not in self.models:
+            raise ApiError(
+                404, f"no model '{name}' is open here: this server has '{self.model}'",
+                param="model", code="model_not_found",
+            )  # fmt: skip
+
+    def chat_prompt(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+    ) -> Prompt:
+        """The conversation in the model's template; in the encoder's thread."""
+        text = self._encoder.render_chat(messages, tools)
+        return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
+
+    def raw_prompt(self, prompt: str | Sequence[int]) -> Prompt:
+        """Text or tokens to continue; in the encoder's thread."""
+        if isinstance(prompt, str):
+            return self._fitting(Prompt(text=prompt, tokens=tuple(self._encoder.encode(prompt))))
+        return self._fitting(Prompt(text="", tokens=tuple(prompt)))
+
+    def _fitting(self, prompt: Prompt) -> Prompt:
+        if len(prompt.tokens) >= self.context_length:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt.tokens)} tokens, the context window holds "
+                f"{self.context_length} and one must be left for the text: shorten the prompt",
+                code="context_length_exceeded",
+            )
+        return prompt
+
+    @cached_property
+    def grammars(self) -> GrammarMaker:
+        """Makes constraints; asked for in the encoder's thread."""
+        if has_channels(self.tokenizer):
+            raise ConfigError(
+                f"{self.model} writes in channels, which JSON mode does not know: leave "
+                "response_format and tool_choice out"
+            )
+        return GrammarMaker(self.tokenizer, self._vocab_size, self._eos_ids)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's template, or None."""
+        template = getattr(self.tokenizer, "chat_template", None)
+        return template if isinstance(template, str) else None
+
+    def texts(
+        self,
+        body: ChatBody | CompletionBody,
+        prompts: Sequence[Prompt],
+        max_tokens: int | None,
+        top_logprobs: int | None,
+        grammar: str | None,
+    ) -> list[TextRequest]:
+        """The texts of a request: for each prompt as many as it wants, seeds one apart.
+
+        Raises:
+            ConfigError: a value is out of range.
+        """
+        sampling = sampling_of(body, self.defaults.sampling)
+        generation = GenerationConfig(
+            max_tokens=max_tokens or self.defaults.max_tokens, stop=body.stops
+        )
+        return [
+            TextRequest(
+                prompt=prompt.tokens,
+                sampling=replace(sampling, seed=(sampling.seed + choice) % 2**64),
+                generation=generation,
+                constraint=(
+                    None
+                    if grammar is None
+                    else self.grammars.constraint(grammar, len(prompt.tokens))
+                ),
+                top_logprobs=top_logprobs,
+            )
+            for prompt in prompts
+            for choice in range(body.n or 1)
+        ]
+
+    def submit(self, requests: Sequence[TextRequest]) -> list[Running]:
+        """All of them, or none.
+
+        Raises:
+            ApiError: the engine does not take them.
+        """
+        if self.closing:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        begun: list[Running] = []
+        try:
+            for request in requests:
+                begun.append(self.engine.submit(request))
+        except Exception as error:
+            for running in begun:
+                running.cancel()
+            raise api_error(error) from error
+        return begun
+
+    def stop(self) -> None:
+        """Ends every text; requests under way are told so. From any thread."""
+        self.closing = True
+        self.engine.close()
+
+    def close(self) -> None:
+        """Ends the engine and the encoder; idempotent."""
+        self.stop()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def sampling_of(body: ChatBody | CompletionBody, defaults: SamplingConfig) -> SamplingConfig:
+    """How a request's texts are drawn; its seed is made up where it names none.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+    asked = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    if asked.get("top_k") == -1:  # how some clients say that every token is kept
+        asked["top_k"] = 0
+    asked.setdefault("seed", secrets.randbits(31))
+    return replace(defaults, **asked)

@@ -1,0 +1,184 @@
+"""Row-packed checkpoints through the engine: every format, and damaged ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import chain_logits, open_float32
+from quantized_checkpoints import edit_quantization, edit_tensors
+from row_checkpoints import save_row_packed
+from specexec_kernels.row_quantize import RECIPES
+from test_quantized import TOKENS, put, remove
+
+from specexec_cli.config import GenerationConfig, Method, SamplingConfig
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.quantized import RowLinear
+from specexec_cli.session import Session
+
+DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo"
+COMPARED: tuple[Method, ...] = ("autoregressive", "specexec")
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_logits_are_those_of_the_unpacked_weights(recipe: str, tmp_path: Path) -> None:
+    plain, packed = save_row_packed(tmp_path, recipe)
+    notices: list[str] = []
+    found, expected = open_float32(packed, "ssd", notice=notices.append), open_float32(plain, None)
+    try:
+        linear = found.skeleton.layers[1].layer.get_submodule("self_attn.q_proj")
+        assert isinstance(linear, RowLinear)
+        ours, theirs = chain_logits(found, TOKENS), chain_logits(expected, TOKENS)
+        assert theirs.std() > 0.1
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    finally:
+        found.close()
+        expected.close()
+    assert len(notices) == (recipe == "fp8")
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("recipe", ["fp8", "mxfp4", "nvfp4", "w4a16", "w8a8", "nf4"])
+def test_specexec_writes_what_autoregressive_decoding_writes(recipe: str, tmp_path: Path) -> None:
+    """The demo target packed, streamed from the disk, sampled in float32."""
+    from pack_rows import write_packed
+
+    packed = write_packed(DEMO / "target", tmp_path / "packed", recipe)
+    generation = GenerationConfig(max_tokens=24)
+    written: dict[Method, list[int]] = {}
+    passes = {}
+    with Session.open(
+        target=str(packed), draft=str(DEMO / "draft"), dtype="float32", offload="ssd"
+    ) as session:
+        for method in COMPARED:
+            steps = list(
+                session.generate(
+                    "import os\n\n\ndef read_lines(path):\n",
+                    sampling=SamplingConfig(temperature=0.8, seed=7),
+                    generation=generation, method=method,
+                )
+            )  # fmt: skip
+            written[method] = [token for step in steps for token in step.tokens]
+            passes[method] = len(steps)
+    assert written["specexec"] == written["autoregressive"]
+    assert len(written["specexec"]) > 10
+    assert passes["specexec"] < passes["autoregressive"]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "change", "message"),
+    [
+        ("fp8", remove(f"{Q_PROJ}.weight_scale_inv"), "q_proj.weight_scale' is missing"),
+        ("fp8", put(f"{Q_PROJ}.weight_scale_inv", torch.ones(3, 1)), r"shape \[3, 1\]"),
+        ("fp8", put(f"{Q_PROJ}.weight", torch.zeros(9, 64).to(torch.float8_e4m3fn)), r"\[9, 64\]"),
+        ("mxfp4", remove(f"{Q_PROJ}.weight_scale"), "weight_scale' is missing"),
+        ("mxfp4", put(f"{Q_PROJ}.weight_scale", torch.zeros(64, 3).byte()), r"shape \[64, 3\]"),
+        ("mxfp4", put(f"{Q_PROJ}.weight_scale", torch.zeros(64, 2).int()), "expected U8"),
+        ("nvfp4", remove(f"{Q_PROJ}.weight_global_scale"), "weight_global_scale' is missing"),
+        ("w4a16", put(f"{Q_PROJ}.weight_packed", torch.zeros(64, 8)), "expected I32"),
+        ("w4a16", put(f"{Q_PROJ}.weight_g_idx", torch.full((64,), 2)), "groups that there are not"),
+        ("nf4", remove(f"{Q_PROJ}.weight.absmax"), "absmax' is missing"),
+        ("nf4", remove(f"{Q_PROJ}.weight.quant_map"), "quant_map' is missing"),
+        ("nf4", put(f"{Q_PROJ}.weight.quant_map", torch.zeros(15)), "15 values"),
+        (
+            "nf4",
+            put(f"{Q_PROJ}.weight.quant_state.bitsandbytes__nf4", torch.zeros(9).byte()),
+            "quant_state cannot be read",
+        ),
+    ],
+)
+def test_damaged_tensors(recipe: str, change: object, message: str, tmp_path: Path) -> None:
+    _, packed = save_row_packed(tmp_path, recipe)
+    edit_tensors(packed, change)  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_float32(packed)
+    assert "\n" not in str(error.value)
+    assert "q_proj" in str(error.value)
+
+
+def weights(**changes: object) -> dict[str, object]:
+    settings = RECIPES["w4a16"].settings["config_groups"]["group_0"]
+    return {"group_0": {**settings, "weights": {**settings["weights"], **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "message"),
+    [
+        ("fp8", {"weight_block_size": None}, "need a weight_block_size"),
+        ("fp8", {"weight_block_size": [128, "x"]}, "need a weight_block_size"),
+        ("fp8", {"weight_block_size": [0, 0]}, "need a weight_block_size"),
+        ("fp8", {"quant_method": "fp9"}, "'fp9' is not supported"),
+        ("w4a16", {"config_groups": None}, "no config_groups"),
+        ("w4a16", {"config_groups": weights(num_bits="4")}, "must be a whole number"),
+        ("w4a16", {"config_groups": weights(num_bits=9)}, "9 bits"),
+        ("w4a16", {"config_groups": weights(group_size=48)}, "whole groups of 48"),
+        ("w4a16", {"config_groups": weights(group_size=64)}, r"says? \["),
+        ("w4a16", {"config_groups": weights(strategy="block")}, "'block' is not supported"),
+        ("w4a16", {"ignore": ["re:("]}, "is no regex"),
+        ("w4a16", {"ignore": ["re:.*q_proj"]}, "no group of quantization_config has it"),
+    ],
+)
+def test_damaged_configs(
+    recipe: str, changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    _, packed = save_row_packed(tmp_path, recipe)
+    edit_quantization(packed, **changes)
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_float32(packed)
+    assert "\n" not in str(error.value)
+
+
+def test_config_without_packed_weights(tmp_path: Path) -> None:
+    plain, packed = save_row_packed(tmp_path, "fp8")
+    (plain / "config.json").write_bytes((packed / "config.json").read_bytes())
+    with pytest.raises(CheckpointError, match="no packed weights"):
+        open_float32(plain)
+
+
+def test_modelopts_own_file_says_how(tmp_path: Path) -> None:
+    """hf_quant_config.json beside a config.json that says nothing; NVFP4 with a factor."""
+    plain, packed = save_row_packed(tmp_path, "nvfp4")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [*tensors]:
+            linear, _, leaf = name.rpartition(".")
+            if leaf == "weight_packed":
+                tensors[f"{linear}.weight"] = tensors.pop(name)
+            elif leaf == "weight_global_scale":
+                tensors[f"{linear}.weight_scale_2"] = (1 / tensors.pop(name)).reshape(())
+
+    edit_tensors(packed, rename)
+    (packed / "config.json").write_bytes((plain / "config.json").read_bytes())
+    (packed / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "NVFP4"}}')
+    notices: list[str] = []
+    found, expected = open_float32(packed, "ssd", notice=notices.append), open_float32(plain, None)
+    try:
+        ours, theirs = chain_logits(found, TOKENS), chain_logits(expected, TOKENS)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    finally:
+        found.close()
+        expected.close()
+    assert len(notices) == 1
+    (packed / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="no 'quantization'"):
+        open_float32(packed)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "phi3", "llama-biases"])
+def test_architectures(name: str, tmp_path: Path) -> None:
+    """Experts of Mixtral and Qwen3-MoE are packed one by one; Phi-3 has several linears in one."""
+    plain, packed = save_row_packed(tmp_path, "w8a8", name)
+    found, expected = open_float32(packed, "ssd"), open_float32(plain, None)
+    try:
+        ours, theirs = chain_logits(found, TOKENS), chain_logits(expected, TOKENS)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+    finally:
+        found.close()
+        expected.close()

@@ -1,0 +1,435 @@
+"""The stock openai client drives every endpoint of a server over the demo pair."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from serving import Served, is_idle, served, wait_until_idle
+
+import specexec_cli
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.errors import StreamError
+from specexec_cli.session import Session, TextSession
+
+HELLO = [{"role": "user", "content": "hello"}]
+# what a template of Qwen's says of tools, in short
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    " Call as in <tool_call>{{ '{' }}...{{ '}' }}</tool_call><|end|>{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"day": {"enum": ["today", "tomorrow"]}},
+            "required": ["day"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[TextSession]:
+    with Session.open(pair="demo", offline=True) as session:
+        yield session
+
+
+@pytest.fixture(scope="module")
+def server(session: TextSession) -> Iterator[Served]:
+    with served(session) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Served) -> Iterator[openai.OpenAI]:
+    with closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)) as it:
+        yield it
+
+
+def alone(session: TextSession, prompt: str, count: int, stop: tuple[str, ...] = (), **sampling):
+    """The text as `specexec generate` makes it; the server must be idle."""
+    config = GenerationConfig(max_tokens=count, stop=stop)
+    steps = session.generate(prompt, sampling=SamplingConfig(**sampling), generation=config)
+    return "".join(step.text for step in steps)
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["demo"]
+    assert client.models.retrieve("demo").owned_by == "specexec"
+    with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' is open"):
+        client.models.retrieve("gpt-4")
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {},
+        {"temperature": 0.8, "seed": 7, "top_p": 0.9},
+        {"temperature": 1.0, "seed": 3, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2},
+    ],
+)
+def test_completions_are_what_generate_makes(
+    client: openai.OpenAI, server: Served, session: TextSession, sampling: dict[str, float]
+) -> None:
+    more = {name: sampling[name] for name in sampling if name not in ("temperature", "seed")}
+    known = {name: sampling[name] for name in sampling if name not in more}
+    asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 20, **known}
+    whole = client.completions.create(**asked, extra_body=more)
+    parts = list(client.completions.create(**asked, extra_body=more, stream=True))
+    text = "".join(part.choices[0].text for part in parts)
+    assert whole.choices[0].text == text
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage is not None
+    told = whole.usage.model_dump()["specexec"][0]
+    assert told["generated_tokens"] == whole.usage.completion_tokens
+    assert told["seed"] == sampling.get("seed", told["seed"])
+    wait_until_idle(server.url)
+    assert alone(session, "def add(a, b):", 20, **sampling) == text
+
+
+def test_stop_strings_several_prompts_and_choices(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    found = client.completions.create(
+        model="demo", prompt=["import os", "class A:"], n=2, seed=5, temperature=1.0,
+        max_tokens=12, stop=["\n"],
+    )  # fmt: skip
+    wait_until_idle(server.url)
+    expected = [
+        alone(session, prompt, 12, ("\n",), temperature=1.0, seed=seed)
+        for prompt in ("import os", "class A:")
+        for seed in (5, 6)
+    ]
+    assert [choice.text for choice in found.choices] == expected
+    assert found.usage is not None
+    lengths = [len(session.encode(prompt)) for prompt in ("import os", "class A:")]
+    assert found.usage.prompt_tokens == sum(lengths), "a prompt counts once"
+
+
+def test_tokens_as_prompt(client: openai.OpenAI, server: Served, session: TextSession) -> None:
+    tokens = session.encode("def add(a, b):")
+    found = client.completions.create(model="demo", prompt=tokens, max_tokens=8)
+    wait_until_idle(server.url)
+    assert found.choices[0].text == alone(session, "def add(a, b):", 8)
+
+
+def test_logprobs_do_not_depend_on_drafts(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 10}
+    asked |= {"temperature": 0.9, "seed": 2}
+    found = client.completions.create(**asked, logprobs=3).choices[0]
+    assert found.logprobs is not None
+    assert "".join(found.logprobs.tokens) == found.text
+    wait_until_idle(server.url)
+    steps = session.generate(
+        "def add(a, b):", sampling=SamplingConfig(temperature=0.9, seed=2),
+        generation=GenerationConfig(max_tokens=10), method="autoregressive", top_logprobs=3,
+    )  # fmt: skip
+    plain = [one for step in steps for one in step.logprobs]
+    assert found.logprobs.token_logprobs == [one.log_prob for one in plain]
+    assert all(len(one.top) == 3 for one in plain)
+    parts = client.completions.create(**asked, logprobs=3, stream=True)
+    streamed = [part.choices[0].logprobs for part in parts]
+    assert [x for one in streamed if one for x in one.text_offset] == found.logprobs.text_offset
+
+
+def test_chat_streamed_and_whole(client: openai.OpenAI) -> None:
+    asked = {"model": "demo", "messages": HELLO, "max_tokens": 12}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+    parts = list(
+        client.chat.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        )
+    )  # fmt: skip
+    told = [part.choices[0].delta.content for part in parts if part.choices]
+    choice = whole.choices[0]
+    assert choice.message.content == "".join(one for one in told if one)
+    assert choice.message.content
+    assert parts[-1].usage == whole.usage or parts[-1].usage.completion_tokens
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert whole.usage is not None
+    assert len(choice.logprobs.content) == whole.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+    assert max(one.logprob for one in choice.logprobs.content) <= 0.0
+
+
+def test_progress_is_told_where_asked_for(client: openai.OpenAI) -> None:
+    parts = client.chat.completions.create(
+        model="demo", messages=HELLO, max_tokens=64, stream=True,
+        stream_options={"include_progress": True},  # type: ignore[typeddict-unknown-key]
+        extra_body={"n": 4, "temperature": 1.5},
+    )  # fmt: skip
+    told = [part.model_dump()["specexec"] for part in parts if not part.choices]
+    passes = [one for one in told if "layer" in one]
+    assert passes, "the first change is told of too"
+    assert all(1 <= one["layer"] <= one["layers"] == 8 for one in passes)
+
+
+def test_json_mode_is_what_it_is_without_drafts(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 8},
+            "ages": {"type": "array", "items": {"type": "integer"}, "maxItems": 3},
+        },
+        "required": ["name", "ages"],
+        "additionalProperties": False,
+    }
+    ways = [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}},
+    ]
+    drafted = 0.0
+    for way in ways:
+        found = client.chat.completions.create(
+            model="demo", messages=HELLO, max_tokens=120, temperature=0.7, seed=11,
+            response_format=way,  # type: ignore[arg-type]
+        )  # fmt: skip
+        text = found.choices[0].message.content
+        assert text is not None
+        if found.choices[0].finish_reason == "stop":
+            assert isinstance(json.loads(text), dict)
+        wait_until_idle(server.url)
+        grammars = server.service.grammars
+        grammar = grammars.json_schema(schema if "json_schema" in way else {"type": "object"})
+        prompt = session.encode_chat(HELLO)
+        plain = session.generate(
+            prompt, sampling=SamplingConfig(temperature=0.7, seed=11), method="autoregressive",
+            generation=GenerationConfig(max_tokens=120),
+            constraint=grammars.constraint(grammar, len(prompt)),
+        )  # fmt: skip
+        assert "".join(step.text for step in plain) == text
+        assert found.usage is not None
+        drafted = max(drafted, found.usage.model_dump()["specexec"][0]["generation_rate"])
+    assert drafted > 1.0, "no drafted token was accepted: it proves nothing"
+    assert found.choices[0].finish_reason == "stop"
+    assert set(json.loads(text)) == {"name", "ages"}
+
+
+def test_tools(client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = {"model": "demo", "messages": HELLO, "max_tokens": 100, "tools": [WEATHER]}
+    with pytest.raises(openai.BadRequestError, match="its chat template has no place for them"):
+        client.chat.completions.create(**asked)
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", TOOL_TEMPLATE)
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in ("required", named):
+        found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
+        assert found.finish_reason == "tool_calls"
+        assert found.message.tool_calls is not None
+        call = found.message.tool_calls[0]
+        assert call.function.name == "weather"
+        assert json.loads(call.function.arguments)["day"] in ("today", "tomorrow")
+        assert found.message.content is None
+    parts = client.chat.completions.create(**asked, tool_choice="required", stream=True)
+    calls = [one for part in parts for one in part.choices[0].delta.tool_calls or []]
+    assert [(one.index, one.function.name) for one in calls] == [(0, "weather")]
+    # and the call goes back with its result
+    turn = [*HELLO, found.message.model_dump(exclude_none=True)]
+    turn.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+    answer = client.chat.completions.create(**{**asked, "messages": turn})
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert not answer.choices[0].message.tool_calls
+    with pytest.raises(openai.BadRequestError, match="not among the tools"):
+        client.chat.completions.create(
+            **asked, tool_choice={"type": "function", "function": {"name": "other"}}
+        )
+
+
+def test_embeddings_are_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.APIStatusError, match="has no embeddings") as told:
+        client.embeddings.create(model="demo", input="x")
+    assert told.value.status_code == 501
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"temperature": -1}, "temperature must be"),
+        ({"top_p": 0}, "top-p must be"),
+        ({"seed": -1}, "seed must be"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n": 17}, "n: "),
+        ({"stop": ""}, "stop"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "a " * 5000}]}, "context window"),
+        ({"extra_body": {"mirostat": 2}}, "'mirostat' is not known here"),
+        ({"extra_body": {"min_p": 2}}, "min-p must be"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {
+                "name": "x", "schema": {"type": "frob"}}}},
+            "Invalid type: frob",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_requests(client: openai.OpenAI, more: dict[str, object], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=re.escape(message)) as told:
+        client.chat.completions.create(**{"model": "demo", "messages": HELLO, **more})
+    assert told.value.type == "invalid_request_error"
+
+
+def test_another_model_is_not_opened(client: openai.OpenAI) -> None:
+    for name in ("demo-target-gptq", "/etc/passwd", "../demo", "meta-llama/Llama-3.1-8B"):
+        with pytest.raises(openai.NotFoundError) as told:
+            client.chat.completions.create(model=name, messages=HELLO)
+        assert told.value.code == "model_not_found"
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_whoever_goes_away_ends_the_text(server: Served, streamed: bool) -> None:
+    wait_until_idle(server.url)
+    body = {"prompt": "x", "max_tokens": 3000, "temperature": 2.0, "stream": streamed}
+    before = server.service.engine.figures()
+    if streamed:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+            next(response.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/v1/completions", json=body, timeout=0.5)
+    wait_until_idle(server.url)
+    after = server.service.engine.figures()
+    assert after.texts["cancelled"] == before.texts.get("cancelled", 0) + 1
+    assert after.generated_tokens - before.generated_tokens < 1000
+
+
+def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> None:
+    with (
+        served(session, slots=1, most_waiting=1) as server,
+        closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
+    ):
+        asked = {"model": "demo", "prompt": "x", "temperature": 2.0}
+        first = client.completions.create(**asked, max_tokens=3000, stream=True)
+        next(iter(first))
+        second = client.completions.create(**asked, max_tokens=2, stream=True)
+        # its headers come at once, and its text when the first one has ended
+        with pytest.raises(openai.RateLimitError, match="waiting already") as told:
+            client.completions.create(**asked)
+        assert told.value.code == "queue_full"
+        with pytest.raises(openai.RateLimitError):
+            client.completions.create(**asked, n=2)
+        first.close()
+        assert list(second)[-1].choices[0].finish_reason in ("length", "stop")
+        wait_until_idle(server.url)
+
+
+def test_texts_of_different_requests_share_passes(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    """Sampled, constrained and with log-probabilities, side by side: each is what it is alone."""
+    prompts = ("def add(a, b):", "import os\n", "class A:")
+    found: dict[str, str] = {}
+
+    def ask(prompt: str) -> None:
+        asked = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 4}
+        found[prompt] = client.completions.create(**asked, logprobs=1).choices[0].text
+
+    wait_until_idle(server.url)
+    before = server.service.engine.figures()
+    askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    wait_until_idle(server.url)
+    after = server.service.engine.figures()
+    for prompt in prompts:
+        assert found[prompt] == alone(session, prompt, 24, temperature=0.8, seed=4)
+    assert after.passes - before.passes < 72
+
+
+def test_a_failed_pass_is_a_500_and_the_next_text_works(
+    client: openai.OpenAI, server: Served, session: TextSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
+    expected = client.completions.create(**asked).choices[0].text
+    wait_until_idle(server.url)
+    model = session._target.model  # type: ignore[attr-defined]
+
+    def unreadable(layer: int) -> None:
+        raise StreamError("the disk does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "on_layer", unreadable)
+        with pytest.raises(openai.InternalServerError, match="the disk does not answer"):
+            client.completions.create(**asked)
+        stream = client.completions.create(**asked, stream=True)
+        with pytest.raises(openai.APIError, match="the disk does not answer"):
+            list(stream)
+    assert client.completions.create(**asked).choices[0].text == expected
+
+
+def test_metrics_and_health(server: Served, client: openai.OpenAI) -> None:
+    client.completions.create(model="demo", prompt="x", max_tokens=2)
+    page = httpx.get(f"{server.url}/metrics").text
+    assert float(re.search(r"^specexec_generated_tokens_total (\S+)", page, re.M)[1]) >= 2
+    assert 'specexec_texts_total{finish="length"}' in page
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_end_of_the_server_ends_streams(session: TextSession, slots: int) -> None:
+    told: list[str] = []
+    with served(session, slots=slots) as server:
+
+        def read() -> None:
+            body = {"prompt": "x", "max_tokens": 3000, "temperature": 2.0, "stream": True}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as response:
+                told.extend(response.iter_lines())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        while is_idle(server.url):
+            time.sleep(0.01)
+        server.server.stop()
+        reader.join(30)
+        assert not reader.is_alive()
+    assert told[-2:] == ["data: [DONE]", ""]
+    assert "shutting down" in told[-4]
+
+
+def test_a_file_that_cannot_be_read_and_is_back(tmp_path: Path) -> None:
+    """The weights are cut off under a running server, and put back."""
+    demo = Path(specexec_cli.__file__).parent / "demo"
+    shutil.copytree(demo, tmp_path / "demo")
+    folders = {name: str(tmp_path / "demo" / name) for name in ("target", "draft")}
+    weights = tmp_path / "demo" / "target" / "model.safetensors"
+    whole, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
+    with (
+        Session.open(**folders, offload="ssd", offline=True) as session,
+        served(session) as server,
+        closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
+    ):
+        asked = {"model": "target", "prompt": "def add(a, b):", "max_tokens": 24}
+        expected = client.completions.create(**asked).choices[0].text
+        os.truncate(weights, len(whole) // 4)
+        with pytest.raises(openai.InternalServerError, match=re.escape(weights.name)) as told:
+            client.completions.create(**asked, seed=1)
+        assert told.value.code == "StreamError"
+        weights.write_bytes(whole)
+        os.utime(weights, ns=(stamp, stamp))  # another file in its place would be refused
+        assert client.completions.create(**asked).choices[0].text == expected
+        assert server.service.engine.figures().texts["failed"] == 1

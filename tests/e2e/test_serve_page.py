@@ -1,0 +1,167 @@
+"""The page in a real browser: what a person does on it, with keys, on wide and narrow screens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import PROGRAM, Browser
+from serving import Served, served, wait_until_idle
+
+from specexec_cli.session import Session
+
+if PROGRAM is None:
+    pytest.skip("there is no Chromium here", allow_module_level=True)
+
+MESSAGES = "[...document.querySelectorAll('#messages > li')]"
+READY = "document.getElementById('stop').hidden && !document.getElementById('send').disabled"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with Session.open(pair="demo", offline=True) as session, served(session) as found:
+        yield found
+
+
+@pytest.fixture
+def page(server: Served, tmp_path: Path) -> Iterator[Browser]:
+    """A browser that has never been there before."""
+    with Browser(tmp_path / "profile") as browser:
+        browser.resize(1200, 800)
+        browser.open(server.url)
+        browser.wait("document.getElementById('model').textContent.startsWith('demo')")
+        yield browser
+        browser.run("1")  # what it had to say by now
+        assert browser.complaints == []
+        outside = [url for url in browser.requested if not url.startswith(server.url)]
+        assert outside == [], "everything comes from the server itself"
+
+
+def send(page: Browser, text: str) -> None:
+    page.run("document.getElementById('draft').focus()")
+    page.type(text)
+    page.press("Enter")
+
+
+def replied(page: Browser, messages: int) -> list[str]:
+    page.wait(f"{READY} && {MESSAGES}.length === {messages}")
+    return page.run(f"{MESSAGES}.map((one) => one.querySelector('.body').textContent)")
+
+
+def settle(page: Browser, **settings: object) -> None:
+    page.run(f"localStorage.setItem('specexec.settings', JSON.stringify({json.dumps(settings)}))")
+    page.open(page.run("location.href"))
+    page.wait("document.getElementById('model').textContent.startsWith('demo')")
+
+
+def test_messages_replies_and_conversations(page: Browser, server: Served) -> None:
+    settle(page, max_tokens=12)
+    send(page, "hello")
+    first = replied(page, 2)
+    assert first[0] == "hello"
+    assert first[1].strip()
+    assert "tokens/s" in page.run(f"{MESSAGES}[1].querySelector('.after').textContent")
+    assert page.run("document.getElementById('said').textContent").startswith("Reply: ")
+    # another conversation; both are there after the page was closed and opened again
+    page.run("document.getElementById('new-chat').click()")
+    assert page.run(f"{MESSAGES}.length") == 0
+    send(page, "<b>second</b> & more")
+    second = replied(page, 2)
+    assert second[0] == "<b>second</b> & more"
+    page.open(server.url)
+    assert page.run("document.querySelectorAll('#chat-list li').length") == 2
+    assert replied(page, 2) == second
+    page.run("document.querySelectorAll('#chat-list li')[1].querySelector('button').click()")
+    assert replied(page, 2) == first
+    page.run("document.querySelector('#chat-list [aria-label^=\"Delete hello\"]').click()")
+    assert page.run("document.querySelectorAll('#chat-list li').length") == 1
+
+
+def test_stop_regenerate_and_edit(page: Browser, server: Served) -> None:
+    settle(page, max_tokens=3000, temperature=1.8)
+    send(page, "hello")
+    page.wait(f"{MESSAGES}.length === 2 && {MESSAGES}[1].querySelector('.body').textContent")
+    page.wait("/pass \\d+ · layer \\d+ of 8/.test(document.getElementById('live').textContent)")
+    page.press("Escape")
+    stopped = replied(page, 2)
+    assert "stopped" in page.run(f"{MESSAGES}[1].querySelector('.after').textContent")
+    wait_until_idle(server.url)
+    settle(page, max_tokens=12, temperature=1.8)
+    page.run("document.getElementById('again').click()")
+    again = replied(page, 2)
+    assert again[0] == "hello"
+    assert again[1] != stopped[1]
+    page.run(f"{MESSAGES}[0].querySelector('.after button').click()")
+    page.run("document.activeElement.select()")
+    page.type("goodbye")
+    page.press("Enter")
+    assert replied(page, 2)[0] == "goodbye"
+
+
+def test_what_goes_wrong_is_said(page: Browser) -> None:
+    settle(page, top_p=7)
+    send(page, "hello")
+    page.wait("document.getElementById('problem').textContent.includes('top-p must be')")
+    assert replied(page, 1) == ["hello"]
+    page.complaints.clear()  # the browser tells of each answer that is an error
+
+
+def test_markdown_is_never_html(page: Browser) -> None:
+    text = (
+        "# Title\nSome **bold**, *it*, `a<b>` and [a](https://x.org), [b](javascript:alert(1))\n"
+        "<img src=x onerror=alert(1)>\n\n- one\n  - deeper\n- two\n\n3. c\n\n"
+        "```python\ndef f():\n    return '<i>'\n```\n\n| a | b |\n|---|---|\n| 1 | 2 |\n\n> quoted"
+    )
+    html = page.run(
+        f"import('/page/markdown.js').then((m) => {{ const d = document.createElement('div');"
+        f" d.append(m.rendered({json.dumps(text)})); return d.innerHTML; }})"
+    )
+    for part in (
+        "<h2>Title</h2>", "<strong>bold</strong>", "<em>it</em>", "<code>a&lt;b&gt;</code>",
+        '<a href="https://x.org" target="_blank" rel="noopener noreferrer">a</a>',
+        "b (javascript:alert(1))", "&lt;img src=x onerror=alert(1)&gt;", '<ol start="3">',
+        "<ul><li><p>one</p><ul><li>deeper</li></ul></li><li>two</li></ul>",
+        "<code>def f():\n    return '&lt;i&gt;'</code>", "<th>a</th>", "<td>2</td>",
+        "<blockquote><p>quoted</p></blockquote>",
+    ):  # fmt: skip
+        assert part in html
+    assert "<img" not in html
+    # half a text, as it streams, is shown too
+    for length in range(0, len(text), 7):
+        page.run(
+            f"import('/page/markdown.js').then((m) => m.rendered({json.dumps(text[:length])}) && 1)"
+        )
+
+
+@pytest.mark.parametrize("width", [360, 1200])
+def test_it_fits_the_screen(page: Browser, width: int) -> None:
+    settle(page, max_tokens=8)
+    send(page, "x" * 300)
+    replied(page, 2)
+    page.resize(width, 740)
+    assert page.run("document.documentElement.scrollWidth") <= width
+    assert page.run("document.documentElement.scrollHeight") <= 740
+    shown = page.run("getComputedStyle(document.getElementById('chats')).display")
+    assert (shown == "none") is (width == 360)
+
+
+def test_every_control_has_a_name_and_is_reached_by_keys(page: Browser) -> None:
+    page.run("document.getElementById('show-settings').click()")
+    nodes = page.call("Accessibility.getFullAXTree")["nodes"]
+    controls = [
+        node for node in nodes
+        if node.get("role", {}).get("value") in ("button", "textbox", "spinbutton", "link")
+        and not node["ignored"]
+    ]  # fmt: skip
+    assert len(controls) >= 8
+    assert all(node["name"]["value"].strip() for node in controls)
+    page.press("Escape")
+    page.wait("!document.getElementById('settings').open")
+    seen = []
+    page.run("document.body.focus()")
+    for _ in range(8):
+        page.press("Tab")
+        seen.append(page.run("document.activeElement.id || document.activeElement.className"))
+    assert {"skip", "show-settings", "new-chat", "draft", "send"} <= set(seen)

@@ -1,0 +1,68 @@
+"""Random weights in every row-packed format, for tests of their kernels."""
+
+from __future__ import annotations
+
+import torch
+from specexec_kernels.formats.base import RowFormat, RowWeight
+from specexec_kernels.formats.bitsandbytes import Table4
+from specexec_kernels.formats.fp4 import Fp4
+from specexec_kernels.formats.fp8 import Fp8
+from specexec_kernels.formats.integers import Int8, PackedIntegers
+from torch import Tensor
+
+DTYPES = {
+    "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
+    "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+TABLE = tuple(float(value) for value in torch.linspace(-1, 1, 16))
+
+FORMATS: dict[str, RowFormat] = {
+    "fp8-block": Fp8(64, "F8_E4M3", "weight_scale_inv", "F32", (128, 128)),
+    "fp8-channel": Fp8(64, "F8_E4M3", "weight_scale", "BF16", (1, 0)),
+    "fp8-tensor": Fp8(16, "F8_E4M3", "weight_scale", "F32", (0, 0)),
+    "fp8-e5m2": Fp8(4, "F8_E5M2", "weight_scale", "F32", (48, 64)),
+    "mxfp4": Fp4(64, 32),
+    "mxfp4-words": Fp4(128, 32),
+    "mxfp4-single": Fp4(32, 32),
+    "nvfp4": Fp4(64, 16, scale_dtype="F8_E4M3", factor="weight_global_scale", divides=True),
+    "nvfp4-modelopt": Fp4(16, 16, codes="weight", scale_dtype="F8_E4M3", factor="weight_scale_2"),
+    "int4-group": PackedIntegers(4, 64, "BF16", zeros=False),
+    "int4-channel": PackedIntegers(4, 0, "F16", zeros=False),
+    "int4-zeros": PackedIntegers(4, 32, "BF16", zeros=True),
+    "int4-zeros-together": PackedIntegers(4, 32, "BF16", zeros=True, unit=64),
+    "int8-zeros-channel": PackedIntegers(8, 0, "F32", zeros=True),
+    "int3-group": PackedIntegers(3, 64, "BF16", zeros=False),
+    "int3-zeros": PackedIntegers(3, 64, "BF16", zeros=True),
+    "int4-shuffled": PackedIntegers(4, 64, "BF16", zeros=True, shuffled=True),
+    "int8": Int8(64, "weight_scale", "BF16", (1, 0)),
+    "int8-zeros": Int8(32, "weight_scale", "F32", (1, 64), zeros=True),
+    "int8-bitsandbytes": Int8(16, "SCB", "F32", (1, 0), factor=1 / 127),
+    "nf4": Table4(64, TABLE, 64),
+    "nf4-nested": Table4(64, TABLE, 64, nested_run=4, offset=0.25),
+    "nf4-nested-together": Table4(64, TABLE, 16, nested_run=4, offset=0.25),
+}  # fmt: skip
+
+
+def random_weight(fmt: RowFormat, outputs: int, inputs: int, seed: int = 0) -> RowWeight:
+    """A weight of the format; codes take every value that is a number, scales are near 1."""
+    rng = torch.Generator().manual_seed(seed)
+    tensors: dict[str, Tensor] = {}
+    for part in fmt.parts:
+        shape = part.shape(outputs, inputs)
+        dtype = DTYPES[part.dtype]
+        if "g_idx" in part.leaf:
+            group = torch.arange(inputs, dtype=torch.int32) // fmt.group  # type: ignore[attr-defined]
+            tensor = group[torch.randperm(inputs, generator=rng)].view(shape)
+        elif part is fmt.parts[0] or "zero_point" in part.leaf:
+            raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng).to(torch.uint8)
+            tensor = raw.view(dtype).view(shape)
+            if dtype.is_floating_point:
+                finite = torch.isfinite(tensor.float()) & (tensor.float().abs() < 1e4)
+                tensor = torch.where(finite, tensor.float(), 1.5).to(dtype)
+        elif part.dtype == "U8":  # exponents, or codes of absmax
+            tensor = torch.randint(124, 131, shape, generator=rng).to(torch.uint8)
+        else:
+            tensor = (torch.rand(shape, generator=rng) + 0.5).to(dtype)
+        tensors[part.leaf] = tensor
+    return RowWeight(fmt, inputs, outputs, tensors)

@@ -1,0 +1,82 @@
+"""GGUF's block formats against the `gguf` package's own dequantize, and kernels against both."""
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf_files import PACKED_KINDS, random_blocks
+from specexec_kernels import cpu_jit, cpu_rows
+from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.gguf import GGUF_FORMATS
+
+from specexec_cli.gguf.types import GGML_TYPES
+
+COMPILED = [name for name, each in GGUF_FORMATS.items() if each.compiled]
+
+
+def weight(name: str, outputs: int, inputs: int, seed: int = 0) -> RowWeight:
+    fmt = GGUF_FORMATS[name]
+    kind = gguf.GGMLQuantizationType[name]
+    row_bytes = inputs // fmt.unit * fmt.block_bytes
+    blocks = random_blocks(kind, outputs * row_bytes, seed).reshape(outputs, row_bytes)
+    return RowWeight(fmt, inputs, outputs, {"weight": torch.from_numpy(blocks)})
+
+
+def test_every_packed_type_of_a_header_has_a_format() -> None:
+    packed = {each.name: each for each in GGML_TYPES.values() if each.stored_as is None}
+    assert {kind.name for kind in PACKED_KINDS} == set(packed) == set(GGUF_FORMATS)
+    for name, fmt in GGUF_FORMATS.items():
+        sizes = packed[name].block_weights, packed[name].block_bytes
+        assert (fmt.unit, fmt.block_bytes) == sizes
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+def test_unpacked_weights_are_bit_equal_to_those_of_the_gguf_package(name: str) -> None:
+    packed = weight(name, 7, 1024)
+    raw = packed.tensors["weight"].numpy()
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    np.testing.assert_array_equal(packed.unpack().numpy(), expected)
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4"])
+def test_what_the_gguf_package_quantizes_is_read_as_it_reads_it(name: str) -> None:
+    rng = np.random.default_rng(1)
+    kind = gguf.GGMLQuantizationType[name]
+    raw = gguf.quants.quantize(rng.normal(size=(5, 256)).astype(np.float32), kind)
+    packed = RowWeight(GGUF_FORMATS[name], 256, 5, {"weight": torch.from_numpy(raw)})
+    np.testing.assert_array_equal(packed.unpack().numpy(), gguf.quants.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 17])
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_multiply_with_the_weights(name: str, rows: int) -> None:
+    packed = weight(name, 40, 768)
+    torch.manual_seed(0)
+    x = torch.randn(rows, 768)
+    expected = (x.double() @ packed.unpack().double().T).float()
+    size = float(expected.abs().max())
+    torch.testing.assert_close(cpu_rows.matmul(x, packed), expected, rtol=0, atol=2e-6 * size)
+
+
+@pytest.mark.skipif(not cpu_jit.has_dot(), reason="needs a CPU that multiplies bfloat16")
+@pytest.mark.parametrize("rows", [1, 17])
+@pytest.mark.parametrize("name", COMPILED)
+def test_kernels_of_bfloat16_round_the_rows_and_nothing_else(name: str, rows: int) -> None:
+    """Codes are exact in bfloat16 and scales stay float32."""
+    packed = weight(name, 40, 768)
+    torch.manual_seed(0)
+    x = torch.randn(rows, 768).bfloat16()
+    expected = (x.double() @ packed.unpack().double().T).float()
+    size = float(expected.abs().max())
+    torch.testing.assert_close(cpu_rows.matmul(x, packed), expected, rtol=0, atol=3e-6 * size)
+
+
+@pytest.mark.parametrize("name", GGUF_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_are_its_own(name: str, dtype: torch.dtype) -> None:
+    packed = weight(name, 48, 512)
+    torch.manual_seed(0)
+    x = torch.randn(19, 512).to(dtype)
+    whole = cpu_rows.matmul(x, packed)
+    for rows in (1, 2, 5, 19):
+        assert torch.equal(cpu_rows.matmul(x[:rows], packed), whole[:rows]), rows

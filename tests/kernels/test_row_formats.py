@@ -1,0 +1,81 @@
+"""Row-packed weights: the compiled kernels against each format's definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from row_packed import FORMATS, random_weight
+from specexec_kernels import cpu_jit, cpu_rows
+from torch import Tensor
+
+OUTPUTS, INPUTS = 84, 256  # outputs: five registers of 16 and a part of one
+COMPUTE = [torch.float32, *([torch.bfloat16] if cpu_jit.has_dot() else [])]
+
+
+def rows(count: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(40, INPUTS, generator=torch.Generator().manual_seed(3))[:count].to(dtype)
+
+
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_product_is_that_of_the_unpacked_weight(name: str, dtype: torch.dtype) -> None:
+    weight = random_weight(FORMATS[name], OUTPUTS, INPUTS)
+    x = rows(40, dtype)
+    dense = weight.unpack().double()
+    expected = x.double() @ dense.T
+    # what rounding each weight to bfloat16 (8 bits) or each product to float32 (24) can add up to;
+    # by the largest weight, since codes and zero points are multiplied apart
+    bits = 24 if dtype == torch.float32 else 8
+    bound = x.double().abs().sum(1, keepdim=True) * dense.abs().max() * 2.0**-bits * 4
+    found = {count: cpu_rows.matmul(x[:count], weight) for count in (1, 3, 17, 40)}
+    for count, product in found.items():
+        assert ((product.double() - expected[:count]).abs() <= bound[:count]).all()
+        # a row's bits are its own
+        assert torch.equal(product[0], found[1][0])
+        assert torch.equal(product, found[40][:count])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_last_inputs_that_fill_no_block(name: str) -> None:
+    """192 inputs are a block and a half where no scale says how long blocks are."""
+    weight = random_weight(FORMATS[name], 16, 192)
+    if name == "fp8-block":
+        assert weight.tensors["weight_scale_inv"].shape == (1, 2)
+    x = rows(2, torch.float32)[:, :192].contiguous()
+    expected = x.double() @ weight.unpack().double().T
+    torch.testing.assert_close(
+        cpu_rows.matmul(x, weight).double(), expected, rtol=0,
+        atol=1e-5 * float(expected.abs().max()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_change_no_bit(threads: int) -> None:
+    before = torch.get_num_threads()
+    weight, x = random_weight(FORMATS["mxfp4"], 200, INPUTS), rows(20, torch.float32)
+    expected = cpu_rows.matmul(x, weight)
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(cpu_rows.matmul(x, weight), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+def test_every_float8_is_read_as_torch_reads_it(kind: str, dtype: torch.dtype) -> None:
+    """Subnormal numbers, infinities and NaN too: each code is picked out by a row of its own."""
+    from dataclasses import replace
+
+    from specexec_kernels.formats.base import RowWeight
+
+    fmt = replace(FORMATS["fp8-tensor"], kind=kind)
+    codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, {
+        "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}[kind]))  # fmt: skip
+    expected = codes.float()
+    stored = {"weight": torch.zeros(256, 16).to(codes.dtype), "weight_scale": torch.ones(1)}
+    stored["weight"].view(torch.uint8)[:, 0] = torch.arange(256, dtype=torch.uint8)
+    x = torch.zeros(1, 16, dtype=dtype)
+    x[0, 0] = 1.0
+    found = cpu_rows.matmul(x, RowWeight(fmt, 16, 256, stored))[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)

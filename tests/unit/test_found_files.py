@@ -1,0 +1,115 @@
+"""GGUF files of other programs: found, named, and used where they lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runner import run_cli
+from huggingface_hub import constants
+
+from specexec_cli.catalog import others
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.errors import NotFetchedError, UnknownModelError
+from specexec_cli.planning.resolve import sized
+
+GGUF = b"GGUF" + bytes(60)
+REPO = "bartowski/Tiny-GGUF"
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Homes of three programs, each with a model."""
+    monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
+    monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama.cpp"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_ollama(tmp_path / "ollama", "registry.ollama.ai/library/llama3.2/3b", "sha256:ab12")
+    write_ollama(tmp_path / "ollama", "registry.ollama.ai/someone/own/latest", "sha256:cd34")
+    folder = tmp_path / "llama.cpp"
+    folder.mkdir()
+    for name in ("a-Q4_K_M.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf",
+                 "mmproj-a.gguf", "c-00001-of-00002.gguf"):  # fmt: skip
+        (folder / name).write_bytes(GGUF)
+    (folder / "d.gguf").write_bytes(b"not one")
+    snapshot = tmp_path / "hub" / "models--bartowski--Tiny-GGUF" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "Tiny-Q4_K_M.gguf").write_bytes(GGUF)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("abc")
+    return tmp_path
+
+
+def write_ollama(folder: Path, name: str, digest: str) -> Path:
+    manifest = folder / "manifests" / name
+    manifest.parent.mkdir(parents=True)
+    layers = [
+        {"mediaType": "application/vnd.ollama.image.template", "digest": "sha256:00"},
+        {"mediaType": "application/vnd.ollama.image.model", "digest": digest},
+    ]
+    manifest.write_text(json.dumps({"schemaVersion": 2, "layers": layers}))
+    blob = folder / "blobs" / digest.replace(":", "-")
+    blob.parent.mkdir(exist_ok=True)
+    blob.write_bytes(GGUF)
+    return manifest
+
+
+def test_models_list_shows_them_and_names_that_run(places: Path) -> None:
+    ran = run_cli("models", "list", "--json")
+    assert ran.code == 0, ran.err
+    found = {each["name"]: each for each in json.loads(ran.out)["found"]}
+    llama_cpp = places / "llama.cpp"
+    assert found.keys() == {
+        "ollama:llama3.2:3b", "ollama:someone/own:latest", f"{REPO}:Tiny-Q4_K_M.gguf",
+        str(llama_cpp / "a-Q4_K_M.gguf"), str(llama_cpp / "b-00001-of-00002.gguf"),
+    }  # fmt: skip
+    assert found[str(llama_cpp / "b-00001-of-00002.gguf")]["size_bytes"] == 2 * len(GGUF)
+    listed = run_cli("models", "list").out
+    assert all(name in listed for name in found)
+    registry = load_registry()
+    for name, each in found.items():
+        entry = registry.resolve(name)
+        if entry.folder is not None:
+            assert str(entry.folder) == each["path"]
+
+
+def test_latest_is_the_tag_that_ollama_means(places: Path) -> None:
+    blob = places / "ollama" / "blobs" / "sha256-cd34"
+    assert load_registry().resolve("ollama:someone/own").folder == blob
+    with pytest.raises(UnknownModelError, match=r"ollama has no model 'llama3\.2' here"):
+        load_registry().resolve("ollama:llama3.2")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"layers": 3}', '{"layers": [{}]}', "{" * 9])
+def test_manifests_that_cannot_be_read_are_passed_over(places: Path, content: str) -> None:
+    manifests = places / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "llama3.2"
+    (manifests / "3b").write_text(content)
+    names = [each.name for each in others.found_files() if each.program == "ollama"]
+    assert names == ["ollama:someone/own:latest"]
+
+
+def test_a_digest_leads_to_no_other_folder(places: Path) -> None:
+    (places / "ollama" / "away").write_bytes(GGUF)
+    write_ollama(places / "ollama", "registry.ollama.ai/library/sly/1", "sha256:ef")
+    manifest = places / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "sly" / "1"
+    manifest.write_text(manifest.read_text().replace("sha256:ef", "../away"))
+    assert "sly" not in " ".join(each.name for each in others.found_files())
+
+
+def test_a_file_of_a_repository_is_taken_from_the_cache(places: Path) -> None:
+    entry = load_registry().resolve(f"{REPO}:Tiny-Q4_K_M.gguf")
+    assert (entry.repo, entry.file) == (REPO, "Tiny-Q4_K_M.gguf")
+    absent = load_registry().resolve(f"{REPO}@v2:Tiny-Q8_0.gguf")
+    assert absent.revision == "v2"
+    with pytest.raises(NotFetchedError, match="specexec pull"):
+        sized(absent, offline=True)
+    with pytest.raises(UnknownModelError, match=r"name one, as in .*\.gguf"):
+        load_registry().resolve(f"{REPO}:Q4_K_M")
+
+
+def test_paths_that_are_no_models(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(b"PK")
+    with pytest.raises(UnknownModelError, match="is no GGUF file"):
+        load_registry().resolve(str(tmp_path / "x.gguf"))
+    with pytest.raises(UnknownModelError, match="has GGUF files: name one"):
+        load_registry().resolve(str(tmp_path))

@@ -1,0 +1,127 @@
+"""A thousand damaged headers of each container: read, or refused in one line; nothing else."""
+
+import random
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from safetensors.torch import save_file
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.gguf.container import read_gguf
+from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint
+from specexec_cli.offload.store import read_header
+
+MUTANTS = 1000
+# numbers that headers lie with: signs, borders of 32 and 64 bits, and sums that wrap
+HOSTILE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
+
+
+def mutated(raw: bytes, header_bytes: int, rng: random.Random) -> bytes:
+    """The file with one to three damages within its header, or cut off."""
+    data = bytearray(raw)
+    for _ in range(rng.randint(1, 3)):
+        place = rng.randrange(header_bytes)
+        kind = rng.choice(("flip", "number", "wide", "cut", "double", "swap", "drop"))
+        if kind == "flip":
+            data[place] ^= 1 << rng.randrange(8)
+        elif kind == "number":
+            data[place : place + 4] = struct.pack("<I", rng.choice(HOSTILE) % 2**32)
+        elif kind == "wide":
+            data[place : place + 8] = struct.pack("<Q", rng.choice(HOSTILE))
+        elif kind == "cut":
+            del data[place + rng.randrange(64) :]
+        elif kind == "double":
+            data[place:place] = data[place : place + rng.randrange(1, 64)]
+        elif kind == "swap":
+            other = rng.randrange(header_bytes)
+            piece = data[other : other + 8]
+            data[place : place + len(piece)] = piece
+        else:
+            del data[place : place + rng.randrange(1, 16)]
+        if len(data) <= header_bytes:
+            return bytes(data)
+    return bytes(data)
+
+
+def tiny_gguf(path: Path) -> bytes:
+    """A Llama of one layer, with metadata of every kind."""
+    writer = GGUFWriter(path, "llama")
+    for add, value in (
+        (writer.add_context_length, 64), (writer.add_embedding_length, 32),
+        (writer.add_block_count, 1), (writer.add_feed_forward_length, 32),
+        (writer.add_head_count, 4), (writer.add_head_count_kv, 2),
+        (writer.add_layer_norm_rms_eps, 1e-5), (writer.add_rope_freq_base, 10000.0),
+    ):  # fmt: skip
+        add(value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{index}>" for index in range(8)])
+    writer.add_token_types([1] * 8)
+    writer.add_token_scores([0.5] * 8)
+    writer.add_add_bos_token(True)
+    writer.add_tensor("token_embd.weight", np.zeros((8, 32), np.float32))
+    writer.add_tensor("output_norm.weight", np.zeros(32, np.float32))
+    writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32))
+    for name in ("attn_q", "attn_k", "ffn_up"):
+        blocks = np.zeros((32, 18), np.uint8)
+        kind = GGMLQuantizationType.Q4_0
+        writer.add_tensor(f"blk.0.{name}.weight", blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path.read_bytes()
+
+
+def tiny_safetensors(path: Path) -> bytes:
+    tensors = {f"model.layers.{i}.weight": torch.zeros(4, 4 + i) for i in range(6)}
+    save_file({**tensors, "b": torch.zeros(3, dtype=torch.bfloat16)}, path)
+    return path.read_bytes()
+
+
+def read_whole_gguf(path: Path) -> list[tuple[int, int]]:
+    """Container, config and names: all that happens before a byte of a weight is read."""
+    return [(each.start, each.stop) for each in read_gguf_checkpoint(path).tensors.values()]
+
+
+def read_safetensors(path: Path) -> list[tuple[int, int]]:
+    return [(each.start, each.stop) for each in read_header(path).values()]
+
+
+@pytest.mark.parametrize(
+    ("write", "read"), [(tiny_gguf, read_whole_gguf), (tiny_safetensors, read_safetensors)]
+)
+def test_damaged_headers_are_read_within_the_file_or_refused_in_a_line(
+    tmp_path: Path,
+    write: Callable[[Path], bytes],
+    read: Callable[[Path], list[tuple[int, int]]],
+) -> None:
+    raw = write(tmp_path / "whole.gguf")
+    places = read(tmp_path / "whole.gguf")  # it is right before it is damaged
+    header_bytes = min(start for start, _ in places)
+    path = tmp_path / "damaged.gguf"
+    refused = 0
+    for seed in range(MUTANTS):
+        data = mutated(raw, header_bytes, random.Random(seed))
+        path.write_bytes(data)
+        try:
+            found, message = read(path), ""
+        except CheckpointError as error:
+            found, message = [], str(error)
+        refused += bool(message)
+        assert "\n" not in message, seed
+        assert len(message) < 1000, seed
+        assert all(0 <= start <= stop <= len(data) for start, stop in found), seed
+    assert refused > MUTANTS // 2  # else the damages are none
+
+
+def test_the_whole_gguf_file_is_what_was_written(tmp_path: Path) -> None:
+    tiny_gguf(tmp_path / "a.gguf")
+    found = read_gguf(tmp_path / "a.gguf")
+    assert found.metadata["tokenizer.ggml.tokens"] == [f"<{index}>" for index in range(8)]
+    assert found.metadata["tokenizer.ggml.add_bos_token"] is True
+    assert found.tensors["blk.0.ffn_up.weight"].shape == (32, 32)
