@@ -95,7 +95,7 @@ def test_policies_scorings_and_calibrations_beside_each_other(tmp_path):
 
 
 def test_a_policy_that_sizes_no_method_s_trees_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--policy oracle needs --method chain-coupled"):
+    with pytest.raises(ConfigError, match="`policy='oracle'` needs the method chain-coupled"):
         run(*SMALL, "--policy", "oracle", "--results", tmp_path / "bench.jsonl")
 
 
@@ -173,7 +173,7 @@ def test_coverage_grows_with_k_and_is_kept(tmp_path):
         (("--method", ","), "--method is empty"),
         (("--repeats", "0"), "--repeats must be 1 or more"),
         (("-o", "yaml"), "--output 'yaml' is not one of"),
-        (("coverage", "--top-k", "0"), "--top-k takes numbers of 1 or more"),
+        (("coverage", "--top-k", "0"), "`top_k` takes numbers of 1 or more"),
         (("coverage", "--temperature", "0"), "greedy text has no distribution"),
         (("report", "absent.jsonl"), "cannot read results"),
     ],

@@ -35,6 +35,7 @@ def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
         "specinfer": ("fixed", "heuristic"),
         "beam": ("fixed", "heuristic", "disco"),
         "beam-pruned": ("fixed", "heuristic", "disco"),
+        "suffix": ("fixed", "heuristic", "cost"),
     }
 
 
@@ -60,6 +61,6 @@ def test_the_policy_of_auto_is_registered_for_the_method(method: str) -> None:
 
 def test_an_entry_is_what_was_registered() -> None:
     entry = POLICIES["cost"]
-    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec",), "cost")
+    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec", "suffix"), "cost")
     assert entry.help.startswith("as much as pays")
     assert POLICIES["fixed"].needs is POLICIES["fixed"].methods is None
