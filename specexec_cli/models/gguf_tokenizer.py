@@ -107,6 +107,8 @@ def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     described = {
         names.get(key, key.removeprefix("ggml.")): value for key, value in metadata.items()
     }
+    if byte_level:  # a vocabulary of bytes alone has none
+        described.setdefault("merges", [])
     try:
         backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)
         backend = _without_invented(backend, len(tokens))
