@@ -54,8 +54,11 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"{path} has no vocabulary: name a folder that has a tokenizer with `tokenizer`"
         )
     kept = _kept_at(metadata)
-    with suppress(Exception):  # not kept yet, or damaged since: it is built anew
-        return AutoTokenizer.from_pretrained(kept, local_files_only=True, trust_remote_code=False)
+    if kept.is_dir():
+        with suppress(Exception):  # damaged since: it is built anew
+            return AutoTokenizer.from_pretrained(
+                kept, local_files_only=True, trust_remote_code=False
+            )
     tokenizer = _build(path, metadata)
     with suppress(OSError):  # a cache
         _keep(tokenizer, kept)
