@@ -106,7 +106,7 @@ def test_tokens_of_padding_beyond_a_pass_do_no_harm(tmp_path: Path) -> None:
 
 
 DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo"
-_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_hidden_layers": 2}
+_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
 
 
 @pytest.mark.parametrize("kind", PACKED_KINDS)
