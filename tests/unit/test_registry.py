@@ -331,7 +331,7 @@ def test_a_folder_is_a_reference_if_it_holds_a_checkpoint(
     monkeypatch.chdir(tmp_path)
     assert shipped.resolve("some/model").folder == folder.resolve()  # before any hub id
     assert shipped.resolve("./some/model").folder == folder.resolve()
-    with pytest.raises(UnknownModelError, match=r"no folder '\./gone'"):
+    with pytest.raises(UnknownModelError, match=r"no file or folder '\./gone'"):
         shipped.resolve("./gone")
 
 
