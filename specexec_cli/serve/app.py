@@ -51,6 +51,7 @@ def create_app(service: Service, access: Access) -> Any:
             prompt = service.chat_prompt(
                 chat_completions.template_messages(body.messages),
                 [tool.model_dump(exclude_none=True) for tool in tools] or None,
+                chat_completions.thinking(body),
             )
             grammar = chat_completions.grammar(service, body, tools, known)
             return prompt, service.texts(body, [prompt], count, top, grammar)
