@@ -33,7 +33,7 @@ from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, reg
 from specexec_cli.planning.built_sizes import text_model_class
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.sampling import Sampler
-from specexec_cli.verify.verifier import LocalTarget
+from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 TOLERANCE = 1e-4  # of the largest logit
 _RULED_OUT = -1e30  # logits below it belong to tokens that the architecture never writes
@@ -57,6 +57,7 @@ def check(model_type: str, folder: Path) -> None:
     _save(model_type, folder / "draft", noise=0.03)
     with _registered(model_type), _small_chunks():
         _check_passes(own, folder / "target")
+        _check_together(folder / "target")
         _check_two_bytes(own, folder / "target")
         _check_texts(folder)
 
@@ -105,6 +106,25 @@ def _check_passes(own: PreTrainedModel, folder: Path) -> None:
         _compare("after a crop", target.verify(turn, tree), _expected(own, rest, tree))
     finally:
         target.close()
+
+
+def _check_together(folder: Path) -> None:
+    """Texts that share passes get the logits that they get alone."""
+    rng = np.random.default_rng(3)
+    model = _open(folder, "ssd")
+    # chunk borders within texts and between them, with and without rows in the caches before
+    texts = [(_words(rng, 3 * _CHUNK_ROWS + 7), _tree(rng)), (_words(rng, 2), _tree(rng))]
+    nexts = [(_words(rng, 1), _tree(rng)), (_words(rng, _CHUNK_ROWS + 3), DraftTree.empty())]
+    together, alone = [LocalTarget(model) for _ in texts], [LocalTarget(model) for _ in texts]
+    try:
+        for part in (texts, nexts):
+            parts = [(target, *each) for target, each in zip(together, part, strict=True)]
+            for found, single, each in zip(verify_together(parts), alone, part, strict=True):
+                _compare("beside another text", found, single.verify(*each))
+            for target in (*together, *alone):
+                target.commit([])
+    finally:
+        model.close()
 
 
 def _check_sizes(model: StreamedModel, folder: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexec_cli.core import DraftTree, FinishReason, StepResult, common_prefix
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.drafting.forest import Forest, Sapling
+from specexec_cli.drafting.forest import Forest, ForestDrafter, Sapling
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
 from specexec_cli.planning.memory import PROMPT_ROWS
 from specexec_cli.sampling import Sampler
@@ -36,7 +36,7 @@ class Seat:
     """Memory for one text: its KV caches, whose rows stay for the next text that begins alike."""
 
     target: LocalTarget
-    drafter: ModelDrafter | None
+    drafter: ForestDrafter | None
 
 
 class BatchText:
@@ -170,8 +170,9 @@ class Batch:
             common = common_prefix(other.target.tokens, prompt)
             if common > len(seat.target.tokens):
                 seat.target.copy_rows(other.target, common)
-            if seat.drafter is None or other.drafter is None:
+            if not isinstance(seat.drafter, ModelDrafter):
                 continue
+            assert isinstance(other.drafter, ModelDrafter)
             common = common_prefix(other.drafter.tokens, prompt)
             if common > common_prefix(seat.drafter.tokens, prompt):
                 seat.drafter.copy_rows(other.drafter, common)
@@ -192,8 +193,8 @@ class Batch:
             part.tree, part.error = tree, sapling.error
 
 
-def _drafter(part: _Part) -> ModelDrafter:
-    """The text's own, where there is a draft model."""
+def _drafter(part: _Part) -> ForestDrafter:
+    """The text's own, where there are drafts."""
     assert part.text.seat.drafter is not None
     return part.text.seat.drafter
 

@@ -27,15 +27,20 @@ from specexec_cli.drafting.search import (
     SearchResult,
     grow_tree,
 )
+from specexec_cli.drafting.suffix import SuffixDrafter
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.memory import nodes_of_a_text
+
+# that can find one text's part of a search over several
+ForestDrafter = ModelDrafter | SuffixDrafter
 
 
 @dataclass(slots=True)
 class Sapling:
     """One text of a pass, as its tree grows."""
 
-    drafter: ModelDrafter
+    drafter: ForestDrafter
     context: Sequence[int]  # every committed token, the root last
     max_depth: int  # longest path that could still be committed
     error: SpecexecError | None = None  # why this text cannot go on
@@ -45,14 +50,17 @@ class Forest:
     """Grows the trees of all texts of a pass together.
 
     Args:
-        model: the draft model of every text's drafter.
+        model: the draft model of every text's drafter; None where their pasts are all they know.
         tree: its budget is for the nodes of all texts together, as are the nodes of a draft step.
+        texts: at once, at most.
         learned: about the pair; its policy is the one that single texts use.
     Raises:
         ConfigError: the policy looks at one text's draft, or one text's continuation.
     """
 
-    def __init__(self, model: StreamedModel, tree: TreeConfig, learned: Learned) -> None:
+    def __init__(
+        self, model: StreamedModel | None, tree: TreeConfig, texts: int, learned: Learned
+    ) -> None:
         if POLICIES[tree.policy].needs not in (None, "cost"):
             able = [name for name, entry in POLICIES.items() if entry.needs in (None, "cost")]
             raise ConfigError(
@@ -62,12 +70,8 @@ class Forest:
         self._model = model
         self._learned = learned
         self._tree = tree
+        self._most_nodes = nodes_of_a_text(tree.budget, texts)
         self._policy = learned.policy(tree)
-
-    @property
-    def model(self) -> StreamedModel:
-        """The draft model."""
-        return self._model
 
     @property
     def most_pending(self) -> int | None:
@@ -77,16 +81,17 @@ class Forest:
         model = self._learned.cost.model
         return int(model.knee_rows + model.base_s / model.row_s) if model.row_s else None
 
-    def feed(self, texts: Sequence[tuple[ModelDrafter, Sequence[int]]]) -> None:
+    def feed(self, texts: Sequence[tuple[ForestDrafter, Sequence[int]]]) -> None:
         """Runs committed tokens through the draft model, for texts whose prompts are under way."""
-        frontier = _root()
-        begun = [each for each in texts if each[0].begin(each[1], 1) >= 1]
-        if not begun:
-            return
-        found = self._model.forward_together([drafter.rows_of(frontier) for drafter, _ in begun])
-        for (drafter, _), logits in zip(begun, found, strict=True):
-            drafter.fed()
-            del logits
+        begun = [
+            drafter
+            for drafter, context in texts
+            if isinstance(drafter, ModelDrafter) and drafter.begin(context, 1) >= 1
+        ]
+        if begun and self._model is not None:
+            self._model.forward_together([drafter.rows_of(_root()) for drafter in begun])
+            for drafter in begun:
+                drafter.fed()
 
     def grow(self, saplings: Sequence[Sapling], pending: int) -> list[DraftTree]:
         """A tree for each text; a text whose drafting fails gets none and keeps the error.
@@ -108,13 +113,13 @@ class Forest:
                 grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
             )
             rested = not len(result.tree)
-            for index, part in zip(able, growth.split(result), strict=True):
+            for index, part in zip(able, growth.split(result, self._most_nodes), strict=True):
                 found[index] = part
         trees = []
         room = self._tree.budget - sum(len(own.tree) for own in found if own is not None)
         for sapling, own in zip(saplings, found, strict=True):
             size = len(own.tree) if own is not None else 0
-            trees.append(sapling.drafter.take(own, size + room, rested))
+            trees.append(sapling.drafter.take(own, min(size + room, self._most_nodes), rested))
             room -= len(trees[-1]) - size
         return trees
 
@@ -127,7 +132,7 @@ class _Growth:
     """One search over several texts: which node belongs to whom."""
 
     def __init__(
-        self, model: StreamedModel, saplings: Sequence[Sapling], depths: Sequence[int]
+        self, model: StreamedModel | None, saplings: Sequence[Sapling], depths: Sequence[int]
     ) -> None:
         self._model = model
         self._saplings = saplings
@@ -167,29 +172,28 @@ class _Growth:
 
     def _run(self, parts: Sequence[tuple[int, Frontier]], width: int) -> list[tuple[Floats, Ints]]:
         """The children of each text's own nodes."""
-        drafters = [self._saplings[text].drafter for text, _ in parts]
-        rows = [drafter.rows_of(part) for drafter, (_, part) in zip(drafters, parts, strict=True)]
+        asked = [(self._saplings[text].drafter, part) for text, part in parts]
+        rows = [each.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
+        logits = iter(self._model.forward_together(rows) if self._model is not None else ())
         found = []
-        logits_of = self._model.forward_together(rows)
-        for drafter, (text, part), logits in zip(drafters, parts, logits_of, strict=True):
+        for (drafter, part), (text, _) in zip(asked, parts, strict=True):
             try:
-                found.append(drafter.children(part, logits, width))
+                if isinstance(drafter, ModelDrafter):
+                    found.append(drafter.children(part, next(logits), width))
+                else:
+                    found.append(drafter.expand(part, width))
             except SpecexecError as error:  # this text's alone, such as a grammar that ends
                 self._saplings[text].error = error
-                found.append(
-                    (
-                        np.full((len(part.ids), 1), -np.inf),
-                        np.zeros((len(part.ids), 1), dtype=np.int64),
-                    )
-                )
+                shape = len(part.ids), 1
+                found.append((np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)))
         return found
 
     def no_signals(self, ids: Ints) -> Floats:
         """Forest refuses the policies that would ask."""
         raise AssertionError("no policy for several texts reads signals")
 
-    def split(self, result: SearchResult) -> list[SearchResult]:
-        """Each text's own tree."""
+    def split(self, result: SearchResult, most: int) -> list[SearchResult]:
+        """Each text's own tree, of which the `most` most probable nodes are kept."""
         tree, ids = result.tree, result.ids
         parents = [int(ids[parent]) if parent >= 0 else ROOT for parent in tree.parents.tolist()]
         owners = np.array(
@@ -198,6 +202,8 @@ class _Growth:
         found = []
         for text in range(len(self._saplings)):
             own = np.flatnonzero(owners == text)
+            # ties go to the older node, hence a parent is always kept with its child
+            own = np.sort(own[np.argsort(-tree.log_probs[own], kind="stable")[:most]])
             renumbered = np.full(len(owners) + 1, ROOT, dtype=np.int64)  # the last: the root's own
             renumbered[own] = np.arange(len(own))
             found.append(

@@ -241,6 +241,20 @@ class SuffixDrafter:
         self.rested = not len(tree)
         return tree
 
+    def begin(self, context: Sequence[int], max_depth: int) -> int:
+        """As ModelDrafter.begin; 0 where the context's end is new."""
+        self.rested = False
+        return max_depth if self._repetitions.follow(context) else 0
+
+    def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
+        """What came next where each node's path stands; see search.Expand."""
+        return self._repetitions.expand(frontier, width)
+
+    def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
+        """As ModelDrafter.take; there is nothing to add."""
+        self.rested = rested
+        return found.tree if found is not None else DraftTree.empty()
+
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         """Learns from what the target settled."""
         self._repetitions.learn(tokens)

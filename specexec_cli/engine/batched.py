@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.batch import Batch, BatchText
+from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
 from specexec_cli.engine.text import EngineFigures, Finish, QueueFullError, Running, TextRequest
 from specexec_cli.errors import SpecexecError, clear_shortage
 from specexec_cli.models.text import TextStream
+from specexec_cli.planning.memory import nodes_of_a_text
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import GenerationRequest, count_step, with_text
@@ -68,9 +70,10 @@ class Batched:
 
     def _forest(self) -> Forest | None:
         drafter, session = self._seats[0].drafter, self._session
-        if drafter is None or session.method == "autoregressive":
+        if drafter is None:
             return None
-        return Forest(drafter.model, session.pair.tree, session.learned)
+        model = drafter.model if isinstance(drafter, ModelDrafter) else None
+        return Forest(model, session.pair.tree, self._slots, session.learned)
 
     def submit(self, request: TextRequest) -> Running:
         """See Engine.submit."""
@@ -151,7 +154,8 @@ class Batched:
         taken = [text.batched.seat for text in self._texts]
         seat = self._batch.seat_for(request.prompt, taken)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
-        seat.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        nodes = nodes_of_a_text(request.tree.budget, self._slots)
+        seat.target.reserve(len(request.prompt) + request.max_tokens + nodes)
         if seat.drafter is not None:
             seat.drafter.configure(sampler, request.tree, self._session.learned)
         running.began()

@@ -101,10 +101,10 @@ def _job(
     stop = value.get("stop", generation.stop)
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
     if not isinstance(stop, tuple) or not all(isinstance(each, str) for each in stop):
-        raise ConfigError("`stop` must be a string or a list of strings")
+        raise ConfigError("'stop' must be a string or a list of strings")
     length = value.get("max_tokens", generation.max_tokens)
     if type(length) is not int:
-        raise ConfigError("`max_tokens` must be a whole number")
+        raise ConfigError("'max_tokens' must be a whole number")
     return Job(
         id=own_id,
         prompt=_prompt(value, chat),
@@ -136,7 +136,7 @@ def _sampling(value: Mapping[str, Any], sampling: SamplingConfig) -> SamplingCon
     for name, number in given.items():
         whole = type(getattr(sampling, name)) is int
         if type(number) is not int and (whole or type(number) is not float):
-            raise ConfigError(f"`{name}` must be a {'whole ' if whole else ''}number")
+            raise ConfigError(f"'{name}' must be a {'whole ' if whole else ''}number")
     return replace(sampling, **given)
 
 

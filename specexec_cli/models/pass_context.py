@@ -76,7 +76,7 @@ class PassContext:
             self._rows.now = pieces
             masks = [self._mask(piece, span, writes_cache) for piece in pieces]
             stop = start + sum(piece.count for piece in pieces)
-            yield start, stop, masks[0] if len(pieces) == 1 else MaskByText(pieces, masks)
+            yield start, stop, MaskByText(pieces, masks) if self._rows.by_text else masks[0]
             start = stop
 
     def _mask(self, piece: Piece, span: Span | None, writes_cache: bool) -> Any:

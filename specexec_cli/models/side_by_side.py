@@ -84,6 +84,11 @@ class SideBySide:
         self.turns = turns
         self.now: Sequence[Piece] = ()  # the rows that are in a layer
 
+    @property
+    def by_text(self) -> bool:
+        """Whether attention is handed the keys of all texts."""
+        return len(self.parts) > 1 and not self.turns
+
     def chunks(self, most: int) -> Iterator[Sequence[Piece]]:
         """The pass's rows in their order, in chunks of at most `most` rows."""
         chunk: list[Piece] = []
@@ -121,20 +126,20 @@ class _TextsLayer(CacheLayerMixin):
         Args:
             key_states, value_states: (1, heads, rows, head_dim) of the pieces in the layer.
         Returns:
-            Every filled row, of the one text that has rows here or of all texts of the pass.
+            Every filled row of all texts of the pass; of one text where they take turns.
         """
         pieces, first = self._rows.now, 0
         for piece in pieces:
             own = slice(first, first + piece.count)
             found = self._layers[piece.text].update(key_states[:, :, own], value_states[:, :, own])
             first += piece.count
-        if len(pieces) == 1:
+        if not self._rows.by_text:
             return found
+        # of texts without rows here too: layers that attend to this one's keys (Gemma-4) are given
+        # what its last chunk returned
         return self._all("keys"), self._all("values")
 
     def _all(self, which: str) -> KeysByText:
-        # of texts without rows here too: layers that attend to this one's keys (Gemma-4) are given
-        # what its last chunk returned
         return KeysByText(
             [
                 getattr(layer, which)[:, :, : layer.length] if layer.is_initialized else None

@@ -47,8 +47,16 @@ class Work:
 
     @property
     def slots(self) -> int:
-        """Cache rows of all texts: any of them may have the whole budget."""
-        return self.texts * (self.context_tokens + self.budget + 1)
+        """Cache rows of all texts."""
+        return self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+
+
+def nodes_of_a_text(budget: int, texts: int) -> int:
+    """Most nodes that one of so many texts may have of the budget they share.
+
+    Up to four times its share, so that not every text needs memory for the nodes of all.
+    """
+    return min(budget, -(-4 * budget // texts))
 
 
 def activation_bytes(model: ModelBytes, work: Work) -> int:

@@ -22,6 +22,7 @@ from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter, SessionDrafter
+from specexec_cli.drafting.forest import ForestDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sampled import SampledDrafter
@@ -78,15 +79,14 @@ class LocalSession(TextSession):
         """
         self.forget()
         targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
-        return [Seat(target, self._new_drafter()) for target in targets]
+        return [Seat(target, self._seat_drafter()) for target in targets]
 
-    def _new_drafter(self) -> ModelDrafter | None:
-        if self._draft is None:
+    def _seat_drafter(self) -> ForestDrafter | None:
+        if self.method == "autoregressive":
             return None
-        return ModelDrafter(
-            self._draft, Sampler(SamplingConfig()), self.pair.tree, self.vocab_size,
-            learned=self.learned,
-        )  # fmt: skip
+        drafter = self._made_drafter(self.method, Sampler(SamplingConfig()), self.pair.tree)
+        assert isinstance(drafter, ForestDrafter)
+        return drafter
 
     @property
     def method(self) -> BenchMethod:
@@ -175,15 +175,23 @@ class LocalSession(TextSession):
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
         if self._drafter is None or self._drafter_method != request.method:
-            self._drafter = SOURCES[request.method].make(
-                DraftSetup(
-                    model=self._draft, sampler=sampler, tree=request.tree,
-                    target_vocab_size=self.vocab_size, learned=self.learned,
-                )
-            )  # fmt: skip
+            self._drafter = self._made_drafter(request.method, sampler, request.tree)
             self._drafter_method = request.method
         self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
         return self._drafter
+
+    def _made_drafter(
+        self, method: BenchMethod, sampler: Sampler, tree: TreeConfig
+    ) -> SessionDrafter:
+        return SOURCES[method].make(
+            DraftSetup(
+                model=self._draft,
+                sampler=sampler,
+                tree=tree,
+                target_vocab_size=self.vocab_size,
+                learned=self.learned,
+            )
+        )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)

@@ -22,6 +22,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import ConfigError, NonFiniteLogitsError, SpecexecError, StreamError
+from specexec_cli.planning.memory import nodes_of_a_text
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget
 
@@ -73,7 +74,7 @@ class Bench:
             for _ in range(self.seats)
         ]  # fmt: skip
         self.learned = learned
-        forest = Forest(self.draft, tree, learned) if self.tree else None  # type: ignore[arg-type]
+        forest = Forest(self.draft, tree, self.seats, learned) if self.tree else None  # type: ignore[arg-type]
         self.batch = Batch(forest, self.all)
         self.under_way: list[BatchText] = []
 
@@ -98,6 +99,8 @@ class Bench:
                 self.under_way.remove(text)
         if self.tree:
             assert sum(step.tree_nodes for step in found) <= self.tree.budget
+            most = nodes_of_a_text(self.tree.budget, self.seats)
+            assert all(step.tree_nodes <= most for step in found)
         return outcomes
 
     def _check(self, text: BatchText) -> None:
@@ -158,7 +161,8 @@ def job_lists(draw: st.DrawFn) -> list[Job]:
 @settings(max_examples=120, deadline=None)
 @given(
     model=seeds, noise=st.sampled_from([0.0, 0.3, 10.0]), tree=st.none() | trees(),
-    jobs=job_lists(), seats=st.integers(1, 4), prompt_rows=st.sampled_from([3, 16, 256]),
+    jobs=job_lists(), seats=st.sampled_from([1, 2, 3, 7]),
+    prompt_rows=st.sampled_from([3, 16, 256]),
 )  # fmt: skip
 def test_each_text_is_what_it_is_alone(model, noise, tree, jobs, seats, prompt_rows):
     if tree is not None and tree.policy == "disco":

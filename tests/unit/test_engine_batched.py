@@ -226,17 +226,20 @@ def test_the_factory_takes_turns_where_one_text_is_planned_for(plain: LocalSessi
         engine.close()
 
 
-def test_without_a_draft_model(pair: dict[str, str]) -> None:
-    with Session.open(
-        target=pair["target"], method="autoregressive", dtype="float32", offload="ssd"
-    ) as session:
+@pytest.mark.parametrize("drafts", [{"method": "autoregressive"}, {"draft": "suffix"}])
+def test_without_a_draft_model(pair: dict[str, str], drafts: dict[str, str]) -> None:
+    options = {"target": pair["target"], **drafts}
+    with Session.open(**options, dtype="float32", offload="ssd") as session:
         assert isinstance(session, LocalSession)
-        requests = [text(session, "abc", 9), text(session, "abd", 12, temperature=0.8)]
+        repeating = "to and fro and to and fro and to and "
+        requests = [text(session, repeating, 9), text(session, "abd", 12, temperature=0.8)]
         expected = [alone(session, request) for request in requests]
         engine = Batched(session, slots=2, most_waiting=1)
         try:
             running = [engine.submit(request) for request in requests]
-            assert [outcome(list(each)) for each in running] == expected
+            steps = [list(each) for each in running]
+            assert [outcome(each) for each in steps] == expected
             assert engine.figures().passes <= 13
         finally:
             engine.close()
+        assert any(step.tree_nodes for step in steps[0]) == (drafts != {"method": "autoregressive"})

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 _FIRST = (2, 8)
 
 
+_PROMPT_ROWS = 64  # of prompts, in a pass of several texts that is learned from
+
+
 @policy(
     "cost",
     help="as much as pays in tokens/s; the budget is then twice the pair's unless given",
@@ -142,8 +145,11 @@ class Cost:
         return best + 1, float(rates[best])
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones."""
-        if step.pending_rows > self.texts:
+        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones.
+
+        Among several texts a short one does: where texts come and go, few passes carry none.
+        """
+        if step.pending_rows > self.texts + (_PROMPT_ROWS if self.texts > 1 else 0):
             return
         tokens = 1.0 + self._trust * self._tree_expects / self.texts
         self._rests.observe(step, tokens, self._doubted)
