@@ -85,6 +85,10 @@ def create_app(service: Service, access: Access) -> Any:
             code="not_supported",
         )
 
+    return _guarded(app, access)
+
+
+def _guarded(app: FastAPI, access: Access) -> Any:
     guarded: Any = Guard(app, access)
     if access.origins:
         guarded = CORSMiddleware(
