@@ -145,6 +145,7 @@ def at_once(config: Config, count: int, alone: Sequence[Alone]) -> dict[str, Any
         "passes": after.passes - before.passes,
         "seconds": seconds,
         "tokens": sum(map(len, tokens)),
+        "passes_of_texts": [each.stats.target_passes for each in running],
         "draft_s": median(each.stats.draft_s / each.stats.target_passes for each in running),
         "pass_s": median(each.stats.verify_s / each.stats.target_passes for each in running),
         "each_over_alone": shares,
