@@ -14,6 +14,12 @@ In RAM, on the same shape and bits, with one row a pass and a long prompt:
     python scripts/gguf_rig.py RIG16 RIG4.gguf 4          (in llama.cpp's environment below --home)
     python scripts/bench_peers.py --rig RIG4 --gguf RIG4.gguf --in-ram --prompt-tokens 256 \
         --peers "llama.cpp read,specexec autoregressive"
+
+Like for like, specexec and llama.cpp on the very same file:
+
+    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M
+    python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --in-ram \
+        --peers "llama.cpp read,specexec autoregressive"
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from specexec_cli.bench.metrics import spread
 from specexec_cli.bench.tables import aligned
 from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
+from specexec_cli.gguf.container import is_gguf
 from specexec_cli.models.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -123,17 +130,22 @@ class PeerBench:
                 python = python_of(peer, self.options.home)
                 if peer.program == "llama_cpp":
                     self._convert(python, self.options.rig, self.options.gguf)
-                    self._convert(python, self.options.draft, self._draft_gguf)
+                    if any(PEERS[each].drafts for each in self.options.peers):
+                        self._convert(python, self.options.draft, self._draft_gguf)
             except (OSError, subprocess.CalledProcessError) as error:
                 self.failed[name] = f"could not be installed: {error}"
 
     @property
     def _draft_gguf(self) -> Path:
+        if self.options.draft.is_file():
+            return self.options.draft
         return self.options.gguf.with_suffix(".draft.gguf")
 
     @staticmethod
     def _convert(python: Path, folder: Path, gguf: Path) -> None:
-        """Writes the GGUF of a checkpoint unless there is one as new as the checkpoint."""
+        """Writes the GGUF of a checkpoint unless it is one, or there is one as new as it."""
+        if folder == gguf:
+            return
         written = max(path.stat().st_mtime for path in folder.glob("*.safetensors"))
         if gguf.exists() and gguf.stat().st_mtime > written:
             return
@@ -296,12 +308,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         options.baseline_tokens = options.tokens
     if min(options.prompts, options.tokens, options.baseline_tokens, options.repeats) < 1:
         raise ConfigError("--prompts, --repeats and both numbers of tokens must be 1 or more")
-    if not (options.rig / "config.json").is_file():
+    if not (options.rig / "config.json").is_file() and not is_gguf(options.rig):
         raise ConfigError(f"no rig in {options.rig}: write one with scripts/make_rig.py")
     options.cap = parse_bytes(options.cap, "--cap") if options.cap != "0" else 0
     if options.in_ram:
         options.offload = "auto"
     options.rig, options.draft = options.rig.resolve(), options.draft.resolve()
+    if options.rig.is_file():
+        options.gguf = options.rig
     options.gguf = options.gguf or options.rig.with_name(options.rig.name + ".gguf")
     options.home.mkdir(parents=True, exist_ok=True)
     if shutil.disk_usage(options.home).free < 2 << 30:

@@ -3,9 +3,10 @@
     python gguf_rig.py RIG OUT.gguf [BITS]        (needs the packages gguf and numpy)
 
 BITS is 16 (bfloat16, unless told), 8 (Q8_0) or 4 (Q4_0): layers in so many bits, embeddings and
-head in bfloat16, as rigs of packed weights have them.
+head in bfloat16, as rigs of packed weights have them. Q4_K_M, or another mixture that llama.cpp has
+(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file.
 
-Prompts go in as token ids, so the vocabulary only needs its size: each token is spelled by number.
+The vocabulary is the rig's own, where it has a tokenizer.json of a byte-level BPE.
 """
 
 from __future__ import annotations
@@ -82,11 +83,54 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(_KINDS[bits][1])
+
+
+def _numbers(writer: gguf.GGUFWriter, vocab_size: int) -> None:
+    """A vocabulary where only its size matters: each token is spelled by number."""
     writer.add_tokenizer_model("llama")
-    words = [f"<{token}>".encode() for token in range(config["vocab_size"])]
+    words = [f"<{token}>".encode() for token in range(vocab_size)]
     writer.add_token_list(words)
     writer.add_token_scores([0.0] * len(words))
     writer.add_token_types([int(gguf.TokenType.NORMAL)] * len(words))
+
+
+def _tokenizer(writer: gguf.GGUFWriter, rig: Path, vocab_size: int) -> None:
+    path = rig / "tokenizer.json"
+    stored = json.loads(path.read_text()) if path.is_file() else {}
+    if stored.get("model", {}).get("type") != "BPE":
+        _numbers(writer, vocab_size)
+        return
+    special = {each["id"]: each["content"] for each in stored["added_tokens"]}
+    words = {index: word for word, index in stored["model"]["vocab"].items()} | special
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([words.get(index, f"<{index}>") for index in range(vocab_size)])
+    kinds = gguf.TokenType.NORMAL, gguf.TokenType.CONTROL
+    writer.add_token_types([int(kinds[index in special]) for index in range(vocab_size)])
+    merges = [
+        pair if isinstance(pair, str) else " ".join(pair) for pair in stored["model"]["merges"]
+    ]
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+
+
+def quantize(source: Path, out: Path, mixture: str) -> None:
+    """What llama.cpp's quantizer makes of a file, such as Q4_K_M."""
+    import ctypes
+
+    import llama_cpp
+
+    kind = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{mixture}", None)
+    if kind is None:
+        raise SystemExit(f"llama.cpp has no mixture {mixture}")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = kind
+    code = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(out).encode(), ctypes.byref(params)
+    )
+    if code:
+        raise SystemExit(f"llama.cpp could not quantize {source} to {mixture}")
 
 
 def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantizationType:
@@ -110,6 +154,7 @@ def write(rig: Path, out: Path, bits: int) -> None:
         raise SystemExit(f"{rig}: only Llama rigs can be converted, not {config['model_type']}")
     writer = gguf.GGUFWriter(out, "llama")
     _header(writer, config, bits)
+    _tokenizer(writer, rig, config["vocab_size"])
     heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
     for name, shape, _ in _tensors(rig):
         kind = _kind(name, shape, bits)
@@ -132,7 +177,13 @@ def write(rig: Path, out: Path, bits: int) -> None:
 
 
 if __name__ == "__main__":
-    width = int(sys.argv[3]) if len(sys.argv) > 3 else 16
-    if width not in _KINDS:
-        raise SystemExit(f"{width} bits: there are {', '.join(map(str, _KINDS))}")
-    write(Path(sys.argv[1]), Path(sys.argv[2]), width)
+    rig, out, width = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or ["16"])[0]
+    if width.isdigit():
+        if int(width) not in _KINDS:
+            raise SystemExit(f"{width} bits: there are {', '.join(map(str, _KINDS))}, and Q4_K_M")
+        write(rig, out, int(width))
+    else:
+        wide = out.with_suffix(".bf16")
+        write(rig, wide, 16)
+        quantize(wide, out, width)
+        wide.unlink()

@@ -31,9 +31,11 @@ from rich.progress import (
 )
 from rig_gptq import GptqRig
 from rig_routing import Routers, Routing
+from rig_rows import RowRig
 from rig_shapes import SHAPES, parse_shape
 from rig_tensors import RandomPool, Rig, Source
 from specexec_kernels.packing import BITS
+from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
@@ -64,7 +66,7 @@ class Entry:
         return self.start + self.n_bytes
 
 
-def cut_shards(rig: Rig | GptqRig, shard_bytes: int) -> list[list[Entry]]:
+def cut_shards(rig: Rig | GptqRig | RowRig, shard_bytes: int) -> list[list[Entry]]:
     """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
@@ -85,7 +87,7 @@ def cut_shards(rig: Rig | GptqRig, shard_bytes: int) -> list[list[Entry]]:
 
 
 def write_shard(
-    path: Path, entries: list[Entry], rig: Rig | GptqRig, done: Callable[[int], None]
+    path: Path, entries: list[Entry], rig: Rig | GptqRig | RowRig, done: Callable[[int], None]
 ) -> None:
     """One safetensors file, tensor after tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -116,6 +118,7 @@ def write_rig(
     *,
     layers: int | None = None,
     bits: int = 16,
+    row_format: str | None = None,
     shard_bytes: int = SHARD_BYTES,
     seed: int = 0,
     routing: Routing | None = None,
@@ -127,6 +130,7 @@ def write_rig(
         shape_name: see parse_shape().
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
+        row_format: one of specexec_kernels.row_quantize.RECIPES, in place of `bits`.
         routing: of a mixture on the held-out prompts; random routers unless given.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
@@ -144,8 +148,10 @@ def write_rig(
             raise ConfigError(f"--shape {shape_name} has no experts to choose: leave --skew away")
         texts = [prompt["prompt"] for prompt in json.loads(TEXTS.read_text("utf-8"))]
         routers = Routers(source_folder, texts, shape.experts, shape.chosen, routing, seed)
-    rig: Rig | GptqRig
-    if bits == 16:
+    rig: Rig | GptqRig | RowRig
+    if row_format is not None:
+        rig = RowRig(source, shape, pool, row_format, routers)
+    elif bits == 16:
         rig = Rig(source, shape, pool, routers)
     else:
         rig = GptqRig(source, shape, pool, bits, routers)
@@ -170,7 +176,7 @@ def write_rig(
 
 
 def _write_folder(
-    rig: Rig | GptqRig,
+    rig: Rig | GptqRig | RowRig,
     shape_name: str,
     shards: list[list[Entry]],
     folder: Path,
@@ -215,6 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         default=16,
         help="per weight; below 16 in GPTQ format",
     )
+    parser.add_argument("--format", choices=RECIPES, metavar="NAME",
+                        help=f"in place of --bits: {', '.join(RECIPES)}")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--skew", type=float, metavar="SHARE",
                         help="of a mixture's experts, which hold 80 %% of the choices")  # fmt: skip
@@ -234,6 +242,7 @@ def main(argv: list[str] | None = None) -> int:
             task = bar.add_task("rig", total=None)
             write_rig(
                 args.source, args.shape, args.out, layers=args.layers, bits=args.bits,
+                row_format=args.format,
                 seed=args.seed,
                 routing=args.skew and Routing(skew=args.skew, locality=args.locality),
                 progress=lambda done, total: bar.update(task, completed=done, total=total),

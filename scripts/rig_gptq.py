@@ -96,7 +96,7 @@ class GptqRig:
                               f"quantization groups of {GROUP_SIZE}")  # fmt: skip
         codes, scales = {}, {}
         for name in source.names():
-            if _is_linear(name):
+            if is_linear(name):
                 codes[name], scales[name] = _quantized(source, name, bits)
         seed = int(pool.take((4,)).view(np.uint64)[0])
         self._codes = Rig(_CodePlane(source, codes), shape, _Codes(seed, bits))
@@ -112,7 +112,7 @@ class GptqRig:
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
         """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
         for name, size, dtype in self._plain.tensors():
-            if not _is_linear(name):
+            if not is_linear(name):
                 yield name, size, dtype
                 continue
             (outputs, inputs), linear = size, name.removesuffix(".weight")
@@ -149,7 +149,8 @@ class GptqRig:
         }
 
 
-def _is_linear(name: str) -> bool:
+def is_linear(name: str) -> bool:
+    """Whether a rig's tensor is the weight of a linear that quantizers quantize."""
     return source_name(name).removesuffix(".weight").rpartition(".")[2] in LINEARS
 
 

@@ -23,11 +23,13 @@ KindOf = Callable[[str, tuple[int, ...]], Kind]
 
 
 def all_of(kind: Kind) -> KindOf:
-    """Every matrix in one type, as far as its rows are whole blocks; vectors in float32."""
+    """Every matrix in one type, as far as its rows are whole blocks; vectors and, as llama.cpp has
+    it, routers in float32."""
 
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind:
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        return kind if len(shape) > 1 and shape[-1] % block == 0 else Kind.F32
+        fits = len(shape) > 1 and shape[-1] % block == 0 and "ffn_gate_inp" not in name
+        return kind if fits else Kind.F32
 
     return kind_of
 
@@ -227,6 +229,34 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
     writer.add_add_bos_token(bool(settings.get("add_bos_token", False)))
     if settings.get("chat_template"):
         writer.add_chat_template(settings["chat_template"])
+
+
+def write_vocabulary(path: Path, words: Any) -> Path:
+    """A file without a model, but with a SentencePiece vocabulary, as of Llama-2."""
+    count = words.vocab_size()
+    kinds = gguf.TokenType
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([words.id_to_piece(n) for n in range(count)])
+    writer.add_token_scores([words.get_score(n) for n in range(count)])
+    writer.add_token_types(
+        [
+            kinds.UNKNOWN if words.is_unknown(n)
+            else kinds.CONTROL if words.is_control(n)
+            else kinds.BYTE if words.is_byte(n)
+            else kinds.NORMAL
+            for n in range(count)
+        ]
+    )  # fmt: skip
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_tensor("token_embd.weight", np.zeros((count, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
 
 
 def split(path: Path, count: int) -> Path:

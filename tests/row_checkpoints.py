@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +40,16 @@ def unpacked(
 
 def save_row_packed(folder: Path, recipe: str, name: str = "llama") -> tuple[Path, Path]:
     """Write `folder`/plain and `folder`/packed, which compute the same; as save_quantized."""
+    return save_packed_by(folder, SMALL[recipe].pack, SMALL[recipe].settings, name)
+
+
+def save_packed_by(
+    folder: Path,
+    pack: Callable[[Tensor], dict[str, Tensor]],
+    settings: Mapping[str, Any],
+    name: str = "llama",
+) -> tuple[Path, Path]:
+    """As save_row_packed, with what packs a weight and the quantization_config given."""
     plain, packed = folder / "plain", folder / "packed"
     config = architecture(name)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
@@ -50,13 +61,13 @@ def save_row_packed(folder: Path, recipe: str, name: str = "llama") -> tuple[Pat
         if not (is_linear(key) and key.endswith(".weight")):
             stored[key] = tensor
             continue
-        leaves = SMALL[recipe].pack(tensor.float())
-        tensors[key] = unpacked(leaves, tuple(tensor.shape), SMALL[recipe].settings, linear)
+        leaves = pack(tensor.float())
+        tensors[key] = unpacked(leaves, tuple(tensor.shape), settings, linear)
         stored |= {f"{linear}.{leaf}": value for leaf, value in leaves.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     packed.mkdir()
     content = json.loads((plain / "config.json").read_text())
-    content["quantization_config"] = dict(SMALL[recipe].settings)
+    content["quantization_config"] = dict(settings)
     (packed / "config.json").write_text(json.dumps(content))
     save_file(stored, packed / "model.safetensors", {"format": "pt"})
     return plain, packed

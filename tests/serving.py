@@ -31,6 +31,7 @@ class Served:
 def served(
     session: TextSession,
     *,
+    slots: int = 3,
     most_waiting: int = 32,
     api_key: str | None = None,
     origins: tuple[str, ...] = (),
@@ -38,7 +39,7 @@ def served(
     """A server over a session, which others may not use meanwhile."""
     service = Service(
         session,
-        open_engine(session, most_waiting=most_waiting),
+        open_engine(session, slots=slots, most_waiting=most_waiting),
         Defaults(sampling=SamplingConfig(), max_tokens=16),
     )
     access = Access(host="127.0.0.1", api_key=api_key, origins=origins)

@@ -125,7 +125,8 @@ def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
 
 def _block_sums(x: Tensor, block: int) -> Tensor:
     """(rows, inputs) to (rows, blocks) float32, added two by two: one order for any rows."""
-    sums = x.float().view(x.shape[0], -1, block)
+    whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % block))
+    sums = whole.view(x.shape[0], -1, block)
     while sums.shape[2] > 1:
         half = sums.shape[2] // 2
         sums = sums[..., :half] + sums[..., half:]

@@ -114,6 +114,10 @@ class Lanes(Emitter):
             narrow = ir.FunctionType(pairs, [self.vector, self.vector])
             self._narrow = ir.Function(module, narrow, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
 
+    def at(self, row: Any, unit: Any) -> None:
+        """Go to a unit of the outputs from `row` on."""
+        self.row, self.unit = row, unit
+
     def argument(self, position: int) -> Any:
         """An int64 of the argument array."""
         return self.load(self.base, I64(position), I64, 8)
@@ -152,6 +156,9 @@ class Lanes(Emitter):
         """
         if count is None:
             count = self._unit_bytes(self.parts[leaf][0]) // 4
+        return self.once((leaf, offset, count), lambda: self._words(leaf, offset, count))
+
+    def _words(self, leaf: str, offset: int, count: int) -> list[Any]:
         first, stride = self._address(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
@@ -213,6 +220,11 @@ class Lanes(Emitter):
         """
         b, (part, base, columns) = self.b, self.parts[leaf]
         typ, size = ITEM_TYPES[part.dtype]
+        if part.outputs == 1 and 0 < part.inputs < self.spec.format.unit:
+            bits = 8 * size
+            if self._unit_bytes(part) % 4 == 0:  # whole words are fewer loads
+                words, place = self.read_words(leaf), number * bits
+                return self._number(self.bits(words[place // 32], place % 32, bits), part.dtype)
         column = self._column(part, number)
 
         def address(row: Any) -> Any:
@@ -256,14 +268,32 @@ class Lanes(Emitter):
             return b.add(b.mul(self.unit, I64(unit // part.inputs)), I64(number))
         return b.udiv(self.unit, I64(part.inputs // unit))
 
-    def column_bits(self, leaf: str, bits: int) -> Any:
+    def column(self, leaf: str, number: int = 0) -> Any:
+        """The column of a tensor beside in which the unit's item lies; see item."""
+        return self._column(self.parts[leaf][0], number)
+
+    def number_at(self, leaf: str, place: int) -> Any:
+        """The int32 that a tensor beside has for an input of the unit, as a column."""
+        at = self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
+        return self.b.sext(self.load(self.parts[leaf][1], at, I32), I64)
+
+    def item_of_column(self, leaf: str, column: Any) -> Any:
+        """The items of each lane's output in a column of a tensor beside, as float32."""
+        b, (part, base, columns) = self.b, self.parts[leaf]
+        typ, size = ITEM_TYPES[part.dtype]
+        places = [
+            b.add(b.mul(b.add(self.row, I64(lane)), columns), column) for lane in range(self.lanes)
+        ]
+        addresses = [b.add(base, b.mul(place, I64(size))) for place in places]
+        return self._number(self._gathered(addresses, typ), part.dtype)
+
+    def column_bits(self, leaf: str, bits: int, column: Any) -> Any:
         """A code of each lane out of words that go down the outputs, int32 lanes.
 
         Args:
             leaf: (outputs * bits / 32, columns) int32, codes of 1, 2, 4 or 8 bits.
         """
-        b, (part, base, columns) = self.b, self.parts[leaf]
-        column = self._column(part, 0)
+        b, (_, base, columns) = self.b, self.parts[leaf]
         rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
         places = [b.add(b.mul(b.udiv(row, I64(32 // bits)), columns), column) for row in rows]
         words = self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], I32)
@@ -273,11 +303,13 @@ class Lanes(Emitter):
             shifts = b.insert_element(shifts, shift, I32(lane))
         return b.and_(b.lshr(words, shifts), self.same(2**bits - 1))
 
-    def run_item(self, leaf: str) -> Any:
-        """The float32 of a tensor beside that covers the unit, rows taken as one long run."""
+    def run_item(self, leaf: str, skipped: int = 0) -> Any:
+        """The float32 of a tensor beside that covers the unit's inputs behind the first `skipped`,
+        rows taken as one long run."""
         b, (part, base, _) = self.b, self.parts[leaf]
         unit = I64(self.spec.format.unit)
-        inputs, first = b.mul(self.units, unit), b.mul(self.unit, unit)
+        inputs = b.mul(self.units, unit)
+        first = b.add(b.mul(self.unit, unit), I64(skipped))
         rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
         places = [b.udiv(b.add(b.mul(row, inputs), first), I64(part.run)) for row in rows]
         return self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], F32)
@@ -293,7 +325,7 @@ class Lanes(Emitter):
 
     def _number(self, items: Any, dtype: str) -> Any:
         if dtype == "F32":
-            return items
+            return self.b.bitcast(items, self.vector)
         codes = self._widened(items)
         if dtype == "F16":
             return self.half(codes)
@@ -333,6 +365,8 @@ class Lanes(Emitter):
 
     def bits(self, words: Any, first: int, count: int) -> Any:
         """`count` bits of each word from bit `first` on."""
+        if count == 32:
+            return words
         moved = self.b.lshr(words, self.same(first)) if first else words
         return self.b.and_(moved, self.same(2**count - 1))
 
@@ -504,7 +538,7 @@ class RowProducts(Lanes):
 
     def few(self, output: Any, column: Any) -> None:
         """Multiply straight from the registers; strips are one vector wide."""
-        spec, self.row = self.spec, output
+        spec = self.spec
 
         def multiply(unit: Any, sums: list[Any], items: Iterator[Any], start: int) -> list[Any]:
             first = self.b.mul(unit, I64(self.unit_items))
@@ -515,11 +549,11 @@ class RowProducts(Lanes):
 
         def block(first: Any, _: list[Any]) -> list[Any]:
             last = self.minimum(self.b.add(first, I64(spec.block_units)), self.units)
-            self.unit = first
+            self.at(output, first)
             terms = [spec.format.terms(self, 0)]
 
             def unit(u: Any, sums: list[Any]) -> list[Any]:
-                self.unit = u
+                self.at(output, u)
                 self.fetch_ahead()
                 return multiply(u, sums, self.weight_items(), 0)
 
@@ -529,7 +563,7 @@ class RowProducts(Lanes):
             return []
 
         def blocks_of_unit(u: Any, _: list[Any]) -> list[Any]:
-            self.unit = u
+            self.at(output, u)
             self.fetch_ahead()
             items = self.weight_items()
             first = self.b.mul(u, I64(spec.unit_blocks))
@@ -591,7 +625,7 @@ class RowProducts(Lanes):
         """Put one vector of outputs of units first..last and their terms into the tile."""
         b, spec = self.b, self.spec
         lane = b.mul(vector, I64(self.lanes))
-        self.row = b.add(output, lane)
+        row = b.add(output, lane)
 
         def put_terms(block: Any, number: int) -> None:
             at = b.add(b.mul(block, I64(2 * spec.strip)), lane)
@@ -600,7 +634,7 @@ class RowProducts(Lanes):
                     self.store(term, self.tile_terms, b.add(at, I64(i * spec.strip)))
 
         def unit(u: Any, _: list[Any]) -> list[Any]:
-            self.unit = u
+            self.at(row, u)
             self.fetch_ahead()
             local = b.sub(u, first)
             if spec.unit_blocks > 1:
@@ -612,7 +646,7 @@ class RowProducts(Lanes):
             return []
 
         def block(start: Any, _: list[Any]) -> list[Any]:
-            self.unit = start
+            self.at(row, start)
             put_terms(b.udiv(b.sub(start, first), I64(spec.block_units)), 0)
             stop = self.minimum(b.add(start, I64(spec.block_units)), last)
             return self.loop(start, stop, 1, [], unit)

@@ -98,30 +98,27 @@ def _long_text(record: Any, number: int) -> Prompt | None:
 
 
 def _human_eval(record: Any, number: int) -> Prompt:
-    return raw(record["task_id"], record["prompt"].strip("\n"))
+    """The prompt as it is: DSI, appendix B.2, and DISCO, appendix B.2."""
+    return raw(record["task_id"], record["prompt"])
 
 
 def _mbpp(record: Any, number: int) -> Prompt:
-    """Code Llama's one-shot form, as DSI used it (arXiv:2405.14105), in a chat template."""
-    task = (
-        "Your task is to write a Python function to solve a programming problem.\n"
-        "The Python code must be between [PYTHON] and [/PYTHON] tags.\n"
-        "Problem: Write a Python function to get the unique elements of a list.\n"
-        "Test: assert get_unique_elements([1, 2, 3, 2, 1]) == [1, 2, 3]"
-    )
-    shown = "[PYTHON]\ndef get_unique_elements(my_list):\n    return list(set(my_list))\n[/PYTHON]"
-    problem = f"Problem: {(record.get('text') or record['prompt']).strip()}\nTest: "
-    return chat(record.get("task_id", number), task, shown, problem + record["test_list"][0])
+    """The task and one test: DSI, figure 2, and DISCO, figure 7.
+
+    The quotation marks are part of the prompt, as in the evaluation harness that both follow:
+    code models read a docstring.
+    """
+    task, test = record.get("text") or record["prompt"], record["test_list"][0]
+    return raw(record.get("task_id", number), f'"""{task}\n{test}\n"""')
 
 
 def _cnn_dailymail(record: Any, number: int) -> Prompt:
-    """DSI's form (arXiv:2405.14105)."""
-    article = record["article"].strip("\n")
-    return raw(record.get("id", number), f"Summarize:\n{article}\nSummary:\n")
+    """DSI, figure 3, and DISCO, figure 8; the quotation marks there are Python's."""
+    return raw(record.get("id", number), f"Summarize:\n{record['article']}\nSummary:\n")
 
 
 def _alpaca(record: Any, number: int) -> Prompt:
-    """Stanford Alpaca's own form."""
+    """DSI, figures 4 and 5, and DISCO, figures 9 and 10: Stanford Alpaca's own form."""
     given = (record.get("input") or "").strip()
     head = "Below is an instruction that describes a task"
     head += ", paired with an input that provides further context. " if given else ". "
@@ -171,9 +168,9 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter("humaneval", _human_eval, ("HumanEval.jsonl.gz", "HumanEval.jsonl"),
                 ("openai/openai_humaneval",), "test"),
         Adapter("mbpp", _mbpp, ("mbpp.jsonl", "sanitized-mbpp.json"),
-                ("google-research-datasets/mbpp",), "test"),
+                ("google-research-datasets/mbpp", "full"), "test"),
         Adapter("cnn-dailymail", _cnn_dailymail, ("cnn_dailymail.jsonl", "cnn_dailymail.parquet"),
-                ("abisee/cnn_dailymail", "3.0.0"), "test"),
+                ("abisee/cnn_dailymail", "2.0.0"), "test"),
         Adapter("alpaca", _alpaca, ("alpaca_data.json", "alpaca.jsonl"),
                 ("tatsu-lab/alpaca",), "train"),
     )

@@ -129,32 +129,39 @@ def coverage_table(rows: Sequence[Row], form: str, width: int | None = None) -> 
 
 
 def _beside_papers(summaries: Sequence[Summary], form: str, width: int | None) -> list[str]:
-    """The papers' rows of our targets and ours, one table per target."""
+    """The papers' rows of our pairs and ours, one table per pair and device."""
     parts = []
     header = ["from", "method", "data", "temp", "budget", "tok/pass", "tok/s", "speedup"]
-    for target in dict.fromkeys(summary["config"]["target"] for summary in summaries):
-        published = [_paper_cells(row) for row in rows_for(target)]
+    pairs: dict[tuple[str, str | None, str], list[Summary]] = {}
+    for summary in summaries:
+        models = summary["config"]
+        pairs.setdefault((models["target"], models["draft"], _device(summary)), []).append(summary)
+    for (target, draft, device), measured in pairs.items():
+        published = [_paper_cells(row) for row in rows_for(target, draft, device)]
         if published:
-            ours = [_our_cells(s) for s in summaries if s["config"]["target"] == target]
-            cells = [*published, *ours]
+            cells = [*published, *map(_our_cells, measured)]
             lines = markdown(header, cells) if form == "md" else aligned(header, cells, width)
-            parts.append("\n".join([f"{target}: published and measured", "", *lines]))
+            parts.append("\n".join([f"{target} with {draft}: published and measured", "", *lines]))
     return parts
+
+
+def _device(summary: Summary) -> str:
+    hardware = summary["environment"]["hardware"]
+    return str((hardware["gpus"] or [hardware["cpu"]])[0])
 
 
 def _paper_cells(row: PaperRow) -> list[str]:
     return [
-        f"{row.source}, {row.hardware}", "specexec", row.dataset, f"{row.temperature:g}",
-        str(row.budget or "-"), f"{row.generation_rate or '-'}", f"{row.tokens_per_s:.2f}",
-        f"{row.speedup}x" if row.speedup else "-",
+        f"{row.source}, {row.hardware}", row.method, row.dataset, f"{row.temperature:g}",
+        str(row.budget), f"{row.generation_rate:.2f}", f"{row.tokens_per_s:.2f}",
+        f"{row.speedup:g}x",
     ]  # fmt: skip
 
 
 def _our_cells(summary: Summary) -> list[str]:
-    metrics, hardware = summary["metrics"], summary["environment"]["hardware"]
-    speedup = summary["speedup"]
+    metrics, speedup = summary["metrics"], summary["speedup"]
     return [
-        f"here, {(hardware['gpus'] or [hardware['cpu']])[0]}", summary["case"]["method"],
+        f"here, {_device(summary)}", summary["case"]["method"],
         summary["config"]["dataset"], f"{summary['case']['temperature']:g}",
         str(summary["case"].get("budget", "-")), f"{metrics['generation_rate']['mean']:.2f}",
         f"{metrics['tokens_per_s']['mean']:.2f}",

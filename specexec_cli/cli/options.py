@@ -31,7 +31,8 @@ Pair = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        help="A name of models.toml, a folder, or a hub id: org/name or org/name@revision.",
+        help="A name of models.toml, a folder, a GGUF file, a hub id (org/name or "
+        "org/name@revision, or of it one file as org/name:FILE.gguf), or ollama:NAME.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip

@@ -64,8 +64,7 @@ def rm(
     for entry in entries:
         if entry.folder is not None:
             raise ConfigError(
-                f"{entry.name} is the folder {entry.folder}, and not in the hub's cache: nothing "
-                "was deleted"
+                f"{entry.name} is {entry.folder}, and not in the hub's cache: nothing was deleted"
             )
     found = [item for entry in entries if (item := cached(entry)) is not None]
     if not found:

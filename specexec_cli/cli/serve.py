@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from typing import Annotated
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.panels import ADVANCED
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.planning.request import MOST_SLOTS, Request
+
+if TYPE_CHECKING:
+    from specexec_cli.loading import Notice, Progress
+    from specexec_cli.session import TextSession
 
 _SERVER = "Server"
+_SLOTS = 4  # unless told: rows of four texts hide behind a stream as those of one do
 
 
 @option_groups.grouped
@@ -38,7 +47,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="A page elsewhere that may ask, as in https://chat.example. May be repeated.",
-            rich_help_panel=_SERVER,
+            rich_help_panel=ADVANCED,
         ),
     ] = None,
     queue: Annotated[
@@ -47,9 +56,18 @@ def serve(
             min=0,
             max=10_000,
             help="Texts that may wait; more are refused (429).",
-            rich_help_panel=_SERVER,
+            rich_help_panel=ADVANCED,
         ),
     ] = 32,
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST_SLOTS,
+            rich_help_panel=_SERVER,
+            help="Texts at once, each with memory of its own. Default: 4 where that fits.",
+        ),
+    ] = None,
     max_tokens: options.MaxTokens = 1024,
     context: options.Context = None,
     models: option_groups.ModelOptions,
@@ -80,7 +98,6 @@ def serve(
     from specexec_cli.serve.guards import Access
     from specexec_cli.serve.run import Server, listen
     from specexec_cli.serve.service import Defaults, Service
-    from specexec_cli.session import open_session
 
     access = Access(host=host, api_key=api_key or None, origins=tuple(cors_origin or ()))
     if not access.loopback and access.api_key is None:
@@ -91,29 +108,55 @@ def serve(
     fetch_first(request, yes=models.yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
-        with socket, open_session(
-            request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        ) as session:  # fmt: skip
+        told = (lambda line: None) if quiet else notice
+        with socket, contextlib.ExitStack() as opened:
+            session, slots = _open(request, slots, told, bar)
+            opened.enter_context(session)
             bar.close()
             session.context_limit = context
             service = Service(
                 session,
-                open_engine(session, most_waiting=queue),
+                open_engine(session, slots=slots, most_waiting=queue),
                 Defaults(sampling=sampling, max_tokens=max_tokens),
             )
-            try:
+
+            def ready() -> None:
+                address = f"[{host}]" if ":" in host else host
+                where = f"http://{address}:{socket.getsockname()[1]}"
+                at_once = "a text at a time" if slots == 1 else f"{slots} texts at once"
                 if not quiet:
-                    address = f"[{host}]" if ":" in host else host
                     print(
-                        f"{service.model} at http://{address}:{socket.getsockname()[1]} "
-                        "(API under /v1). Ctrl-C ends",
-                        file=sys.stderr,
-                    )
-                Server(service, access).run(sockets=[socket])
+                        f"{service.model} at {where} (the API under /v1), {at_once}. Ctrl-C ends",
+                        file=sys.stderr, flush=True,
+                    )  # fmt: skip
+
+            server = Server(service, access, ready)
+            try:
+                server.run(sockets=[socket])
             finally:
                 service.close()
+        if server.interrupted:
+            raise typer.Exit(INTERRUPTED_EXIT_CODE)
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+def _open(
+    request: Request, slots: int | None, notice: Notice, progress: Progress
+) -> tuple[TextSession, int]:
+    """A session, and for how many texts at once; where that is left open, several or one."""
+    from specexec_cli.drafting.policies import POLICIES
+    from specexec_cli.planning.memory import DoesNotFitError
+    from specexec_cli.session import open_session
+
+    policy = request.tree.policy
+    one_text = policy is not None and POLICIES[policy].needs not in (None, "cost")
+    if slots is None and request.method != "dsi" and not one_text:
+        several = replace(request, slots=_SLOTS)
+        with contextlib.suppress(DoesNotFitError):
+            return open_session(several, notice=notice, progress=progress), _SLOTS
+    slots = slots or 1
+    return open_session(replace(request, slots=slots), notice=notice, progress=progress), slots
 
 
 def _check_extra() -> None:

@@ -10,7 +10,7 @@ from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 
 MAX_LOOKAHEAD = 32
 LONG_PASS_ROWS = 4096
-TYPICAL_ACCEPTANCE = 0.7  # of the papers' pairs; nothing is known before the first text
+TYPICAL_ACCEPTANCE = 0.8  # mean of DSI's table 1; nothing is known before the first text
 _WORTHWHILE = 1.05  # below it, scheduling and messages eat the gain
 
 

@@ -36,6 +36,10 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+_ENDS = (
+    "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
+    "<end_of_turn>",
+)  # fmt: skip
 _FACTOR_ERROR = 1e-4  # float32's, where a list of factors is that of Llama 3
 
 
@@ -73,6 +77,11 @@ class _Metadata:
             what = "has no" if value is None else f"says {shown(value)} as"
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return float(value)
+
+    def words(self) -> dict[str, int]:
+        """The vocabulary: token -> its number."""
+        tokens = self._file.metadata.get("tokenizer.ggml.tokens")
+        return {word: n for n, word in enumerate(tokens)} if isinstance(tokens, list) else {}
 
     def token(self, key: str) -> int | None:
         value = self._file.metadata.get(f"tokenizer.ggml.{key}")
@@ -121,8 +130,11 @@ def gguf_config(file: GgufFile) -> Config:
 
 
 def _ends(metadata: _Metadata) -> list[int] | int | None:
-    """What ends a text: the end of a turn as well, where a file tells it apart."""
+    """What ends a text: the tokens that a file calls so, and those whose spelling says it, which
+    llama.cpp goes by as well (src/llama-vocab.cpp): many files name but one."""
     found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
+    spelled = metadata.words()
+    found += [spelled[word] for word in _ENDS if word in spelled]
     ids = list(dict.fromkeys(each for each in found if each is not None))
     return ids if len(ids) > 1 else next(iter(ids), None)
 

@@ -78,7 +78,8 @@ class Quantization:
         found = {}
         for stored in self.checkpoint:
             name, _, leaf = stored.rpartition(".")
-            own = leaf in self.config.spec.kind.tensors or leaf == "bias"
+            # tools that sort nothing by groups may store a g_idx all the same
+            own = leaf in (*self.config.spec.kind.tensors, "g_idx", "bias")
             if own and f"{name}.qweight" in self.checkpoint:
                 found[stored] = name, leaf
         return found

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from specexec_kernels.formats import METHODS
+
 from specexec_cli.errors import CheckpointError
 from specexec_cli.planning.packed_formats import PACKED_KINDS, PackedKind
 
@@ -142,7 +144,7 @@ def _kind(keys: Mapping[str, Any], path: Path) -> PackedKind:
         return next(own, next(iter(known)))
     kind = PACKED_KINDS.get(str(name).lower())
     if kind is None:
-        *others, last = PACKED_KINDS
+        *others, last = (*PACKED_KINDS, *METHODS)
         raise CheckpointError(
             f"{path}: quantization method '{str(name).lower()}' is not supported. Supported are "
             f"{', '.join(others)} and {last}: use such a checkpoint of the model, or the original "

@@ -6,6 +6,7 @@ the real models and compares. Knows no device.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, ref
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.packed_formats import PACKED_KINDS
+from specexec_cli.planning.row_bits import row_bits
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -339,6 +341,9 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
 def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
     """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
     quantization = config.get("quantization_config") or {}
+    row_packed = row_bits(quantization, linear.inputs)
+    if row_packed is not None and linear.quantized:
+        return math.ceil(linear.inputs * linear.outputs * row_packed / 8)
     bits = int(quantization.get("bits") or 0)
     if not bits or not linear.quantized:
         return linear.inputs * linear.outputs * item

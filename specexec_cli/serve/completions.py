@@ -124,6 +124,8 @@ class Answer(ABC):
         try:
             self._check_ends()
         except ApiError as error:
+            if error.status == _GONE:
+                return
             yield answers.event(error.body)
         else:
             if options is not None and options.include_usage:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specexec_cli.chat.thinking import ThinkSplitter
+from specexec_cli.chat.thinking import Part, ThinkSplitter
 from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.tools import Call, Dialect
 
@@ -42,9 +42,9 @@ class ReplyText:
         """What was held back, once the text is over."""
         return self._said(self._split.finish(), ended=True)
 
-    def _said(self, parts: Sequence[object], *, ended: bool) -> Said:
-        thinking = "".join(part.text for part in parts if part.thinking)  # type: ignore[attr-defined]
-        answer = "".join(part.text for part in parts if not part.thinking)  # type: ignore[attr-defined]
+    def _said(self, parts: Sequence[Part], *, ended: bool) -> Said:
+        thinking = "".join(part.text for part in parts if part.thinking)
+        answer = "".join(part.text for part in parts if not part.thinking)
         if self._dialect is None:
             return Said(answer, thinking)
         self._held += answer

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import signal
 import socket
 import threading
+from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
@@ -44,10 +46,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which at its end also ends the texts that its streams wait for."""
+    """uvicorn's server, which at its end also ends the texts that its streams wait for.
 
-    def __init__(self, service: Service, access: Access) -> None:
+    Args:
+        ready: called when it answers.
+    """
+
+    def __init__(
+        self, service: Service, access: Access, ready: Callable[[], None] = lambda: None
+    ) -> None:
+        self.interrupted = False  # by Ctrl-C
         self._service = service
+        self._ready = ready
         super().__init__(
             uvicorn.Config(
                 create_app(service, access), lifespan="off", log_level="warning",
@@ -55,6 +65,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )  # fmt: skip
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn."""
+        await super().startup(sockets)
+        self._ready()
 
     def stop(self) -> None:
         """Ends texts, streams and the server; from any thread, and from a signal's handler."""
@@ -64,8 +79,12 @@ class Server(uvicorn.Server):
         threading.Thread(target=self._service.stop, name="specexec-stop").start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C; the second one does not wait for streams."""
+        """Ctrl-C, or a service manager's SIGTERM; the second one does not wait for streams.
+
+        uvicorn would send itself the signal once more at its end, and SIGTERM would not let the
+        session keep what it has learned.
+        """
+        self.interrupted = self.interrupted or sig == signal.SIGINT
         if self.should_exit:
             self.force_exit = True
-        super().handle_exit(sig, frame)
         self.stop()

@@ -15,6 +15,9 @@ import torch
 import transformers
 from checkpoints import chain_logits, open_float32, random_tokens, save_checkpoint
 from quantized_checkpoints import edit_quantization, save_quantized
+from row_checkpoints import save_packed_by
+from specexec_kernels import cpu_rows, formats
+from specexec_kernels.formats.base import RowWeight
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import StepResult
@@ -42,7 +45,8 @@ def example(name: str) -> str:
 def own_tables() -> Iterator[None]:
     """Every registry is after a test as it was before."""
     tables: list[dict[str, Any]] = [
-        architectures._table, registry._table, sources._table, packed_formats._table
+        architectures._table, registry._table, sources._table, packed_formats._table,
+        formats._table,
     ]  # fmt: skip
     before = [dict(table) for table in tables]
     yield
@@ -178,3 +182,22 @@ def test_readme_names_architectures_that_run() -> None:
     named = [name.strip() for name in names.split(",")]
     assert len(named) > 20
     assert not set(named) - titles
+
+
+def test_the_example_of_row_packed_weights(tmp_path: Path) -> None:
+    name = added_by("row-packed weights", formats.METHODS)
+
+    def pack(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        exponents = torch.ceil(torch.log2(weight.abs().amax(1) / 127))
+        codes = torch.round(weight / torch.exp2(exponents)[:, None])
+        return {"weight": codes.to(torch.int8), "exponent": (exponents + 127).byte()}
+
+    plain, packed = save_packed_by(tmp_path, pack, {"quant_method": name})
+    logits = []
+    for folder in (plain, packed):
+        model = open_float32(folder)
+        logits.append(chain_logits(model, [1, 5, 9, 3]))
+    linear = model.skeleton.layers[0].layer.get_submodule("mlp.up_proj")
+    assert cpu_rows.supports(RowWeight(linear.format, 64, 96, {}))
+    model.close()
+    torch.testing.assert_close(*logits, rtol=0, atol=2e-5 * float(logits[0].abs().max()))

@@ -15,11 +15,12 @@ from checkpoints import (
     open_float32,
     random_tokens,
     save_byte_tokenizer,
+    save_sentencepiece_tokenizer,
 )
 from checkpoints import save_checkpoint as save
 from cli_runner import run_cli
 from gguf import GGMLQuantizationType as Kind
-from gguf_files import PACKED_KINDS, all_of, gguf_tensors, split, write_gguf
+from gguf_files import PACKED_KINDS, all_of, gguf_tensors, split, write_gguf, write_vocabulary
 from transformers import AutoModelForCausalLM
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
@@ -121,34 +122,36 @@ def test_a_pass_over_packed_weights_is_one_over_what_they_mean(tmp_path: Path, k
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def texts(target: Path, draft: Path, offload: str, temperature: float) -> dict[Method, list[int]]:
-    """What both methods write behind the same prompt."""
-    written: dict[Method, list[int]] = {}
+def assert_lossless(target: Path, draft: Path, offload: str) -> None:
+    """Both methods write the same behind one prompt, greedily and drawn."""
     with Session.open(
         target=str(target), draft=str(draft), dtype="float32", offload=offload
     ) as session:
-        for method in ("autoregressive", "specexec"):
-            steps = session.generate(
-                "def read(path):\n",
-                sampling=SamplingConfig(temperature=temperature, seed=3),
-                generation=GenerationConfig(max_tokens=24),
-                method=method,
-            )
-            written[method] = [token for step in steps for token in step.tokens]
-    return written
+        for temperature in (0.0, 1.0):
+            written: dict[Method, list[int]] = {}
+            for method in ("autoregressive", "specexec"):
+                steps = session.generate(
+                    "def read(path):\n",
+                    sampling=SamplingConfig(temperature=temperature, seed=3),
+                    generation=GenerationConfig(max_tokens=16),
+                    method=method,
+                )
+                written[method] = [token for step in steps for token in step.tokens]
+            assert written["specexec"] == written["autoregressive"]
+            assert len(written["specexec"]) > 2
 
 
-@pytest.mark.parametrize("offload", ["ssd", "none"])
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_K])
+@pytest.mark.parametrize(
+    ("kind", "offload"),
+    [(Kind.F32, "ssd"), (Kind.F16, "ssd"), (Kind.Q8_0, "ssd"), (Kind.Q4_0, "ssd"),
+     (Kind.Q4_K, "ssd"), (Kind.Q4_K, "none")],
+)  # fmt: skip
 def test_texts_are_the_autoregressive_ones(tmp_path: Path, kind: Kind, offload: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)
     target = write_gguf(model, tmp_path / "target.gguf", all_of(kind), tokenizer=DEMO / "target")
     small = AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
     draft = write_gguf(small, tmp_path / "draft.gguf", all_of(Kind.Q8_0), tokenizer=DEMO / "draft")
-    for temperature in (0.0, 1.0):
-        written = texts(target, draft, offload, temperature)
-        assert written["specexec"] == written["autoregressive"]
-        assert len(written["specexec"]) > 2
+    assert_lossless(target, draft, offload)
 
 
 def test_a_gguf_draft_beside_a_safetensors_target(tmp_path: Path) -> None:
@@ -157,12 +160,11 @@ def test_a_gguf_draft_beside_a_safetensors_target(tmp_path: Path) -> None:
     model = save(tmp_path / "target", config, std=0.12)
     save_byte_tokenizer(tmp_path / "target", unk_token="<unk>")
     draft = write_gguf(model, tmp_path / "draft.gguf", tokenizer=tmp_path / "target")
-    written = texts(tmp_path / "target", draft, "none", 0.0)
-    assert written["specexec"] == written["autoregressive"]
+    assert_lossless(tmp_path / "target", draft, "none")
     small = AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
     other = write_gguf(small, tmp_path / "other.gguf", tokenizer=DEMO / "draft")
     with pytest.raises(TokenizerMismatchError, match="do not share a tokenizer"):
-        texts(tmp_path / "target", other, "none", 0.0)
+        assert_lossless(tmp_path / "target", other, "none")
 
 
 def test_the_tokenizer_is_the_one_that_was_written(tmp_path: Path) -> None:
@@ -177,6 +179,53 @@ def test_the_tokenizer_is_the_one_that_was_written(tmp_path: Path) -> None:
         assert found.get_vocab() == expected.get_vocab()
         assert found.chat_template == "{{ messages[0].content }}"
         assert (found.bos_token_id, found.eos_token_id) == (1, 2)
+
+
+def test_a_sentencepiece_vocabulary_is_read_as_the_model_it_was_made_of(tmp_path: Path) -> None:
+    import sentencepiece  # its import is slow
+
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    save_sentencepiece_tokenizer(folder, None)
+    words = sentencepiece.SentencePieceProcessor(
+        model_proto=(folder / "tokenizer.model").read_bytes()
+    )
+    found = load_tokenizer(write_vocabulary(tmp_path / "m.gguf", words))
+    expected = load_tokenizer(folder)
+    for text in ("def f(x):\n    return x  # naïve ✓ 12,345", "  two", "a</s>b", "", "\n\n\tTab"):
+        assert found.encode(text) == expected.encode(text)
+        assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+def test_packed_experts_come_one_by_one(tmp_path: Path, name: str) -> None:
+    base = architecture(name)
+    changes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96,
+               "head_dim": 16, "norm_topk_prob": True}  # fmt: skip
+    model = save(tmp_path / "plain", type(base)(**{**base.to_dict(), **changes}))
+    path = write_gguf(model, tmp_path / "m.gguf", all_of(Kind.Q4_0))
+    unpacked = write_gguf(model, tmp_path / "unpacked.gguf", all_of(Kind.Q4_0), unpacked=True)
+    tokens = random_tokens(20)
+    whole = chain_logits(open_float32(path), tokens)
+    experts = open_float32(path, "ram", expert_bytes=1 << 20)
+    assert experts.experts is not None
+    assert torch.equal(chain_logits(experts, tokens), whole)
+    expected = chain_logits(open_float32(unpacked), tokens)
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    sizes = checkpoint_bytes(read_checkpoint(path)).experts
+    assert sizes is not None
+    assert sizes.largest == 3 * 64 * 96 * 18 // 32
+
+
+def test_tokens_that_say_so_end_a_text(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
+    path = write_gguf(model, tmp_path / "m.gguf", tokenizer=DEMO / "draft")
+    raw = path.read_bytes()
+    assert load_config(read_checkpoint(path)).eos_token_id == 2
+    path.write_bytes(raw.replace(b"<|user|>", b"<|im_end", 1))
+    assert load_config(read_checkpoint(path)).eos_token_id == 2
+    path.write_bytes(raw.replace(b"<|assistant|>", b"<|endoftext|>", 1))
+    assert load_config(read_checkpoint(path)).eos_token_id == [2, 6]
 
 
 def test_a_split_file_runs_as_the_whole_one(tmp_path: Path) -> None:

@@ -275,3 +275,21 @@ def test_same_seed_same_bytes(source: Path, tmp_path: Path) -> None:
     read = [np.fromfile(f / "model.safetensors", np.uint8) for f in (first, second, other)]
     assert np.array_equal(read[0], read[1])
     assert not np.array_equal(read[0], read[2])
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "nf4"])
+def test_row_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_path: Path) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+    )  # fmt: skip
+    save_checkpoint(tmp_path / "plain", config, dtype=torch.bfloat16)
+    shape = "hidden=256,layers=3,heads=8,kv_heads=8,head_dim=64,intermediate=192"
+    rig = make_rig.write_rig(tmp_path / "plain", shape, tmp_path / "rig", row_format=recipe)
+    logits = []
+    for folder in (tmp_path / "plain", rig):
+        model = open_float32(folder)
+        logits.append(chain_logits(model, [1, 5, 9, 3, 60, 33]))
+        model.close()
+    error = (logits[1] - logits[0]).std() / logits[0].std()
+    assert 0 < error < 0.5

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from serving import Served, is_idle, served, wait_until_idle
 
+import specexec_cli
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import StreamError
 from specexec_cli.session import Session, TextSession
@@ -314,7 +318,7 @@ def test_whoever_goes_away_ends_the_text(server: Served, streamed: bool) -> None
 
 def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> None:
     with (
-        served(session, most_waiting=1) as server,
+        served(session, slots=1, most_waiting=1) as server,
         closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
     ):
         asked = {"model": "demo", "prompt": "x", "temperature": 2.0}
@@ -332,19 +336,44 @@ def test_a_full_queue_is_429_and_a_place_is_given_back(session: TextSession) -> 
         wait_until_idle(server.url)
 
 
+def test_texts_of_different_requests_share_passes(
+    client: openai.OpenAI, server: Served, session: TextSession
+) -> None:
+    """Sampled, constrained and with log-probabilities, side by side: each is what it is alone."""
+    prompts = ("def add(a, b):", "import os\n", "class A:")
+    found: dict[str, str] = {}
+
+    def ask(prompt: str) -> None:
+        asked = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0.8, "seed": 4}
+        found[prompt] = client.completions.create(**asked, logprobs=1).choices[0].text
+
+    wait_until_idle(server.url)
+    before = server.service.engine.figures()
+    askers = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    wait_until_idle(server.url)
+    after = server.service.engine.figures()
+    for prompt in prompts:
+        assert found[prompt] == alone(session, prompt, 24, temperature=0.8, seed=4)
+    assert after.passes - before.passes < 72
+
+
 def test_a_failed_pass_is_a_500_and_the_next_text_works(
     client: openai.OpenAI, server: Served, session: TextSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
     expected = client.completions.create(**asked).choices[0].text
     wait_until_idle(server.url)
-    target = session._target  # type: ignore[attr-defined]
+    model = session._target.model  # type: ignore[attr-defined]
 
-    def unreadable(*args: object) -> None:
+    def unreadable(layer: int) -> None:
         raise StreamError("the disk does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target, "verify", unreadable)
+        patch.setattr(model, "on_layer", unreadable)
         with pytest.raises(openai.InternalServerError, match="the disk does not answer"):
             client.completions.create(**asked)
         stream = client.completions.create(**asked, stream=True)
@@ -361,9 +390,10 @@ def test_metrics_and_health(server: Served, client: openai.OpenAI) -> None:
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
 
 
-def test_the_end_of_the_server_ends_streams(session: TextSession) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_end_of_the_server_ends_streams(session: TextSession, slots: int) -> None:
     told: list[str] = []
-    with served(session) as server:
+    with served(session, slots=slots) as server:
 
         def read() -> None:
             body = {"prompt": "x", "max_tokens": 3000, "temperature": 2.0, "stream": True}
@@ -379,3 +409,27 @@ def test_the_end_of_the_server_ends_streams(session: TextSession) -> None:
         assert not reader.is_alive()
     assert told[-2:] == ["data: [DONE]", ""]
     assert "shutting down" in told[-4]
+
+
+def test_a_file_that_cannot_be_read_and_is_back(tmp_path: Path) -> None:
+    """The weights are cut off under a running server, and put back."""
+    demo = Path(specexec_cli.__file__).parent / "demo"
+    shutil.copytree(demo, tmp_path / "demo")
+    folders = {name: str(tmp_path / "demo" / name) for name in ("target", "draft")}
+    weights = tmp_path / "demo" / "target" / "model.safetensors"
+    whole, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
+    with (
+        Session.open(**folders, offload="ssd", offline=True) as session,
+        served(session) as server,
+        closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
+    ):
+        asked = {"model": "target", "prompt": "def add(a, b):", "max_tokens": 24}
+        expected = client.completions.create(**asked).choices[0].text
+        os.truncate(weights, len(whole) // 4)
+        with pytest.raises(openai.InternalServerError, match=re.escape(weights.name)) as told:
+            client.completions.create(**asked, seed=1)
+        assert told.value.code == "StreamError"
+        weights.write_bytes(whole)
+        os.utime(weights, ns=(stamp, stamp))  # another file in its place would be refused
+        assert client.completions.create(**asked).choices[0].text == expected
+        assert server.service.engine.figures().texts["failed"] == 1

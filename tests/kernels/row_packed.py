@@ -23,12 +23,14 @@ FORMATS: dict[str, RowFormat] = {
     "fp8-tensor": Fp8(16, "F8_E4M3", "weight_scale", "F32", (0, 0)),
     "fp8-e5m2": Fp8(4, "F8_E5M2", "weight_scale", "F32", (48, 64)),
     "mxfp4": Fp4(64, 32),
+    "mxfp4-words": Fp4(128, 32),
     "mxfp4-single": Fp4(32, 32),
     "nvfp4": Fp4(64, 16, scale_dtype="F8_E4M3", factor="weight_global_scale", divides=True),
     "nvfp4-modelopt": Fp4(16, 16, codes="weight", scale_dtype="F8_E4M3", factor="weight_scale_2"),
     "int4-group": PackedIntegers(4, 64, "BF16", zeros=False),
     "int4-channel": PackedIntegers(4, 0, "F16", zeros=False),
     "int4-zeros": PackedIntegers(4, 32, "BF16", zeros=True),
+    "int4-zeros-together": PackedIntegers(4, 32, "BF16", zeros=True, unit=64),
     "int8-zeros-channel": PackedIntegers(8, 0, "F32", zeros=True),
     "int3-group": PackedIntegers(3, 64, "BF16", zeros=False),
     "int3-zeros": PackedIntegers(3, 64, "BF16", zeros=True),
@@ -38,6 +40,7 @@ FORMATS: dict[str, RowFormat] = {
     "int8-bitsandbytes": Int8(16, "SCB", "F32", (1, 0), factor=1 / 127),
     "nf4": Table4(64, TABLE, 64),
     "nf4-nested": Table4(64, TABLE, 64, nested_run=4, offset=0.25),
+    "nf4-nested-together": Table4(64, TABLE, 16, nested_run=4, offset=0.25),
 }  # fmt: skip
 
 

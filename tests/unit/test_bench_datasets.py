@@ -66,8 +66,13 @@ def test_papers_forms(tmp_path):
     assert "Input" not in alpaca.prompts[1].text
     problem = {"task_id": 7, "text": "Write f.", "test_list": ["assert f() == 1"], "code": ""}
     mbpp = load("mbpp=" + written(tmp_path / "m.jsonl", problem)).prompts[0]
-    assert mbpp.chat
-    assert mbpp.messages[-1] == ("user", "Problem: Write f.\nTest: assert f() == 1")
+    assert not mbpp.chat
+    assert mbpp.text == '"""Write f.\nassert f() == 1\n"""', "DSI, figure 2; DISCO, figure 7"
+    code = {"task_id": "0", "prompt": "\n\ndef f():\n    "}
+    human = load("humaneval=" + written(tmp_path / "h.jsonl", code)).prompts[0]
+    assert human.text == code["prompt"], "only the prompt field, and all of it"
+    assert ADAPTERS["cnn-dailymail"].hub == ("abisee/cnn_dailymail", "2.0.0"), "DISCO, appendix B.3"
+    assert ADAPTERS["mbpp"].hub[1] == "full", "DISCO, appendix B.1"
     rows = [
         {"message_id": "1", "role": "prompter", "parent_id": None, "text": "Hi?"},
         {"message_id": "2", "role": "assistant", "parent_id": "1", "text": "Yes."},
@@ -172,7 +177,7 @@ def test_the_hub_is_asked_where_there_is_no_file(monkeypatch, tmp_path):
 
     monkeypatch.setitem(sys.modules, "datasets", Hub)
     dataset = load("humaneval", tmp_path, count=2)
-    assert [prompt.text for prompt in dataset.prompts] == ["def f():"] * 2
+    assert [prompt.text for prompt in dataset.prompts] == ["\ndef f():\n"] * 2
     assert dataset.source == "hub: openai/openai_humaneval"
 
 

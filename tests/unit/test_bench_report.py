@@ -69,15 +69,23 @@ def test_json_holds_the_coverage_too(results):
     assert content["coverage"][0]["draft_mass"] == [0.5, 0.7, 0.9]
 
 
-def test_the_papers_rows_stand_beside_their_own_target(tmp_path):
+def test_the_papers_rows_stand_beside_their_own_pair(tmp_path):
     path = tmp_path / "bench.jsonl"
-    target = "TheBloke/Llama-2-70B-Chat-GPTQ"
-    path.write_text(json.dumps(row(case("specexec", 8, 4), [step(3, 8)], 2.0, target=target)))
+    target, draft = "TheBloke/Llama-2-70B-Chat-GPTQ", "TheBloke/Llama-2-7B-Chat-GPTQ"
+    measured = row(case("specexec", 8, 4), [step(3, 8)], 2.0, target=target)
+    measured["config"]["draft"] = draft
+    measured["environment"] = {
+        **measured["environment"],
+        "hardware": {**measured["environment"]["hardware"], "gpus": ["NVIDIA GeForce RTX 4060"]},
+    }
+    path.write_text(json.dumps(measured))
     text, _ = make_report([path], "table", None, "png")
-    assert f"{target}: published and measured" in text
-    published = next(line for line in text.split("\n") if "RTX 4090" in line)
-    assert published.split()[-2:] == ["5.66", "-"]
-    assert "here, a CPU" in text
+    assert f"{target} with {draft}: published and measured" in text
+    published = [line for line in text.split("\n") if line.startswith("SpecExec, table")]
+    assert len(published) == 5, "table 1 twice, table 3 three times; not the 2080 Ti's Sheared"
+    assert "RTX 4060" in published[0], "the same hardware first"
+    assert published[0].split()[-6:] == ["oasst", "0.6", "128", "9.70", "3.28", "4.6x"]
+    assert "here, NVIDIA GeForce RTX 4060" in text
 
 
 def test_results_without_a_row(tmp_path):

@@ -57,7 +57,7 @@ GB = 10**9
         ([], "this machine has none"),
         ([80 * GB], "this machine has one"),
         ([24 * GB, 24 * GB], "0 of 2 devices can hold the target"),
-        ([80 * GB, 80 * GB, 80 * GB], "DSI is worth it at an acceptance rate of 0.7: DSI: looka"),
+        ([80 * GB, 80 * GB, 80 * GB], "DSI is worth it at an acceptance rate of 0.8: DSI: looka"),
     ],
 )
 def test_advice_is_one_line_that_says_why(devices, words):

@@ -7,17 +7,31 @@ the formats.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from specexec_kernels.formats import bitsandbytes, compressed_tensors, fp8, modelopt
 from specexec_kernels.formats.base import Method
 
-METHODS: Mapping[str, Method] = {
-    method.name: method
-    for method in (
-        fp8.METHOD,
-        fp8.FBGEMM,
-        modelopt.METHOD,
-        compressed_tensors.METHOD,
-        bitsandbytes.METHOD,
-    )
-}
+_table: dict[str, Method] = {}
+METHODS: Mapping[str, Method] = MappingProxyType(_table)
+
+
+def register(method: Method) -> None:
+    """Adds a method.
+
+    Raises:
+        ValueError: there is one of this name.
+    """
+    if method.name in _table:
+        raise ValueError(f"row-packed weights of '{method.name}' are registered twice")
+    _table[method.name] = method
+
+
+for _method in (
+    fp8.METHOD,
+    fp8.FBGEMM,
+    modelopt.METHOD,
+    compressed_tensors.METHOD,
+    bitsandbytes.METHOD,
+):
+    register(_method)

@@ -174,9 +174,15 @@ class Stored:
         """Of a leaf; likewise."""
         return self._find(leaf)[1]
 
-    def unit(self, *choices: int) -> int:
-        """The first of some units that divides the inputs; the last one if none does."""
-        return next((unit for unit in choices if self.inputs % unit == 0), choices[-1])
+    def unit_of(self, group: int, *smaller: int) -> int:
+        """The first of 128, 64, 32 and some smaller units that divides the inputs, and that goes
+        into groups of inputs (0: all) or is several whole ones; the last one if none does."""
+        choices = (128, 64, 32, *smaller)
+        return next(
+            (unit for unit in choices
+             if self.inputs % unit == 0 and (group % unit == 0 or unit % group == 0)),
+            choices[-1],
+        )  # fmt: skip
 
     def _find(self, leaf: str) -> tuple[str, tuple[int, ...]]:
         if leaf not in self.tensors:

@@ -82,10 +82,10 @@ class Table4(RowFormat):
                 yield lanes.table_pair(self.table, word, 4 * i)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        scale = lanes.item("weight.absmax")
+        scale = lanes.item("weight.absmax", number)
         if self.nested_run:
             found = lanes.lookup("weight.nested_quant_map", scale)
-            product = lanes.b.fmul(found, lanes.run_item("weight.nested_absmax"))
+            product = lanes.b.fmul(found, lanes.run_item("weight.nested_absmax", number * self.run))
             scale = lanes.b.fadd(product, lanes.constant(self.offset))
         return scale, None
 
@@ -93,7 +93,7 @@ class Table4(RowFormat):
 def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     if "SCB" in stored.tensors:
         return Int8(
-            stored.unit(64, 32, 16, 4), "SCB", stored.dtype("SCB", *SCALES), (1, 0), _PER_CODE
+            stored.unit_of(0, 16, 4), "SCB", stored.dtype("SCB", *SCALES), (1, 0), _PER_CODE
         )
     leaf = next((state for state in _STATES if state in stored.tensors), None)
     if leaf is None:
@@ -115,7 +115,7 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     table = tuple(stored.load("weight.quant_map").float().view(-1).tolist())
     if len(table) != 16:
         raise ValueError(f"its quant_map has {len(table)} values in place of 16")
-    return Table4(min(run, 64), table, run, nested, offset)
+    return Table4(stored.unit_of(run), table, run, nested, offset)
 
 
 METHOD = Method(

@@ -86,6 +86,7 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> PackedIntegers:
         zeros="weight_zero_point" in stored.tensors,
         # groups of inputs that lie together need no index
         shuffled="weight_g_idx" in stored.tensors and _is_shuffled(stored, weights),
+        unit=stored.unit_of(_scale_group(stored, weights)),
     )  # fmt: skip
 
 
@@ -103,9 +104,7 @@ def _int8(stored: Stored, weights: Mapping[str, Any]) -> Int8:
         tile = 1, _scale_group(stored, weights)
     else:
         tile = (1, 0) if sizes else (0, 0)
-    unit = stored.unit(64, 32, 16, 4)
-    if tile[1] % unit:
-        unit = 4
+    unit = stored.unit_of(tile[1], 16, 4)
     return Int8(
         unit, "weight_scale", stored.dtype("weight_scale", *SCALES), tile,
         zeros="weight_zero_point" in stored.tensors,
@@ -121,7 +120,7 @@ def _fp4(stored: Stored, weights: Mapping[str, Any]) -> Fp4:
         factor = "weight_global_scale"
         stored.shape(factor)
     return Fp4(
-        stored.unit(128, 64, 32, group), group, scale_dtype=stored.dtype("weight_scale"),
+        stored.unit_of(group, 16), group, scale_dtype=stored.dtype("weight_scale"),
         factor=factor, divides=True,
     )  # fmt: skip
 

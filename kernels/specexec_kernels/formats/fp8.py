@@ -94,9 +94,7 @@ def read_fp8(stored: Stored, settings: Mapping[str, Any]) -> Fp8 | None:
             f"scales of shape {list(stored.shape(leaf))} need a weight_block_size of two whole "
             f"numbers, not {block!r}"
         )
-    unit = stored.unit(64, 32, 16, 4)
-    if tile[1] % unit:
-        unit = next((each for each in (32, 16, 4) if tile[1] % each == 0), 4)
+    unit = stored.unit_of(tile[1], 16, 4)
     return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf, *SCALES), tile)
 
 

@@ -27,7 +27,6 @@ class PackedIntegers(RowFormat):
     """Codes in words; `weight_g_idx` gives the group of each input where they are not in order."""
 
     name: ClassVar[str] = "packed integers"
-    has_scale: ClassVar[bool] = True
     bits: int
     group: int  # inputs; 0: all
     scale_dtype: str
@@ -36,19 +35,22 @@ class PackedIntegers(RowFormat):
     unit: int = 32
 
     @property
+    def has_scale(self) -> bool:  # type: ignore[override]
+        """Whether inputs in a block share their scale."""
+        return not self.shuffled
+
+    @property
     def has_offset(self) -> bool:  # type: ignore[override]
-        """Whether there are zero points."""
-        return self.zeros
+        """Whether there are zero points, which inputs in a block share."""
+        return self.zeros and not self.shuffled
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Groups of single inputs have no kernel, nor zero points that straddle words."""
-        whole = self.group % self.unit == 0 and (self.group & (self.group - 1)) == 0
-        return (
-            not self.shuffled
-            and (not self.zeros or (32 % self.bits == 0 and whole))
-            and (self.group % self.unit == 0)
-        )
+        """Not where zero points straddle words, or sums over a block have no order of halves."""
+        block = self.block
+        in_order = self.group % self.unit == 0 or self.unit % self.group == 0
+        fits = 32 % self.bits == 0 and (self.shuffled or block & (block - 1) == 0)
+        return self.unit % 32 == 0 and in_order and (fits or not self.zeros)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -85,19 +87,27 @@ class PackedIntegers(RowFormat):
     def order(self) -> tuple[int, ...]:
         if self.bits != 4:
             return tuple(range(self.unit))
-        return tuple(8 * word + i + half for word in range(4) for i in range(4) for half in (0, 4))
+        return tuple(8 * word + i + half for word in range(self.unit // 8) for i in range(4)
+                     for half in (0, 4))  # fmt: skip
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
         words = lanes.read_words("weight_packed")
-        middle = lanes.same(2 ** (self.bits - 1))
         for code in self.order:
             word, shift = divmod(code * self.bits, 32)
             high = words[min(word + 1, len(words) - 1)]
             field = lanes.field(self.bits, words[word], high, [shift] * lanes.lanes)
-            yield lanes.to_float(lanes.b.sub(field, middle))
+            if not self.shuffled:
+                yield lanes.to_float(lanes.b.sub(field, lanes.same(2 ** (self.bits - 1))))
+                continue
+            group = lanes.number_at("weight_g_idx", code)
+            stored = lanes.same(2 ** (self.bits - 1))
+            if self.zeros:
+                stored = lanes.column_bits("weight_zero_point", self.bits, group)
+            difference = lanes.to_float(lanes.b.sub(field, stored))
+            yield lanes.b.fmul(lanes.item_of_column("weight_scale", group), difference)
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        if self.bits != 4:
+        if self.bits != 4 or self.shuffled:
             yield from RowFormat.pairs(self, lanes)
             return
         for word in lanes.read_words("weight_packed"):
@@ -105,10 +115,14 @@ class PackedIntegers(RowFormat):
                 yield lanes.table_pair(tuple(float(code - 8) for code in range(16)), word, 4 * i)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        scale = lanes.item("weight_scale")
+        if self.shuffled:
+            return None, None
+        scale = lanes.item("weight_scale", number)
         if not self.zeros:
             return scale, None
-        stored = lanes.column_bits("weight_zero_point", self.bits)
+        stored = lanes.column_bits(
+            "weight_zero_point", self.bits, lanes.column("weight_zero_point", number)
+        )
         zero = lanes.to_float(lanes.b.sub(stored, lanes.same(2 ** (self.bits - 1))))
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
 

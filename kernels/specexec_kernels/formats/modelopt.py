@@ -25,7 +25,7 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
         return None
     stored.shape("weight_scale_2")
     return Fp4(
-        stored.unit(128, 64, 32, _NVFP4_GROUP), _NVFP4_GROUP, codes="weight",
+        stored.unit_of(_NVFP4_GROUP, 16), _NVFP4_GROUP, codes="weight",
         scale_dtype=stored.dtype("weight_scale", "F8_E4M3"), factor="weight_scale_2",
     )  # fmt: skip
 

@@ -1,0 +1,60 @@
+"""How many bits a weight of a row-packed format takes, from quantization_config alone.
+
+For sizes before anything is downloaded; what is here is counted from its headers. Torch-free; the
+formats themselves are specexec_kernels.formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def row_bits(quantization: Mapping[str, Any], inputs: int) -> float | None:
+    """Bits of one weight of a linear, its share of the scales included; None for other methods.
+
+    Args:
+        inputs: of the linear, which is a group where the config names none.
+    """
+    method = _METHODS.get(str(quantization.get("quant_method")).lower())
+    return None if method is None else method(quantization, inputs)
+
+
+def _fp8(quantization: Mapping[str, Any], inputs: int) -> float:
+    block = quantization.get("weight_block_size") or (1, inputs)
+    return 8 + 32 / (block[0] * block[1])
+
+
+def _modelopt(quantization: Mapping[str, Any], inputs: int) -> float:
+    return 4 + 8 / 16 if "NVFP4" in str(quantization.get("quant_algo")) else 8.0
+
+
+def _mxfp4(quantization: Mapping[str, Any], inputs: int) -> float:
+    return 4 + 8 / 32
+
+
+def _bitsandbytes(quantization: Mapping[str, Any], inputs: int) -> float:
+    if quantization.get("load_in_8bit"):
+        return 8 + 32 / inputs
+    nested = quantization.get("bnb_4bit_use_double_quant")
+    return 4 + (8 + 32 / 256 if nested else 32) / 64
+
+
+def _compressed_tensors(quantization: Mapping[str, Any], inputs: int) -> float:
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if groups else {}
+    bits = int(weights.get("num_bits") or 16)
+    group = int(weights.get("group_size") or inputs)
+    if weights.get("type") == "float" and bits == 4:
+        return bits + 8 / group  # MXFP4 and NVFP4 have scales of one byte
+    return bits + (16 + (0 if weights.get("symmetric", True) else bits)) / group
+
+
+_METHODS: Mapping[str, Callable[[Mapping[str, Any], int], float]] = {
+    "fp8": _fp8,
+    "fbgemm_fp8": _fp8,
+    "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
+    "bitsandbytes": _bitsandbytes,
+    "compressed-tensors": _compressed_tensors,
+}
