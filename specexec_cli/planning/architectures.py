@@ -106,9 +106,7 @@ register(
         query_key_norms="one head", tied_by_default=True, default_head_dim=256,
     )
 )  # fmt: skip
-register(
-    Architecture(model_type="ministral3", title="Ministral3", mlp="gated", tied_by_default=True)
-)
+register(Architecture(model_type="ministral3", title="Ministral3", mlp="gated"))
 register(Architecture(model_type="granite", title="Granite", mlp="gated"))
 register(Architecture(model_type="smollm3", title="SmolLM3", mlp="gated", tied_by_default=True))
 register(Architecture(model_type="olmo2", title="Olmo2", mlp="gated", query_key_norms="all heads"))
