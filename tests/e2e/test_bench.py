@@ -18,7 +18,7 @@ from specexec_cli.bench.schema import problems
 from specexec_cli.cli.bench import app
 from specexec_cli.errors import ConfigError
 
-ALL = "specexec,chain,chain-coupled,specinfer,beam,beam-pruned"
+ALL = "specexec,specexec-paper,chain,chain-coupled,specinfer,beam,beam-pruned"
 SMALL = ("--pair", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",
          "--speculation-length", "3", "--warmup", "0", "--dtype", "float32", "-q")  # fmt: skip
 
@@ -47,13 +47,13 @@ def test_every_method_on_the_demo_pair(tmp_path):
         *SMALL, "--method", ALL, "--temperature", "0,0.8", "--offload", "ssd", "--results", results
     )
     rows = read_results(results)
-    assert len(rows) == 3 * 2 * 7
+    assert len(rows) == 3 * 2 * 8
     assert not any(problems(row) for row in rows)
     assert [len(row["tokens"]) <= 6 for row in rows] == [True] * len(rows)
     assert all(row["link"]["link_bytes_per_s"] > 0 for row in rows)
     assert all(row["metrics"]["bytes_per_pass"] > 1e6 for row in rows)
     cases = content["cases"]
-    assert len(cases) == 14
+    assert len(cases) == 16
     for case in cases:
         method, sampled = case["case"]["method"], case["case"]["temperature"] > 0
         assert case["runs"] == 3
