@@ -17,7 +17,11 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from specexec_cli.loading import Notice, Progress
+    from specexec_cli.serve.guards import Access
+    from specexec_cli.serve.service import Defaults
     from specexec_cli.session import TextSession
 
 _SERVER = "Server"
@@ -94,51 +98,64 @@ def serve(
     _check_extra()
 
     from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.engine.factory import open_engine
     from specexec_cli.serve.guards import Access
-    from specexec_cli.serve.run import Server, listen
-    from specexec_cli.serve.service import Defaults, Service
+    from specexec_cli.serve.run import listen
+    from specexec_cli.serve.service import Defaults
 
     access = Access(host=host, api_key=api_key or None, origins=tuple(cors_origin or ()))
     if not access.loopback and access.api_key is None:
         raise ConfigError(
             f"--host {host} lets other machines ask: set a key with --api-key or SPECEXEC_API_KEY"
         )
-    socket = listen(host, port)  # before minutes of loading
-    fetch_first(request, yes=models.yes, quiet=quiet)
-    bar = LoadingBar(shown=not quiet)
+    defaults = Defaults(sampling=sampling, max_tokens=max_tokens)
+    interrupted = False
+    with listen(host, port) as address:  # before minutes of loading
+        fetch_first(request, yes=models.yes, quiet=quiet)
+        bar = LoadingBar(shown=not quiet)
+        try:
+            session, slots = _open(request, slots, (lambda line: None) if quiet else notice, bar)
+            with session:
+                bar.close()
+                session.context_limit = context
+                interrupted = _run(session, slots, queue, defaults, access, address, quiet)
+        except KeyboardInterrupt:
+            interrupted = True
+    if interrupted:
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _run(
+    session: TextSession,
+    slots: int,
+    queue: int,
+    defaults: Defaults,
+    access: Access,
+    address: socket,
+    quiet: bool,
+) -> bool:
+    """Serves until a signal comes; whether it was Ctrl-C."""
+    from specexec_cli.engine.factory import open_engine
+    from specexec_cli.serve.run import Server
+    from specexec_cli.serve.service import Service
+
+    service = Service(session, open_engine(session, slots=slots, most_waiting=queue), defaults)
+
+    def ready() -> None:
+        host = f"[{access.host}]" if ":" in access.host else access.host
+        at_once = "a text at a time" if slots == 1 else f"{slots} texts at once"
+        if not quiet:
+            print(
+                f"{service.model} at http://{host}:{address.getsockname()[1]} (the API under /v1), "
+                f"{at_once}. Ctrl-C ends",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
+
+    server = Server(service, access, ready)
     try:
-        told = (lambda line: None) if quiet else notice
-        with socket, contextlib.ExitStack() as opened:
-            session, slots = _open(request, slots, told, bar)
-            opened.enter_context(session)
-            bar.close()
-            session.context_limit = context
-            service = Service(
-                session,
-                open_engine(session, slots=slots, most_waiting=queue),
-                Defaults(sampling=sampling, max_tokens=max_tokens),
-            )
-
-            def ready() -> None:
-                address = f"[{host}]" if ":" in host else host
-                where = f"http://{address}:{socket.getsockname()[1]}"
-                at_once = "a text at a time" if slots == 1 else f"{slots} texts at once"
-                if not quiet:
-                    print(
-                        f"{service.model} at {where} (the API under /v1), {at_once}. Ctrl-C ends",
-                        file=sys.stderr, flush=True,
-                    )  # fmt: skip
-
-            server = Server(service, access, ready)
-            try:
-                server.run(sockets=[socket])
-            finally:
-                service.close()
-        if server.interrupted:
-            raise typer.Exit(INTERRUPTED_EXIT_CODE)
-    except KeyboardInterrupt:
-        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+        server.run(sockets=[address])
+    finally:
+        service.close()
+    return server.interrupted
 
 
 def _open(

@@ -51,6 +51,7 @@ def create_app(service: Service, access: Access) -> Any:
             prompt = service.chat_prompt(
                 chat_completions.template_messages(body.messages),
                 [tool.model_dump(exclude_none=True) for tool in tools] or None,
+                chat_completions.thinking(body),
             )
             grammar = chat_completions.grammar(service, body, tools, known)
             return prompt, service.texts(body, [prompt], count, top, grammar)
@@ -84,6 +85,10 @@ def create_app(service: Service, access: Access) -> Any:
             code="not_supported",
         )
 
+    return _guarded(app, access)
+
+
+def _guarded(app: FastAPI, access: Access) -> Any:
     guarded: Any = Guard(app, access)
     if access.origins:
         guarded = CORSMiddleware(

@@ -156,6 +156,7 @@ class ChatBody(_Sampled):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
     modalities: list[Literal["text"]] | None = None
 
 

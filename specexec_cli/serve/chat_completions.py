@@ -52,6 +52,16 @@ def _arguments(text: str) -> Any:
         return text
 
 
+def thinking(body: ChatBody) -> dict[str, Any]:
+    """What the template is told of how much to think; nothing unless asked."""
+    effort = body.reasoning_effort
+    if effort is None:
+        return {}
+    if effort in ("none", "minimal"):
+        return {"enable_thinking": False, "reasoning_effort": "low"}
+    return {"enable_thinking": True, "reasoning_effort": effort}
+
+
 def offered(body: ChatBody) -> list[Tool]:
     """The tools that the model is told of.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -88,10 +88,13 @@ class Service:
             )  # fmt: skip
 
     def chat_prompt(
-        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None,
+        thinking: Mapping[str, Any] | None = None,
     ) -> Prompt:
         """The conversation in the model's template; in the encoder's thread."""
-        text = self._encoder.render_chat(messages, tools)
+        text = self._encoder.render_chat(messages, tools, thinking)
         return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
 
     def raw_prompt(self, prompt: str | Sequence[int]) -> Prompt:

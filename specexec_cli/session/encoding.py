@@ -48,12 +48,15 @@ class PromptEncoder:
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: Mapping[str, Any] | None = None,
     ) -> str:
         """A conversation in the model's own chat template, as text, ready for the reply.
 
         Args:
             messages: role and content, and what else the template reads, such as tool_calls.
             tools: JSON schemas of functions that the model may call, as OpenAI's API has them.
+            thinking: what templates of models that think read besides: enable_thinking (Qwen3)
+                and reasoning_effort (gpt-oss).
         Raises:
             ConfigError: the model has no chat template, or it refuses these messages.
         """
@@ -73,6 +76,7 @@ class PromptEncoder:
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) if tools is not None else None,
+                **(thinking or {}),
                 add_generation_prompt=True,
                 tokenize=False,
             )

@@ -256,6 +256,22 @@ def test_tools(client: openai.OpenAI, server: Served, monkeypatch: pytest.Monkey
         )
 
 
+def test_a_template_is_told_how_much_to_think(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% if enable_thinking is defined and not enable_thinking %}quiet{% endif %}hello"
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", template)
+    lengths = []
+    for effort in (None, "none", "high"):
+        more = {} if effort is None else {"reasoning_effort": effort}
+        found = client.chat.completions.create(
+            model="demo", messages=HELLO, max_tokens=1, **more  # type: ignore[arg-type]
+        )  # fmt: skip
+        assert found.usage is not None
+        lengths.append(found.usage.prompt_tokens)
+    assert lengths[0] == lengths[2] < lengths[1]
+
+
 def test_embeddings_are_refused(client: openai.OpenAI) -> None:
     with pytest.raises(openai.APIStatusError, match="has no embeddings") as told:
         client.embeddings.create(model="demo", input="x")
