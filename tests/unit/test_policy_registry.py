@@ -62,6 +62,6 @@ def test_the_policy_of_auto_is_registered_for_the_method(method: str) -> None:
 
 def test_an_entry_is_what_was_registered() -> None:
     entry = POLICIES["cost"]
-    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec",), "cost")
+    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec", "suffix"), "cost")
     assert entry.help.startswith("as much as pays")
     assert POLICIES["fixed"].needs is POLICIES["fixed"].methods is None
