@@ -111,7 +111,7 @@ def train(
         logits = net(inputs)[:, 0]
         loss = nn.functional.binary_cross_entropy_with_logits(logits, truth)
         adam.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         adam.step()
         progress()
     tensors = {"hidden.weight": hidden.weight, "hidden.bias": hidden.bias,
