@@ -55,8 +55,8 @@ def quantize_fitted(weight: Tensor, fmt: PackedFormat, group_size: int) -> Packe
     outputs, inputs = weight.shape
     rows = max(32, _BLOCK_WEIGHTS // inputs // 32 * 32)  # of 32 outputs zero points are whole words
     codes, zeros, scales = [], [], []
-    for block in weight.split(rows):
-        found = fit(block, fmt.bits, group_size)
+    for first in range(0, outputs, rows):
+        found = fit(weight[first : first + rows], fmt.bits, group_size)
         codes.append(pack_rows(found.codes.T, fmt.bits))
         zeros.append(store_zeros(found.zeros.T, fmt))
         scales.append(found.scales.T)

@@ -74,7 +74,7 @@ class QuantizationPlan:
         """The quantization_config of config.json, and quantize_config.json."""
         keys = quantization_keys(self.format.bits, self.group_size)
         meta = {"quantizer": [f"specexec:{__version__}"]}
-        dynamic = {f"-:{pattern}": {} for pattern in self.plain}
+        dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in self.plain}
         return {**keys, "meta": meta, **({"dynamic": dynamic} if dynamic else {})}
 
 
@@ -185,7 +185,7 @@ def _write(plan: QuantizationPlan, folder: Path, progress: Progress, shard_bytes
         for name in names:
             if name in plan.linears:
                 for leaf, tensor in _packed(plan, name).items():
-                    writer.write(f"{_linear(name)}.{leaf}", [memoryview(tensor.numpy()).cast("B")])
+                    writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
             else:
                 writer.copy(source.tensors[name], name)
             done += source.tensors[name].n_bytes
