@@ -95,6 +95,10 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
         raise CheckpointError(
             f"{checkpoint.folder} is quantized already: quantize the original weights"
         )
+    if checkpoint.config_path.suffix != ".json":
+        raise CheckpointError(
+            f"{checkpoint.config_path}: only safetensors checkpoints are quantized, not GGUF files"
+        )
     config = load_config(checkpoint)
     experts = {getattr(config, name, None) for name in _EXPERT_COUNTS}
     skeleton = build_skeleton(checkpoint)

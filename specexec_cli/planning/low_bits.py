@@ -21,6 +21,10 @@ from specexec_cli.offload.store import Checkpoint
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 _FORMAT_VERSION = 1  # of what is kept: another one is never read
+QUANTIZED_ALREADY = (
+    "the target is quantized already, so a copy in fewer bits would hardly be smaller and much "
+    "worse: give a `draft` model, or `draft='suffix'`"
+)
 
 
 def own_bits(draft: str | None) -> int | None:
@@ -58,12 +62,8 @@ def own_config(target: Mapping[str, Any], bits: int) -> dict[str, Any]:
     Raises:
         ConfigError: a copy would not be smaller.
     """
-    if (stored := target.get("quantization_config")) is not None:
-        raise ConfigError(
-            f"the target is quantized already ({stored.get('quant_method', 'in some way')}), so "
-            "that a copy in fewer bits cannot be made of its weights: give a `draft` model, or "
-            "`draft='suffix'`"
-        )
+    if target.get("quantization_config") is not None:
+        raise ConfigError(QUANTIZED_ALREADY)
     return {**target, "quantization_config": quantization_keys(bits, GROUP_SIZE)}
 
 
@@ -74,7 +74,7 @@ def own_folder(target: Checkpoint, bits: int) -> Path:
     that is named by its content. A copy of other weights would cost speed and never change a token.
     """
     told = hashlib.sha256()
-    for path in [target.folder / "config.json", *target.files]:
+    for path in [target.config_path, *target.files]:
         real = path.resolve()
         status = real.stat()
         told.update(f"{path.name} {real} {status.st_size} {status.st_mtime_ns}\n".encode())

@@ -16,9 +16,9 @@ from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.errors import NotFetchedError
+from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
-from specexec_cli.planning.low_bits import own_config
+from specexec_cli.planning.low_bits import QUANTIZED_ALREADY, own_config
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
@@ -250,6 +250,8 @@ def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
     Raises:
         ConfigError: the target's weights are quantized already.
     """
+    if target.sizes.packed:  # a GGUF file's config says nothing of it
+        raise ConfigError(QUANTIZED_ALREADY)
     config = own_config(target.config, bits)
     return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
 
