@@ -54,7 +54,10 @@ class Config:
     context_tokens: int
     temperature: float
     budget: int | None
+    depth: int | None
     batch: int | None
+    policy: str | None
+    past: bool
     repeats: int
     seed: int
 
@@ -71,7 +74,8 @@ class Alone:
 def opened(config: Config, slots: int) -> LocalSession:
     session = Session.open(
         target=str(config.rig), draft=str(config.draft), offload="ssd", device="cpu",
-        tree=TreeRequest(budget=config.budget, batch=config.batch),
+        tree=TreeRequest(budget=config.budget, depth=config.depth, batch=config.batch,
+                         policy=config.policy, past=config.past),
         context_tokens=config.context_tokens, slots=slots, notice=tell,
     )  # fmt: skip
     assert isinstance(session, LocalSession)
@@ -141,6 +145,7 @@ def at_once(config: Config, count: int, alone: Sequence[Alone]) -> dict[str, Any
         "passes": after.passes - before.passes,
         "seconds": seconds,
         "tokens": sum(map(len, tokens)),
+        "passes_of_texts": [each.stats.target_passes for each in running],
         "draft_s": median(each.stats.draft_s / each.stats.target_passes for each in running),
         "pass_s": median(each.stats.verify_s / each.stats.target_passes for each in running),
         "each_over_alone": shares,
@@ -232,6 +237,9 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--context", type=int, default=512, help="tokens to plan memory for")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--budget", type=int, help="of a pass; default: as generate and serve")
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--policy", help="default: cost")
+    parser.add_argument("--no-past", action="store_true")
     parser.add_argument("--batch", type=int, help="nodes of a draft step")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -241,7 +249,8 @@ def parse(argv: list[str]) -> Config:
         cap_bytes=None if args.cap == "none" else parse_bytes(args.cap, "--cap"),
         texts=tuple(int(part) for part in args.texts.split(",")), alone=args.alone,
         max_tokens=args.max_tokens, context_tokens=args.context, temperature=args.temperature,
-        budget=args.budget, batch=args.batch, repeats=args.repeats, seed=args.seed,
+        budget=args.budget, depth=args.depth, batch=args.batch, policy=args.policy,
+        past=not args.no_past, repeats=args.repeats, seed=args.seed,
     )  # fmt: skip
 
 

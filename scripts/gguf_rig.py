@@ -30,8 +30,18 @@ _NAMES = {
 }  # fmt: skip
 
 
+_DTYPES = {"BF16": np.uint16, "F32": np.float32}
+
+
+def _wide(words: np.ndarray) -> np.ndarray:
+    """float32 of bf16 words, or of what is float32 already."""
+    if words.dtype == np.float32:
+        return words
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
 def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
-    """(name, shape, bf16 words) of every tensor in the checkpoint's files."""
+    """(name, shape, bf16 words or float32) of every tensor in the checkpoint's files."""
     for path in sorted(rig.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -39,10 +49,10 @@ def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
         words = np.memmap(path, np.uint8, "r", offset=8 + length)
         for name, entry in header.items():
             if name != "__metadata__":
-                if entry["dtype"] != "BF16":
-                    raise SystemExit(f"{path}: {name} is {entry['dtype']}, expected BF16")
+                if entry["dtype"] not in _DTYPES:
+                    raise SystemExit(f"{path}: {name} is {entry['dtype']}, expected BF16 or F32")
                 start, stop = entry["data_offsets"]
-                yield name, tuple(entry["shape"]), words[start:stop].view(np.uint16)
+                yield name, tuple(entry["shape"]), words[start:stop].view(_DTYPES[entry["dtype"]])
 
 
 def _renamed(name: str) -> str:
@@ -143,8 +153,7 @@ def _as(kind: gguf.GGMLQuantizationType, words: np.ndarray) -> np.ndarray:
     """bf16 words in another type, as bytes."""
     if kind == gguf.GGMLQuantizationType.BF16:
         return np.ascontiguousarray(words).view(np.uint8)
-    wide = (words.astype(np.uint32) << 16).view(np.float32)
-    return gguf.quants.quantize(wide, kind)
+    return gguf.quants.quantize(_wide(words), kind)
 
 
 def write(rig: Path, out: Path, bits: int) -> None:
@@ -168,7 +177,7 @@ def write(rig: Path, out: Path, bits: int) -> None:
     writer.write_ti_data_to_file()
     for name, shape, words in _tensors(rig):
         if len(shape) == 1:
-            writer.write_tensor_data((words.astype(np.uint32) << 16).view(np.float32))
+            writer.write_tensor_data(_wide(words))
             continue
         count = next((config[key] for part, key in heads.items() if part in name), None)
         ordered = _interleaved(words, shape, count) if count else words.reshape(shape)

@@ -227,8 +227,9 @@ def _add_tokenizer(writer: gguf.GGUFWriter, folder: Path) -> None:
         if settings.get(kind) is not None:
             add({**vocab, **special}[settings[kind]])
     writer.add_add_bos_token(bool(settings.get("add_bos_token", False)))
-    if settings.get("chat_template"):
-        writer.add_chat_template(settings["chat_template"])
+    template = folder / "chat_template.jinja"
+    if template.is_file():
+        writer.add_chat_template(template.read_text())
 
 
 def write_vocabulary(path: Path, words: Any) -> Path:

@@ -67,7 +67,7 @@ def quantized_matmul(
     if isinstance(weight, RowWeight):
         if x.device.type == "cpu":
             return cpu_rows.matmul(x, weight).to(out_dtype)
-        return _matmul(x, weight.unpack().to(x.dtype).t(), out_dtype)
+        return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype)
     if uses_triton(x.device):
         from specexec_kernels import triton_quant
 

@@ -9,6 +9,7 @@ here are the repositories of models.toml, and the usual ones where it has none.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 _LLAMA_70B = "meta-llama/Llama-2-70b-hf"
 _LLAMA_70B_GPTQ = "TheBloke/Llama-2-70B-GPTQ"
@@ -61,13 +62,13 @@ def _rows(
     target: str,
     drafts: tuple[str, ...],
     dataset: str,
-    *printed: tuple[float, str, int, float, float, float],
+    *printed: tuple[float, Literal["SX", "SI"], int, float, float, float],
 ) -> list[PaperRow]:
     """Rows of one pair and dataset: (t, method, budget, generation rate, tok/s, speedup)."""
     methods = {"SX": "specexec", "SI": "specinfer"}
     return [
-        PaperRow(table, hardware, target, drafts, dataset, t, methods[method], *rest)
-        for t, method, *rest in printed
+        PaperRow(table, hardware, target, drafts, dataset, t, methods[name], k, rate, speed, gain)
+        for t, name, k, rate, speed, gain in printed
     ]
 
 

@@ -16,6 +16,7 @@ _SIZE = (6.4, 4.2)  # inches
 _METHOD_STYLE = {
     "specexec": ("C0", "o"), "specinfer": ("C1", "s"), "beam": ("C2", "^"),
     "beam-pruned": ("C3", "v"), "chain": ("C4", "D"), "chain-coupled": ("C5", "P"),
+    "specexec-paper": ("C6", "X"),
 }  # fmt: skip
 
 

@@ -44,13 +44,16 @@ class ModelEntry:
     repo: str  # hub id, folder, or package:FOLDER for weights shipped with the program
     revision: str | None = None  # branch, tag or commit of the hub repository
     file: str | None = None  # of the hub repository: one GGUF file, or any part of a split one
-    model_type: str | None = None  # config.json's model_type
+    model_type: str | None = None  # config.json's; of a model that sees, its part for text's
     dtype: str | None = None  # of the stored weights that are not quantized
     quantization: str | None = None  # none, gptq or awq
     bits: int | None = None  # of a quantized weight
     group_size: int | None = None  # inputs that share a scale; -1 is all of them
     context: int | None = None  # tokens
     params: int | None = None
+    vision_params: int | None = (
+        None  # beside `params`: fetched with them, but pictures are not read
+    )
     chat: bool | None = None  # the tokenizer has a chat template
     tokenizer: str | None = None  # family: models of one family can be paired
     license: str | None = None
@@ -97,8 +100,9 @@ class ModelEntry:
         if self.params is None or self.dtype is None:
             return None
         width = DTYPE_BYTES[self.dtype]
+        unread = (self.vision_params or 0) * width  # no format quantizes them
         if self.bits is None or self.group_size is None:
-            return self.params * width
+            return self.params * width + unread
         hidden: int = self.shape.get("hidden_size", 0)
         if not hidden:
             return None
@@ -106,7 +110,7 @@ class ModelEntry:
         plain: int = self.shape.get("vocab_size", 0) * hidden * tables  # embeddings and head
         group = hidden if self.group_size == -1 else self.group_size
         bits = self.bits + (16 + self.bits) / group  # codes, and a scale and a zero per group
-        return plain * width + int((self.params - plain) * bits / 8)
+        return plain * width + int((self.params - plain) * bits / 8) + unread
 
     def config_json(self) -> dict[str, Any]:
         """The part of the checkpoint's config.json that decides its size; empty if unknown."""
@@ -124,11 +128,11 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairEntry:
-    """One [pairs.NAME]: a target, a draft model of the same tokenizer, and a tree for them."""
+    """One [pairs.NAME]: a target, what drafts for it, and a tree for them."""
 
     name: str
     target: str  # a model name, folder or hub id
-    draft: str
+    draft: str  # a model of the target's tokenizer, or SUFFIX where there is no small one
     budget: int = _TREE.budget
     depth: int = _TREE.max_depth
     batch: int = _TREE.batch

@@ -22,6 +22,7 @@ from specexec_cli.catalog.models_file import (
     read_models_file,
 )
 from specexec_cli.catalog.others import OLLAMA, ollama_file
+from specexec_cli.config import SUFFIX
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
@@ -124,6 +125,14 @@ class Registry:
         pairs = self.pairs.values()
         return next((pair for pair in pairs if self._identity(pair.target) == wanted), None)
 
+    def draft_of(self, pair: PairEntry) -> ModelEntry | None:
+        """A pair's draft model; None where the text's own past drafts.
+
+        Raises:
+            UnknownModelError: a folder that has gone.
+        """
+        return None if pair.draft == SUFFIX else self.resolve(pair.draft)
+
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
         """The first pair of these two models."""
         wanted = (target.repo, target.revision), (draft.repo, draft.revision)
@@ -140,7 +149,11 @@ class Registry:
         """
         entry = self.resolve(target)
         wanted = self._identity(target)
-        paired = {p.draft for p in self.pairs.values() if self._identity(p.target) == wanted}
+        paired = {
+            pair.draft
+            for pair in self.pairs.values()
+            if pair.draft != SUFFIX and self._identity(pair.target) == wanted
+        }
         family = {
             model.name
             for model in self.models.values()
@@ -208,9 +221,13 @@ def _shipped_file() -> Path:
 
 
 def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
-    """Every target and draft is a model of this or an earlier file, a hub id, or a path."""
+    """Every target and draft is a model of this or an earlier file, a hub id, or a path; a draft
+    may be the text's own past.
+    """
     for pair in content.pairs.values():
         for key, name in (("target", pair.target), ("draft", pair.draft)):
+            if (key, name) == ("draft", SUFFIX):
+                continue
             if name not in models and "/" not in name and not is_path(name):
                 raise ConfigError(
                     f"{path}: [pairs.{pair.name}] {key} '{name}' is not a model in models.toml."

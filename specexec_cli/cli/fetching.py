@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import typer
 
-from specexec_cli.catalog.downloads import Download, pull
+from specexec_cli.catalog.downloads import Download, missing, pull
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, NotFetchedError, UnknownModelError
-from specexec_cli.planning.fetching import check_room, to_fetch
+from specexec_cli.planning.fetching import check_room, models_of, to_fetch
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import described_site
@@ -43,12 +43,13 @@ def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
 
 
 def planned(request: Request) -> Decision | None:
-    """What the request would come to here; None where other machines have a say (--method dsi).
+    """What the request would come to here; None where other machines have a say (--method dsi),
+    and before a GGUF file has been fetched, which alone tells how large its layers are.
 
     Raises:
         OutOfMemoryError: it does not fit.
     """
-    if request.method == "dsi":
+    if request.method == "dsi" or any(entry.file for entry in missing(models_of(request))):
         return None
     if request.prompt is not None:
         length = len(request.prompt) // _CHARACTERS_PER_TOKEN

@@ -170,7 +170,8 @@ def show_command(
         pair = registry.pairs[name]
         content["pair"] = asdict(pair)
         content["target"] = _model_json(registry.resolve(pair.target))
-        content["draft"] = _model_json(registry.resolve(pair.draft))
+        draft = registry.draft_of(pair)
+        content["draft"] = _model_json(draft) if draft is not None else None
     if name in registry.models:
         content["model"] = _model_json(registry.models[name])
         content["drafts"] = registry.drafts_for(name)
@@ -278,7 +279,7 @@ def _described(content: dict[str, Any]) -> str:
     """The same content as the JSON, one fact per line, for people."""
     blocks = []
     for kind in ("pair", "target", "draft", "model"):
-        if kind not in content or (kind == "model" and "pair" in content):
+        if content.get(kind) is None or (kind == "model" and "pair" in content):
             continue
         facts = dict(content[kind])
         lines = [f"{kind} {facts.pop('name')}"]

@@ -45,7 +45,7 @@ def show_plan(
     settings, plan = decision.settings, decision.plan
     console = Console(highlight=False)
     console.print(f"[bold]{decision.pair.name}[/bold]", end="")
-    rows = f"{work.verify_rows} rows a pass" if draft else "one row a pass"
+    rows = f"{work.verify_rows} rows a pass" if work.budget else "one row a pass"
     console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
     for table in (
         _models(target, draft), _memory(settings, plan), _pass(settings, plan), _speed(speed, runs),

@@ -84,10 +84,11 @@ def rm(
 
 
 def _entries(registry: Registry, name: str) -> list[ModelEntry]:
-    """The models that a name stands for; a pair's two, but for a model of the same name."""
+    """The models that a name stands for; of a pair, also its draft model if it has one."""
     if name in registry.pairs:
         pair = registry.pairs[name]
-        return [registry.resolve(pair.target), registry.resolve(pair.draft)]
+        draft = registry.draft_of(pair)
+        return [registry.resolve(pair.target), *([draft] if draft is not None else [])]
     return [registry.resolve(name)]
 
 

@@ -108,6 +108,53 @@ def grow_tree(
     return _trim(tokens, parents, depths, scores, size)
 
 
+def grow_in_rounds(
+    expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
+) -> SearchResult:
+    """Algorithm 2 of SpecExec as it is printed: at most D rounds of B nodes each.
+
+    A round takes the best B nodes from the queue into the tree and runs them through the draft
+    model; the first takes the root. So D bounds the rounds and with them the draft steps, paths
+    have at most D - 1 tokens, the tree has at most (D - 1) B nodes however large K is, and what was
+    found but never taken from the queue is no part of it. `grow_tree` differs in all four.
+
+    Args:
+        expand: the draft model. The D-th round's pass, of which nothing is read, is left out.
+        config: K, D and B: budget, max_depth and batch.
+        max_depth: longest path that could still be committed, where the text ends before D does.
+        worth: none; no policy that has one suits this search.
+    """
+    assert worth is None
+    tokens, parents, depths, scores = _root_children(expand, config.budget)
+    queued = np.ones(len(tokens), dtype=bool)
+    taken: list[int] = []  # nodes in the tree, in the order in which they joined
+    for last in range(2, config.max_depth + 1):  # the root was round 1
+        threshold = _kth_best(scores[taken], config.budget)
+        queue = np.flatnonzero(queued & (scores > threshold))
+        chosen = queue[np.argsort(-scores[queue], kind="stable")[: config.batch]]
+        if len(chosen) == 0:
+            break
+        queued[chosen] = False
+        taken += chosen.tolist()
+        chosen = chosen[depths[chosen] < max_depth]
+        if last == config.max_depth or len(chosen) == 0:
+            continue
+        frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
+        child_scores = scores[chosen][:, None] + child_log_probs
+        rows, columns = np.nonzero(np.isfinite(child_scores))
+        tokens = np.concatenate([tokens, child_tokens[rows, columns]])
+        parents = np.concatenate([parents, chosen[rows]])
+        depths = np.concatenate([depths, depths[chosen][rows] + 1])
+        scores = np.concatenate([scores, child_scores[rows, columns]])
+        queued = np.concatenate([queued, np.ones(len(rows), dtype=bool)])
+        queue = np.flatnonzero(queued)  # trim(H, K)
+        queued[queue[np.argsort(-scores[queue], kind="stable")[config.budget :]]] = False
+    joined = np.full(len(scores), -np.inf)
+    joined[taken] = scores[taken]
+    return _trim(tokens, parents, depths, joined, min(config.budget, len(taken)))
+
+
 # No node of a useful tree has more children than this; it bounds the arrays for huge budgets.
 _MAX_WIDTH = 1024
 

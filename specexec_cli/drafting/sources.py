@@ -99,6 +99,19 @@ def _specexec(setup: DraftSetup) -> SessionDrafter:
     return _searched(setup, grow_tree)
 
 
+@draft_source("specexec-paper")
+def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
+    """SpecExec as it is printed: draft probabilities alone, and rounds (arXiv:2406.02532)."""
+    from specexec_cli.drafting.as_printed import AsPrintedDrafter
+    from specexec_cli.drafting.search import grow_in_rounds
+
+    assert setup.model is not None, "the session has seen to it"
+    return AsPrintedDrafter(
+        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, grow_in_rounds,
+        setup.learned,
+    )  # fmt: skip
+
+
 @draft_source("chain", one_path=True, drawn=True)
 def _chain(setup: DraftSetup) -> SessionDrafter:
     """One path drawn from the draft model (Leviathan et al., arXiv:2211.17192)."""

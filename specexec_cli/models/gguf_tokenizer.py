@@ -54,8 +54,11 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             f"{path} has no vocabulary: name a folder that has a tokenizer with `tokenizer`"
         )
     kept = _kept_at(metadata)
-    with suppress(Exception):  # not kept yet, or damaged since: it is built anew
-        return AutoTokenizer.from_pretrained(kept, local_files_only=True, trust_remote_code=False)
+    if kept.is_dir():
+        with suppress(Exception):  # damaged since: it is built anew
+            return AutoTokenizer.from_pretrained(
+                kept, local_files_only=True, trust_remote_code=False
+            )
     tokenizer = _build(path, metadata)
     with suppress(OSError):  # a cache
         _keep(tokenizer, kept)
@@ -107,6 +110,8 @@ def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     described = {
         names.get(key, key.removeprefix("ggml.")): value for key, value in metadata.items()
     }
+    if byte_level:  # a vocabulary of bytes alone has none
+        described.setdefault("merges", [])
     try:
         backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)
         backend = _without_invented(backend, len(tokens))

@@ -50,7 +50,11 @@ def read_packing(checkpoint: Checkpoint, notice: Notice) -> Packing | None:
             f"{source} says {method.name}, but {checkpoint.folder} has no packed weights. Are both "
             "files of the same model?"
         )
-    if method.quantizes_rows(settings):
+    try:
+        quantizes_rows = method.quantizes_rows(settings)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {error}") from error
+    if quantizes_rows:
         notice(
             f"{source} quantizes activations too: here they keep the compute dtype, and weights "
             "alone are as stored"

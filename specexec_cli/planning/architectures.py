@@ -25,10 +25,12 @@ class Architecture:
     # "built": sizes are not told from these fields, but counted on a model built without weights
     mlp: Literal["built", "gated", "plain", "experts"] = "built"
     norms: int = 2  # vectors of hidden size in a layer's norms, biases not counted
-    query_key_norms: bool = False  # a norm of one head's size for queries and one for keys
+    # a norm for queries and one for keys, each of the size of one head or of all of them
+    query_key_norms: Literal["none", "one head", "all heads"] = "none"
     # which linears have a bias: those of queries, keys and values ("qkv"); all of attention and
-    # MLP, with those of the LayerNorms ("all"); or attention's where config.json asks for them
-    biases: Literal["qkv", "all", "as configured"] = "as configured"
+    # MLP, with those of the LayerNorms ("all"); or, where config.json asks for them, attention's
+    # or of these the first three
+    biases: Literal["qkv", "all", "as configured", "qkv as configured"] = "as configured"
     tied_by_default: bool = False  # the head is the embedding table unless config.json says no
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
@@ -69,10 +71,10 @@ register(
         model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
     )
 )  # fmt: skip
-register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_norms=True))
+register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_norms="one head"))
 register(
     Architecture(
-        model_type="qwen3_moe", title="Qwen3-MoE", mlp="experts", query_key_norms=True,
+        model_type="qwen3_moe", title="Qwen3-MoE", mlp="experts", query_key_norms="one head",
     )
 )  # fmt: skip
 register(Architecture(model_type="phi3", title="Phi-3", mlp="gated"))
@@ -101,7 +103,16 @@ register(
 register(
     Architecture(
         model_type="gemma3_text", title="Gemma-3 (text)", mlp="gated", norms=4,
-        query_key_norms=True, tied_by_default=True, default_head_dim=256,
+        query_key_norms="one head", tied_by_default=True, default_head_dim=256,
+    )
+)  # fmt: skip
+register(Architecture(model_type="ministral3", title="Ministral3", mlp="gated"))
+register(Architecture(model_type="granite", title="Granite", mlp="gated"))
+register(Architecture(model_type="smollm3", title="SmolLM3", mlp="gated", tied_by_default=True))
+register(Architecture(model_type="olmo2", title="Olmo2", mlp="gated", query_key_norms="all heads"))
+register(
+    Architecture(
+        model_type="glm4", title="Glm4", mlp="gated", norms=4, biases="qkv as configured",
     )
 )  # fmt: skip
 for _model_type, _title in RUNS.items():  # those that nothing has to be said about

@@ -29,7 +29,7 @@ class Fit:
 
     pair: PairEntry
     target: ModelEntry
-    draft: ModelEntry
+    draft: ModelEntry | None  # None: the text's own past
     place: Place
     speed: Speed | None  # None where it does not fit
     fetch_bytes: int | None  # of both models, as far as they are not here; None is not known
@@ -46,7 +46,7 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
     found = []
     for pair in registry.pairs.values():
         try:
-            target, draft = registry.resolve(pair.target), registry.resolve(pair.draft)
+            target, draft = registry.resolve(pair.target), registry.draft_of(pair)
         except SpecexecError:  # a folder of the user's own that has gone
             continue
         request = Request(pair=pair.name, models_file=models_file, offline=True)
@@ -58,7 +58,7 @@ def fits(site: Site, models_file: Path | None) -> list[Fit]:
             pass
         else:
             place, speed = place_of(decision.plan, site), predicted(decision, models_file)
-        absent = missing([target, draft])
+        absent = missing([target] if draft is None else [target, draft])
         sizes = [entry.size_bytes for entry in absent]
         known = [size for size in sizes if size is not None]
         fetch_bytes = sum(known) if len(known) == len(sizes) else None

@@ -54,15 +54,15 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
     tree = known.tree if known is not None else TreeConfig()
     if request.method == "autoregressive":
         return ChosenPair(name, target_entry, None, tree)
+    if draft is None and known is not None:
+        draft = known.draft
     if draft == SUFFIX:
         if request.method == "dsi":
             raise ConfigError("`draft='suffix'` takes no device: use it without `method='dsi'`")
         # a repetition may be as long as the tree is large
         return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
     if draft is None:
-        if known is None:
-            return ChosenPair(name, target_entry, best_draft(registry, target), tree)
-        draft = known.draft
+        return ChosenPair(name, target_entry, best_draft(registry, target), tree)
     return ChosenPair(name, target_entry, registry.resolve(draft), tree)
 
 

@@ -9,15 +9,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from specexec_cli.errors import ConfigError
+
 
 def row_bits(quantization: Mapping[str, Any], inputs: int) -> float | None:
     """Bits of one weight of a linear, its share of the scales included; None for other methods.
 
     Args:
         inputs: of the linear, which is a group where the config names none.
+    Raises:
+        ConfigError: the config's values make no sense.
     """
-    method = _METHODS.get(str(quantization.get("quant_method")).lower())
-    return None if method is None else method(quantization, inputs)
+    name = str(quantization.get("quant_method")).lower()
+    if name not in _METHODS:
+        return None
+    try:
+        bits = _METHODS[name](quantization, inputs)
+    except (TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"quantization_config of method {name} makes no sense: {error}"
+        ) from error
+    if not 0 < bits <= 64:
+        raise ConfigError(f"quantization_config of method {name} asks for {bits:g} bits a weight")
+    return bits
 
 
 def _fp8(quantization: Mapping[str, Any], inputs: int) -> float:

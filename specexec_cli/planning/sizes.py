@@ -298,8 +298,10 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
     ]
     biases = 0
     others = shape.kind.norms * shape.hidden
-    if shape.kind.query_key_norms:
+    if shape.kind.query_key_norms == "one head":
         others += 2 * shape.head_dim
+    elif shape.kind.query_key_norms == "all heads":
+        others += query + key
     if shape.kind.biases == "qkv":
         biases += query + 2 * key
     elif shape.kind.biases == "all":
@@ -307,7 +309,8 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
         if config.get("use_bias", True):
             biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
     elif config.get("attention_bias", False):
-        biases += query + 2 * key + shape.hidden
+        output = 0 if shape.kind.biases == "qkv as configured" else shape.hidden
+        biases += query + 2 * key + output
     return attention + _mlp(shape, config, index), others + biases
 
 

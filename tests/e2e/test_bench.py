@@ -18,7 +18,7 @@ from specexec_cli.bench.schema import problems
 from specexec_cli.cli.bench import app
 from specexec_cli.errors import ConfigError
 
-ALL = "specexec,chain,chain-coupled,specinfer,beam,beam-pruned"
+ALL = "specexec,specexec-paper,chain,chain-coupled,specinfer,beam,beam-pruned"
 SMALL = ("--pair", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",
          "--speculation-length", "3", "--warmup", "0", "--dtype", "float32", "-q")  # fmt: skip
 
@@ -47,13 +47,13 @@ def test_every_method_on_the_demo_pair(tmp_path):
         *SMALL, "--method", ALL, "--temperature", "0,0.8", "--offload", "ssd", "--results", results
     )
     rows = read_results(results)
-    assert len(rows) == 3 * 2 * 7
+    assert len(rows) == 3 * 2 * 8
     assert not any(problems(row) for row in rows)
     assert [len(row["tokens"]) <= 6 for row in rows] == [True] * len(rows)
     assert all(row["link"]["link_bytes_per_s"] > 0 for row in rows)
     assert all(row["metrics"]["bytes_per_pass"] > 1e6 for row in rows)
     cases = content["cases"]
-    assert len(cases) == 14
+    assert len(cases) == 16
     for case in cases:
         method, sampled = case["case"]["method"], case["case"]["temperature"] > 0
         assert case["runs"] == 3
@@ -95,7 +95,7 @@ def test_policies_scorings_and_calibrations_beside_each_other(tmp_path):
 
 
 def test_a_policy_that_sizes_no_method_s_trees_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="--policy oracle needs --method chain-coupled"):
+    with pytest.raises(ConfigError, match="`policy='oracle'` needs the method chain-coupled"):
         run(*SMALL, "--policy", "oracle", "--results", tmp_path / "bench.jsonl")
 
 
@@ -173,7 +173,7 @@ def test_coverage_grows_with_k_and_is_kept(tmp_path):
         (("--method", ","), "--method is empty"),
         (("--repeats", "0"), "--repeats must be 1 or more"),
         (("-o", "yaml"), "--output 'yaml' is not one of"),
-        (("coverage", "--top-k", "0"), "--top-k takes numbers of 1 or more"),
+        (("coverage", "--top-k", "0"), "`top_k` takes numbers of 1 or more"),
         (("coverage", "--temperature", "0"), "greedy text has no distribution"),
         (("report", "absent.jsonl"), "cannot read results"),
     ],

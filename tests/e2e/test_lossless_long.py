@@ -41,7 +41,7 @@ def models(
 @pytest.mark.parametrize(
     ("sampling", "runs"),
     [
-        (GREEDY, [("specexec", "cost"), ("beam-pruned", "heuristic")]),
+        (GREEDY, [("specexec", "cost"), ("specexec-paper", "fixed"), ("beam-pruned", "heuristic")]),
         (SAMPLED, [("specexec", "fixed"), ("chain-coupled", "heuristic")]),
     ],
     ids=["greedy", "sampled"],

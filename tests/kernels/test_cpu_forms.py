@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 from llvmlite import binding as llvm
-from specexec_kernels import cpu_half_ir, cpu_ir
+from row_packed import FORMATS
+from specexec_kernels import cpu_half_ir, cpu_ir, cpu_rows_ir
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Mode
 
 HERE = Path(__file__).parent
 # Everything about products and attention that does not ask for a certain width of registers.
-NARROW = ("test_cpu_half.py", "test_cpu_linear.py", "test_cpu_quant.py", "test_cpu_attention.py")
+NARROW = (
+    "test_cpu_half.py", "test_cpu_linear.py", "test_cpu_quant.py", "test_cpu_attention.py",
+    "test_row_formats.py",
+)  # fmt: skip
 REPORT = """
 from specexec_kernels import cpu_jit
 print(cpu_jit.lanes(), cpu_jit.has_dot(), cpu_jit.features()["avx512f"])
@@ -74,3 +78,10 @@ def test_the_neon_form_of_packed_weights(mode: Mode) -> None:
     assembly = neon(cpu_ir.build(spec, "kernel"))
     assert assembly.count("fmla\t") >= 4 * 2 * 8
     assert "prfm" in assembly
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested"])
+def test_the_neon_form_of_row_packed_weights(name: str) -> None:
+    for few in (True, False):
+        spec = cpu_rows_ir.RowSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
+        assert neon(cpu_rows_ir.build_rows(spec, "kernel")).count("fmla\t") >= 4 * (2 - few)

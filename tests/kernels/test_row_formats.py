@@ -6,6 +6,7 @@ import pytest
 import torch
 from row_packed import FORMATS, random_weight
 from specexec_kernels import cpu_jit, cpu_rows
+from specexec_kernels.formats import base
 from torch import Tensor
 
 OUTPUTS, INPUTS = 84, 256  # outputs: five registers of 16 and a part of one
@@ -79,3 +80,14 @@ def test_every_float8_is_read_as_torch_reads_it(kind: str, dtype: torch.dtype) -
     x[0, 0] = 1.0
     found = cpu_rows.matmul(x, RowWeight(fmt, 16, 256, stored))[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacking_some_outputs_at_a_time_changes_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU; 200 outputs are not whole runs of what is unpacked together."""
+    weight = random_weight(FORMATS[name], 200, INPUTS)
+    whole = weight.unpack().to(torch.float16)
+    monkeypatch.setattr(base, "_AT_ONCE", 32 * INPUTS)
+    assert torch.equal(weight.unpack_to(torch.float16), whole)

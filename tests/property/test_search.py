@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
-from specexec_cli.drafting.search import ROOT, Frontier, grow_tree
+from specexec_cli.drafting.search import ROOT, Frontier, grow_in_rounds, grow_tree
 
 Path = tuple[int, ...]
 NEVER = -math.inf
@@ -250,3 +250,48 @@ def test_ties_go_to_the_older_node():
     # children in the order of their parents, the first hundred of them within the budget
     assert result.ids.tolist() == list(range(400))
     assert result.tree.parents.tolist() == [ROOT] * 300 + likelier
+
+
+def _same_children(asked: list[int]):
+    """Every node's children are tokens 0, 1, 2 of probabilities .6, .3 and .1."""
+
+    def expand(frontier: Frontier, width: int) -> tuple[np.ndarray, np.ndarray]:
+        asked.append(len(frontier.ids))
+        shape = (len(frontier.ids), 1)
+        log_probs = np.tile(np.log([0.6, 0.3, 0.1]), shape)[:, :width]
+        return log_probs, np.tile(np.arange(3), shape)[:, :width]
+
+    return expand
+
+
+def test_algorithm_2_of_specexec_by_hand():
+    """K, D, B = 4, 4, 2, in the words of the printed algorithm.
+
+    Round 1 takes the root. Round 2 takes 0 (.6) and 1 (.3). Round 3 takes 00 (.36) and 01 (.18, as
+    10, which is younger); the tree has K nodes, so T is .18. Round 4 takes 000 (.216), but not
+    10, which is not beyond T. Trimmed to K: 0, 00, 1 and 000.
+    """
+    asked: list[int] = []
+    config = TreeConfig(budget=4, max_depth=4, batch=2)
+    tree = grow_in_rounds(_same_children(asked), config, 64).tree
+    assert sorted(paths_of(tree)) == [(0,), (0, 0), (0, 0, 0), (1,)]
+    assert np.exp(np.sort(tree.log_probs)) == pytest.approx([0.216, 0.3, 0.36, 0.6])
+    assert asked == [1, 2, 2], "one pass a round, but for round 4, of which nothing is read"
+
+
+def test_rounds_bound_the_tree_where_the_default_fills_its_budget():
+    """K, D, B = 8, 4, 2: (D - 1) B = 6 nodes, those that were taken; and 10 is one of them."""
+    asked: list[int] = []
+    config = TreeConfig(budget=8, max_depth=4, batch=2)
+    tree = grow_in_rounds(_same_children(asked), config, 64).tree
+    assert sorted(paths_of(tree)) == [(0,), (0, 0), (0, 0, 0), (0, 1), (1,), (1, 0)]
+    assert len(asked) == 3
+    assert len(grow_tree(_same_children([]), config, 4).tree) == 8
+
+
+def test_rounds_never_pass_what_could_be_committed():
+    config = TreeConfig(budget=64, max_depth=12, batch=4)
+    tree = grow_in_rounds(_same_children([]), config, 2).tree
+    assert tree.depths.max() == 2
+    alone = TreeConfig(budget=1, max_depth=1, batch=1)
+    assert len(grow_in_rounds(_same_children([]), alone, 5).tree) == 0, "the root was the round"

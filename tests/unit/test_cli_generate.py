@@ -122,7 +122,7 @@ MISTAKES = {
         ["demo-draft'?"],
     ),
     "pair and target": (["generate", "x", "--pair", "demo", "--target", "y"], 2, ["exclude"]),
-    "no folder": (["generate", "x", "--target", "./nowhere"], 3, ["no folder './nowhere'"]),
+    "no folder": (["generate", "x", "--target", "./nowhere"], 3, ["no file or folder './nowhere'"]),
     "method": (["generate", "x", "--method", "specexc"], 2, ["--method 'specexc'", "'specexec'?"]),
     "offload": (["generate", "x", "--offload", "sdd"], 2, ["--offload 'sdd'", "'ssd'?"]),
     "dtype": (["generate", "x", "--dtype", "fp16"], 2, ["--dtype 'fp16'", "float16"]),

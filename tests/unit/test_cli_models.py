@@ -19,6 +19,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.planning.fits import PATIENT_TOKENS_PER_S
+from specexec_cli.planning.speed import figure
 
 
 @pytest.fixture(autouse=True)
@@ -242,3 +243,24 @@ def test_nothing_to_recommend_is_an_error_of_ours() -> None:
         run("recommend", "--task", "code", "--vram", "1", "--ram", "64")
     with pytest.raises(ConfigError, match="--task 'prose' is not one of chat, code"):
         run("recommend", "--task", "prose")
+
+
+def test_readmes_table_of_cards_is_what_recommend_says() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+) GB, (.+?) \| (.*) \| ([^|]*) GB \|$", readme, re.M)
+    assert {card for card, *_ in rows} == {"8", "12", "16", "24"}
+    for card, where, cells, fetched in rows:
+        _, _, kind = where.partition(" GB, ")
+        columns = [cell.strip() for cell in cells.split("|")]
+        for ram in re.findall(r"\d+", where):
+            size = {}
+            for task, name, told in zip(("chat", "code"), columns[::2], columns[1::2], strict=True):
+                if not name:
+                    continue
+                found = run_json("recommend", "--task", task, "--vram", card, "--ram", ram)["pairs"]
+                pair = next(one for one in found if f"`{one['name']}`" == name)
+                assert (pair is found[0]) == (not kind), (card, ram, name)
+                low, high = (figure(pair["prediction"][end]) for end in ("low", "high"))
+                assert told == f"{low} to {high}", (card, ram, name)
+                size[f"{pair['fetch_bytes'] / 1e9:.1f}"] = None
+            assert fetched == ", ".join(size), (card, ram)

@@ -51,12 +51,24 @@ def files(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (DEMO / folder).iterdir() if path.is_file()}
 
 
+def packed() -> dict[str, bytes]:
+    """GGUF files of one model: a whole one, and one in two parts in a folder."""
+    parts = {f"big/m-0000{n}-of-00002.gguf": b"GGUF" + bytes([n] * 40) for n in (1, 2)}
+    return {"m-Q4_K_M.gguf": b"GGUF" + bytes(60), "m-Q8_0.gguf": b"GGUF" + bytes(90), **parts}
+
+
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[FakeHub]:
     (tmp_path / "models.toml").write_text(MODELS)
     target, draft = files("target"), files("draft")
     hub = FakeHub(
-        repos={"org/big": target, "org/small": draft, "org/closed": draft, "org/huge": draft},
+        repos={
+            "org/big": target,
+            "org/small": draft,
+            "org/closed": draft,
+            "org/huge": draft,
+            "org/packed": packed(),
+        },
         gated=frozenset({"org/closed"}),
     )
     with running(hub):
@@ -290,3 +302,20 @@ def test_an_obstacle_is_a_sentence() -> None:
     closed = Download(entry=entry, total_bytes=1, fetch_bytes=1, gated=True, allowed=False)
     with pytest.raises(UnknownModelError, match="org/closed is gated: accept its licence"):
         fetching.agree([closed], "", yes=True, quiet=True)
+
+
+def test_one_gguf_file_of_a_repository_is_fetched_alone(hub: FakeHub, tmp_path: Path) -> None:
+    done = specexec(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert hub.downloads() == ["m-Q4_K_M.gguf"]
+    again = specexec(hub, tmp_path, "pull", "org/packed:m-Q4_K_M.gguf", "--yes")
+    assert "is on this machine already" in again.stderr
+    split = specexec(hub, tmp_path, "pull", "org/packed:big/m-00001-of-00002.gguf", "--yes")
+    assert split.returncode == 0, split.stderr
+    assert sorted(hub.downloads())[:2] == ["m-00001-of-00002.gguf", "m-00002-of-00002.gguf"]
+
+
+def test_a_gguf_file_that_a_repository_does_not_have(hub: FakeHub, tmp_path: Path) -> None:
+    done = specexec(hub, tmp_path, "pull", "org/packed:other.gguf", "--yes")
+    assert done.returncode == 3
+    assert "org/packed has no file 'other.gguf'" in done.stderr

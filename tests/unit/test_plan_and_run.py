@@ -52,8 +52,8 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     byte_tokenizer = tmp_path_factory.mktemp("tokenizer")
     save_byte_tokenizer(byte_tokenizer)
     for pair in (registry.pair(name) for name in PAIRS):
-        for entry in (registry.resolve(pair.target), registry.resolve(pair.draft)):
-            if entry.repo in folders:
+        for entry in (registry.resolve(pair.target), registry.draft_of(pair)):
+            if entry is None or entry.repo in folders:
                 continue
             folder = folders[entry.repo] = tmp_path_factory.mktemp("model")
             write_holes(folder, entry.config_json())

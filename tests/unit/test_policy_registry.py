@@ -30,11 +30,13 @@ def test_the_command_line_knows_the_policies_without_loading_numpy() -> None:
 def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
     assert {method: policies_for(method) for method in SOURCES} == {
         "specexec": ("fixed", "heuristic", "disco", "cost"),
+        "specexec-paper": ("fixed", "heuristic"),
         "chain": ("fixed", "heuristic"),
         "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
         "specinfer": ("fixed", "heuristic"),
         "beam": ("fixed", "heuristic", "disco"),
         "beam-pruned": ("fixed", "heuristic", "disco"),
+        "suffix": ("fixed", "heuristic", "cost"),
     }
 
 
@@ -60,6 +62,6 @@ def test_the_policy_of_auto_is_registered_for_the_method(method: str) -> None:
 
 def test_an_entry_is_what_was_registered() -> None:
     entry = POLICIES["cost"]
-    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec",), "cost")
+    assert (entry.name, entry.methods, entry.needs) == ("cost", ("specexec", "suffix"), "cost")
     assert entry.help.startswith("as much as pays")
     assert POLICIES["fixed"].needs is POLICIES["fixed"].methods is None

@@ -65,21 +65,40 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
         ("Qwen/Qwen3-32B", "Qwen/Qwen3-1.7B"),
         ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-4B"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "TheBloke/Llama-2-7B-Chat-GPTQ"),
+        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-13b-chat-hf"),
+        ("meta-llama/Llama-2-70b-chat-hf", "JackFram/llama-160m"),
+        ("lmsys/vicuna-33b-v1.3", "princeton-nlp/Sheared-LLaMA-1.3B"),
+        ("Qwen/Qwen3-32B-AWQ", "Qwen/Qwen3-1.7B"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-0.6B"),
+        ("google/gemma-3-27b-it", "google/gemma-3-1b-it"),
+        ("google/gemma-3-12b-it", "google/gemma-3-270m-it"),
+        ("allenai/OLMo-2-0325-32B-Instruct", "allenai/OLMo-2-0425-1B-Instruct"),
+        ("zai-org/GLM-4-32B-0414", "zai-org/GLM-4-9B-0414"),
+        (
+            "mistralai/Ministral-3-14B-Instruct-2512-BF16",
+            "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        ),
     ],
 )
 def test_pairs_of_the_papers_and_of_today_ship(shipped: Registry, target: str, draft: str) -> None:
     pairs = {
-        (shipped.model(pair.target).repo, shipped.model(pair.draft).repo)
+        (shipped.model(pair.target).repo, entry.repo)
         for pair in shipped.pairs.values()
+        if (entry := shipped.draft_of(pair)) is not None
     }
     assert (target, draft) in pairs
 
 
 def test_shipped_pairs_make_sense(shipped: Registry) -> None:
     for pair in shipped.pairs.values():
-        target, draft = shipped.model(pair.target), shipped.model(pair.draft)
-        assert target.tokenizer == draft.tokenizer, pair.name
-        assert (draft.params or 0) < (target.params or 1), pair.name
+        target, draft = shipped.model(pair.target), shipped.draft_of(pair)
+        if draft is None:
+            known = [shipped.model(name).params or 0 for name in shipped.drafts_for(pair.target)]
+            assert all(8 * params > (target.params or 0) for params in known), pair.name
+        else:
+            assert target.tokenizer == draft.tokenizer, pair.name
+            assert (draft.params or 0) < (target.params or 1), pair.name
         assert "arXiv" in pair.source or "estimate" in pair.source or "measured" in pair.source
 
 
@@ -144,6 +163,9 @@ def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None
         ("vicuna-68m", 0.272),
         ("vicuna-13b", 26.03),
         ("qwen3-235b-a22b", 470.2),
+        ("vicuna-33b", 65.07),
+        ("qwen3-32b-awq", 19.33),
+        ("gemma3-27b-it", 54.86),
     ],
 )
 def test_sizes_are_those_of_the_files_on_the_hub(
@@ -206,6 +228,14 @@ def test_a_users_pair_may_use_shipped_models_and_comes_first(
     own = shipped.pair_for_target("llama2-70b-chat")
     assert own is not None
     assert own.draft == "llama2-7b-chat"
+
+
+def test_a_pair_may_draft_from_the_texts_own_past(write: Callable[[str], Path]) -> None:
+    merged = load_registry(write("[pairs.p]\ntarget = 'qwen3-4b'\ndraft = 'suffix'\n"))
+    assert merged.draft_of(merged.pair("p")) is None
+    assert "suffix" not in merged.drafts_for("qwen3-4b")
+    with pytest.raises(ConfigError, match="target 'suffix' is not a model"):
+        load_registry(write("[pairs.p]\ntarget = 'suffix'\ndraft = 'qwen3-4b'\n"))
 
 
 def test_relative_folders_are_relative_to_the_file(
@@ -331,7 +361,7 @@ def test_a_folder_is_a_reference_if_it_holds_a_checkpoint(
     monkeypatch.chdir(tmp_path)
     assert shipped.resolve("some/model").folder == folder.resolve()  # before any hub id
     assert shipped.resolve("./some/model").folder == folder.resolve()
-    with pytest.raises(UnknownModelError, match=r"no folder '\./gone'"):
+    with pytest.raises(UnknownModelError, match=r"no file or folder '\./gone'"):
         shipped.resolve("./gone")
 
 
@@ -372,9 +402,16 @@ def test_pair_for_target_knows_the_model_by_any_of_its_names(
 def test_drafts_for_lists_smaller_models_of_the_same_tokenizer(shipped: Registry) -> None:
     assert shipped.drafts_for("qwen3-32b") == [
         "qwen3-0.6b",
+        "qwen3-0.6b-gptq",
         "qwen3-1.7b",
         "qwen3-4b",
+        "qwen3-8b",
+        "qwen3-8b-awq",
+        "qwen3-14b",
+        "qwen3-14b-awq",
         "qwen3-30b-a3b",
+        "qwen3-30b-a3b-gptq",
+        "qwen3-coder-30b-a3b-instruct",
     ]
     assert shipped.drafts_for("llama3-70b-instruct") == ["llama3-8b-instruct"]  # not those of 3.1
     assert shipped.drafts_for("qwen3-0.6b") == []

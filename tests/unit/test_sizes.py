@@ -29,6 +29,12 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
                    "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
     ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}),
+    ("ministral3", {"head_dim": 16}),
+    ("granite", {}),
+    ("smollm3", {}),
+    ("olmo2", {}),
+    ("glm4", {"head_dim": 16, "attention_bias": True}),
+    ("glm4", {"head_dim": 16, "attention_bias": False}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
 ]  # fmt: skip

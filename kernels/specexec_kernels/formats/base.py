@@ -12,6 +12,7 @@ Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_ir import Lanes
+
+
+_AT_ONCE = 1 << 22  # weights that `unpack_to` unpacks together
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +135,41 @@ class RowWeight:
 
     def unpack(self) -> Tensor:
         """(outputs, inputs) float32, by the format's definition."""
-        shaped = {
+        return self.format.unpack(self._matrices(), self.out_features, self.in_features)
+
+    def unpack_to(self, dtype: torch.dtype) -> Tensor:
+        """As `unpack`, rounded to a dtype; some outputs at a time, where tensors can be cut.
+
+        Definitions hold integers of 8 bytes for each weight, which of a whole matrix would be
+        several times the result.
+        """
+        tall = math.lcm(*(part.outputs or 1 for part in self.format.parts))
+        step = max(_AT_ONCE // self.in_features // tall, 1) * tall
+        if step >= self.out_features or any(part.run for part in self.format.parts):
+            return self.unpack().to(dtype)
+        matrices = self._matrices()
+        out = torch.empty(
+            self.out_features, self.in_features, dtype=dtype,
+            device=next(iter(matrices.values())).device,
+        )  # fmt: skip
+        for start in range(0, self.out_features, step):
+            stop = min(start + step, self.out_features)
+            cut = {}
+            for part in self.format.parts:
+                rows, whole = part.shape(stop - start, self.in_features)[0], matrices[part.leaf]
+                first = start * part.row_items // part.outputs if part.outputs else 0
+                cut[part.leaf] = whole[first : first + rows]
+            out[start:stop] = self.format.unpack(cut, stop - start, self.in_features).to(dtype)
+        return out
+
+    def _matrices(self) -> dict[str, Tensor]:
+        """The tensors in the shapes that the format's parts have."""
+        return {
             part.leaf: self.tensors[part.leaf].reshape(
                 part.shape(self.out_features, self.in_features)
             )
             for part in self.format.parts
         }
-        return self.format.unpack(shaped, self.out_features, self.in_features)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,16 +36,28 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
 
 def _group(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The `weights` of the group that a linear is in; None where it stays plain."""
-    if any(_matches(name, str(target), of_class=False) for target in settings.get("ignore") or ()):
+    if any(_matches(name, target, of_class=False) for target in _names(settings, "ignore")):
         return None
-    groups = settings.get("config_groups")
-    if not isinstance(groups, Mapping):
-        raise ValueError("quantization_config has no config_groups: download config.json again")
-    for group in groups.values():
-        if any(_matches(name, str(target)) for target in group.get("targets") or ()):
+    for group in _groups(settings):
+        if any(_matches(name, target) for target in _names(group, "targets")):
             weights = group.get("weights")
             return weights if isinstance(weights, Mapping) else None
     return None
+
+
+def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    groups = settings.get("config_groups")
+    values = list(groups.values()) if isinstance(groups, Mapping) else []
+    if not values or not all(isinstance(group, Mapping) for group in values):
+        raise ValueError("quantization_config has no config_groups: download config.json again")
+    return values
+
+
+def _names(settings: Mapping[str, Any], key: str) -> list[str]:
+    names = settings.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"quantization_config: {key} must be a list of names, not {names!r}")
+    return names
 
 
 def _matches(name: str, target: str, *, of_class: bool = True) -> bool:
@@ -132,7 +144,6 @@ METHOD = Method(
     unused=("weight_shape", "input_scale", "input_zero_point", "input_global_scale"),
     read=_read,
     quantizes_rows=lambda settings: any(
-        isinstance(group, Mapping) and group.get("input_activations")
-        for group in (settings.get("config_groups") or {}).values()
+        group.get("input_activations") for group in _groups(settings)
     ),
 )  # fmt: skip

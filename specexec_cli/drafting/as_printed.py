@@ -1,0 +1,29 @@
+"""The drafter of SpecExec's paper: nodes are ranked by the draft model's probabilities alone.
+
+Equations 2 to 5 of appendix A, arXiv:2406.02532, know neither the temperature of the target's
+sampling nor its noise, and nothing is learned from what was accepted. The authors' code
+(get_next_beams in specdec/specexec.py of yandex-research/specexec) ranks so too, less a factor of
+0.95 per token and with 16 children per node at most, of which the paper says nothing; neither is
+here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from specexec_kernels import dispatch
+from torch import Tensor
+
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.search import Floats, Frontier, Ints
+
+
+class AsPrintedDrafter(ModelDrafter):
+    """A draft model whose log-probabilities are the scores."""
+
+    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        # Unlike its base it keeps no utilities, so that commit() has nothing to learn from.
+        count = min(width, logits.shape[-1])
+        log_probs, tokens = dispatch.log_softmax_topk(logits.float(), count)
+        # a draft model whose logits are not numbers proposes nothing
+        known = log_probs.double().nan_to_num(nan=-np.inf, neginf=-np.inf)
+        return known.cpu().numpy(), tokens.cpu().numpy()
