@@ -31,13 +31,14 @@ from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import architectures
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, register
 from specexec_cli.planning.built_sizes import text_model_class
-from specexec_cli.planning.sizes import checkpoint_bytes
+from specexec_cli.planning.sizes import ExpertBytes, checkpoint_bytes
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
 TOLERANCE = 1e-4  # of the largest logit
 _RULED_OUT = -1e30  # logits below it belong to tokens that the architecture never writes
 _CHUNK_ROWS = 16
+_SLOT_MORE_BYTES = 1 << 14  # of a slot beside an expert's tensors: whole blocks of the disk
 _STD = 0.3  # of the random weights: logits then differ clearly from token to token
 
 
@@ -57,6 +58,7 @@ def check(model_type: str, folder: Path) -> None:
     _save(model_type, folder / "draft", noise=0.03)
     with _registered(model_type), _small_chunks():
         _check_passes(own, folder / "target")
+        _check_experts(folder / "target")
         _check_together(folder / "target")
         _check_two_bytes(own, folder / "target")
         _check_texts(folder)
@@ -143,6 +145,41 @@ def _check_sizes(model: StreamedModel, folder: Path) -> None:
     )
     if elements != sizes.kv_elements:
         raise NotConforming(f"a token takes {elements} cache elements, not {sizes.kv_elements}")
+
+
+def _check_experts(folder: Path) -> None:
+    """Experts that come one by one, through a few slots, give the logits of whole layers."""
+    sizes = checkpoint_bytes(read_checkpoint(folder)).experts
+    if sizes is None:
+        return
+    for dtype in (torch.float32, torch.bfloat16):
+        logits = []
+        for slots in (0, 3, 2 * sizes.count):
+            model = StreamedModel.open(
+                read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype, tiers="ssd",
+                expert_bytes=slots * (sizes.largest + _SLOT_MORE_BYTES),
+            )  # fmt: skip
+            if slots:
+                _check_expert_sizes(model, sizes)
+            cache, words = model.new_cache(), _words(np.random.default_rng(3), 40)
+            found = [model.forward(PassRows.chain(words[:37], 0), cache, range(37))]
+            for place in range(37, 40):
+                rows = PassRows.chain([words[place]], place)
+                found.append(model.forward(rows, cache, [0]))
+            model.close()
+            logits.append(torch.cat(found))
+        if not all(torch.equal(each, logits[0]) for each in logits[1:]):
+            raise NotConforming(f"experts one by one change the logits in {dtype}")
+
+
+def _check_expert_sizes(model: StreamedModel, sizes: ExpertBytes) -> None:
+    assert model.experts is not None
+    files, width = model.experts.files, model.experts.width
+    for layer, planned in enumerate(sizes.layers):
+        keys = [layer * width + expert for expert in range(width)]
+        stored = sum(files.tensor_bytes(key) for key in keys if key in files)
+        if stored != planned:
+            raise NotConforming(f"layer {layer} has experts of {stored} bytes, not {planned}")
 
 
 def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:

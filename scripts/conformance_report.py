@@ -13,7 +13,8 @@ from conformance_configs import tiny_config
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from specexec_cli.planning.built_sizes import empty_model
+from specexec_cli.planning.built_sizes import empty_model, has_separable_experts
+from specexec_cli.planning.conforming import ONE_BY_ONE, WITH_LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
@@ -88,16 +89,27 @@ def write_reports(found: Mapping[str, Mapping[str, Any]], types: set[str]) -> st
     """Writes both files; returns a line for people."""
     runs = {name: _title(name) for name in sorted(types) if found[name]["verdict"] == "runs"}
     refused = {name: found[name]["reason"] for name in sorted(types) if name not in runs}
-    TABLE.write_text(_table(runs, refused))
-    DOCS.write_text(docs(runs, refused))
+    experts = {name: how for name in runs if (how := how_experts_move(name)) is not None}
+    TABLE.write_text(_table(runs, refused, experts))
+    DOCS.write_text(docs(runs, refused, experts))
     return f"{len(runs)} of {len(types)} types run"
+
+
+def how_experts_move(model_type: str) -> str | None:
+    """Of a type that runs, how the experts of its mixtures do; None where it has none."""
+    model = empty_model(tiny_config(model_type))
+    parts = list(model.get_decoder().modules())
+    if any(has_separable_experts(part) for part in parts):
+        return ONE_BY_ONE
+    whole = any(re.search(r"Experts?($|GLU)", type(part).__name__) for part in parts)
+    return WITH_LAYERS if whole else None
 
 
 def _title(model_type: str) -> str:
     return CONFIG_MAPPING[model_type].__name__.removesuffix("Config")
 
 
-def _table(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
+def _table(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[str, str]) -> str:
     lines = [
         '"""What scripts/conformance found: written by it, not by hand."""',
         "# ruff: noqa: E501",
@@ -105,6 +117,14 @@ def _table(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
         "# model_type -> name for people",
         "RUNS: dict[str, str] = {",
         *(f'    "{name}": "{title}",' for name, title in runs.items()),
+        "}",
+        "# model_type -> how the experts of its mixtures move",
+        f'ONE_BY_ONE, WITH_LAYERS = "{ONE_BY_ONE}", "{WITH_LAYERS}"',
+        "EXPERTS: dict[str, str] = {",
+        *(
+            f'    "{name}": {"ONE_BY_ONE" if how == ONE_BY_ONE else "WITH_LAYERS"},'
+            for name, how in experts.items()
+        ),
         "}",
         "# model_type -> why not",
         "REFUSED: dict[str, str] = {",
@@ -137,7 +157,8 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
   largest (sums are added in another order; a wrong mask, position or weight shows from 1e-2 on),
 - texts with drafts, greedy and sampled, are the autoregressive ones, token for token,
 - a pass in bfloat16 has logits that point the same way (a rounding may change a random expert),
-- layers and cache rows have the bytes that `plan` reckons with,
+- layers, experts and cache rows have the bytes that `plan` reckons with,
+- a mixture's experts, where they move one by one, give the same bits under any cap,
 - every tensor of the checkpoint is used, or known to be of no use for text.
 
 Of models that see or hear, the part that reads and writes text runs; pictures are not read.
@@ -145,14 +166,17 @@ Everything else is refused when it is opened, with the reason below.
 
 {runs} run, {refused} are refused.
 
-| model_type | verdict | reason |
+| model_type | verdict | reason, or what a mixture's experts do |
 |---|---|---|
 """
 
 
-def docs(runs: Mapping[str, str], refused: Mapping[str, str]) -> str:
+def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[str, str]) -> str:
     """docs/architectures.md."""
     head = _HEAD.format(version=transformers.__version__, runs=len(runs), refused=len(refused))
-    rows = {name: f"| `{name}` | runs | |" for name in runs}
+    rows = {
+        name: f"| `{name}` | runs | {f'experts move {experts[name]} ' if name in experts else ''}|"
+        for name in runs
+    }
     rows |= {name: f"| `{name}` | refused | {_shown(why)} |" for name, why in refused.items()}
     return head + "\n".join(rows[name] for name in sorted(rows)) + "\n"

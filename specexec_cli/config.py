@@ -11,6 +11,8 @@ from specexec_cli.errors import ConfigError
 
 Method = Literal["specexec", "autoregressive", "dsi"]
 SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
+SELF = "self"  # likewise: drafts with the target's own layers in few bits
+SELF_DRAFTS: Mapping[str, int] = MappingProxyType({SELF: 4, "self-4": 4, "self-3": 3, "self-2": 2})
 BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are computed beside a GPU

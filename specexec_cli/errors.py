@@ -81,7 +81,7 @@ class WorkerError(SpecexecError):
 
 
 class NotFetchedError(SpecexecError):
-    """A model is not here, and was not fetched: nobody agreed to it, or the disk is too small."""
+    """A model is not here: nobody agreed to fetch it, or the disk takes no more, also of a copy."""
 
     exit_code = 10
 

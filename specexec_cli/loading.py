@@ -21,6 +21,7 @@ from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.checkpoint_info import eos_token_ids
+from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
@@ -143,10 +144,15 @@ def prepare(
     *,
     copies: int = 1,
     devices: Sequence[str] = (),
+    notice: Notice = lambda text: None,
+    progress: Progress = lambda done, total: None,
 ) -> Prepared:
     """Resolves names, fetches files, and decides where and how to compute.
 
+    The target's own low-bit copy, where it is to draft, is made once all that is decided.
+
     Args:
+        notice, progress: told of that.
         copies: of the target, which share this machine's RAM, in turns on each of `devices`.
         devices: the request's own unless told.
     Raises:
@@ -171,10 +177,13 @@ def prepare(
     assert target is not None, "its weights have been fetched"
     config = load_config(target)
     tokenizer = words_of(request.tokenizer or target.folder)
+    draft = decision.draft.checkpoint if decision.draft is not None else None
+    if decision.pair.own_bits is not None:
+        draft = own_copy(target, decision.pair.own_bits, notice, progress)
     return Prepared(
         decision=decision,
         target=target,
-        draft=decision.draft.checkpoint if decision.draft is not None else None,
+        draft=draft,
         config=config,
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(target.folder, config, tokenizer),

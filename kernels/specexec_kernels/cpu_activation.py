@@ -1,4 +1,4 @@
-"""SiLU and GELU on a CPU, every element by the same operations.
+"""SiLU, GELU and the sigmoid on a CPU, every element by the same operations.
 
 PyTorch computes what does not fill a vector, at the end of each thread's share, by other operations
 than the rest: with another number of rows or of threads an element may round the other way.
@@ -19,7 +19,7 @@ from torch import Tensor
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_module
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 _BLOCK = 4096  # elements of one claim
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)): its tanh form, written by sigmoid
@@ -73,7 +73,8 @@ class Kernel(Emitter):
             square = self.b.fmul(x, x)
             factor = self.fma(square, self.constant(_GELU[1]), self.constant(1.0))
             inner = self.b.fmul(self.b.fmul(x, self.constant(_GELU[0])), factor)
-        self.put(self.times_sigmoid(x, inner), at)
+        factor = self.constant(1.0) if self.spec.activation == "sigmoid" else x
+        self.put(self.times_sigmoid(factor, inner), at)
         return []
 
     def times_sigmoid(self, x: Any, inner: Any) -> Any:

@@ -7,6 +7,7 @@ neither the other rows nor the number of threads. `supports` says which weights 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -20,6 +21,7 @@ from specexec_kernels.cpu_dot_packed_ir import build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec
+from specexec_kernels.cpu_products import product
 from specexec_kernels.packing import PackedWeight
 
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
@@ -55,45 +57,95 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     Returns:
         (rows, outputs) float32, unrounded sums.
     """
-    if isinstance(weight, PackedWeight):
-        return _packed(x, weight)
-    (rows, inputs), outputs = x.shape, weight.shape[0]
+    return product(PACKED if isinstance(weight, PackedWeight) else STORED, x, weight)
+
+
+class Stored:
+    """Weights stored in bfloat16; see cpu_products.Form."""
+
+    dtype = torch.bfloat16
+    places = (StoredArg.X, StoredArg.OUT, StoredArg.CHUNKS)
+
+    def spec(self, rows: int, weight: Tensor) -> StoredSpec:
+        return _stored_spec(rows)
+
+    def kernel(self, spec: StoredSpec, weight: Tensor) -> Any:
+        return _stored_kernel(spec)
+
+    def arrange(self, x: Tensor, spec: StoredSpec) -> Tensor:
+        return _arrange(x, spec.rows, 2)
+
+    def sums(self, chunks: int, spec: StoredSpec, weight: Tensor) -> Tensor:
+        return torch.empty(chunks, spec.rows, weight.shape[0])
+
+    def arguments(self, spec: StoredSpec, weight: Tensor, x: Tensor, sums: Tensor) -> list[int]:
+        outputs, inputs = weight.shape
+        strips = outputs // spec.strip
+        values = {
+            StoredArg.OUT_STRIDE: outputs,
+            StoredArg.UNITS: inputs // (2 * LANES),
+            StoredArg.X_BLOCKS: x.shape[1],
+            StoredArg.END_STRIP: strips,
+            StoredArg.STRIPS_AT_ONCE: self._at_once(spec, strips),
+        }
+        return [values.get(arg, 0) for arg in StoredArg]
+
+    def addresses(
+        self, spec: StoredSpec, weight: Tensor
+    ) -> tuple[list[tuple[int, int]], Sequence[Tensor]]:
+        return [(StoredArg.WEIGHT, weight.data_ptr())], ()
+
+    def tiles(self, spec: StoredSpec, weight: Tensor) -> int:
+        strips = weight.shape[0] // spec.strip
+        return -(-strips // self._at_once(spec, strips))
+
+    def flat(self, sums: Tensor, spec: StoredSpec, weight: Tensor) -> Tensor:
+        return sums.view(-1, weight.shape[0])
+
+    @staticmethod
+    def _at_once(spec: StoredSpec, strips: int) -> int:
+        return cpu_jit.strips_at_once(strips) if spec.few else 1
+
+
+class Packed(cpu_quant.Packed):
+    """Packed weights, multiplied with bfloat16 rows; see cpu_products.Form."""
+
+    dtype = torch.bfloat16
+
+    def spec(self, rows: int, weight: PackedWeight) -> KernelSpec:
+        return packed_spec(rows, weight)
+
+    def kernel(self, spec: KernelSpec, weight: PackedWeight) -> Any:
+        return _packed_kernel(spec, _block(weight))
+
+    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
+        return _arrange(x, spec.rows, spec.unit_codes)
+
+    def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+        return torch.empty(chunks, spec.rows, cpu_quant.strip_count(spec, weight) * spec.strip)
+
+    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[PackedArg, Tensor]:
+        return {}
+
+    def arguments(
+        self, spec: KernelSpec, weight: PackedWeight, x: Tensor, sums: Tensor
+    ) -> list[int]:
+        values = super().arguments(spec, weight, x, sums)
+        values[PackedArg.X_BLOCKS] = x.shape[1]
+        values[PackedArg.GROUP_UNITS] = weight.group_size // spec.unit_codes
+        return values
+
+    def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+        return cpu_quant.in_order(sums.view(-1, sums.shape[-1]), spec, weight)
+
+
+STORED, PACKED = Stored(), Packed()
+
+
+@cache
+def _stored_spec(rows: int) -> StoredSpec:
     few = rows <= _MANY[-1]
-    spec = StoredSpec(chunk_rows(rows), 1 if few else 2, few)
-    strips = outputs // spec.strip
-    at_once = cpu_jit.strips_at_once(strips) if few else 1
-    packed = _arrange(x, spec.rows, 2)
-    out = torch.empty(packed.shape[0] * spec.rows, outputs)
-    values = {
-        StoredArg.COUNTER: 0,
-        StoredArg.WEIGHT: weight.data_ptr(),
-        StoredArg.X: packed.data_ptr(),
-        StoredArg.CHUNKS: packed.shape[0],
-        StoredArg.OUT: out.data_ptr(),
-        StoredArg.OUT_STRIDE: outputs,
-        StoredArg.UNITS: inputs // (2 * LANES),
-        StoredArg.X_BLOCKS: packed.shape[1],
-        StoredArg.FIRST_STRIP: 0,
-        StoredArg.END_STRIP: strips,
-        StoredArg.STRIPS_AT_ONCE: at_once,
-    }
-    args = torch.tensor([values[arg] for arg in StoredArg], dtype=torch.int64)
-    cpu_jit.run(_stored_kernel(spec), args.data_ptr(), -(-strips // at_once))
-    return out[:rows]
-
-
-def _packed(x: Tensor, weight: PackedWeight) -> Tensor:
-    spec = packed_spec(x.shape[0], weight)
-    packed = _arrange(x, spec.rows, spec.unit_codes)
-    strips = cpu_quant.strip_count(spec, weight)
-    out = torch.empty(packed.shape[0] * spec.rows, strips * spec.strip)
-    own = {
-        PackedArg.X_BLOCKS: packed.shape[1],
-        PackedArg.GROUP_UNITS: weight.group_size // spec.unit_codes,
-    }
-    kernel = _packed_kernel(spec, _block(weight))
-    cpu_quant.call(kernel, spec, weight, out, range(strips), packed, own)
-    return cpu_quant.in_order(out[: x.shape[0]], spec, weight)
+    return StoredSpec(chunk_rows(rows), 1 if few else 2, few)
 
 
 def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
@@ -132,17 +184,16 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
     """Rows as the kernels read them.
 
     Args:
-        x: (rows, inputs) bfloat16.
+        x: (chunks * size, inputs) bfloat16.
         size: rows of a chunk.
         unit: inputs j and j + unit / 2 of each run of this many are a pair.
     Returns:
-        (chunks, blocks, size, 2 * X_PAIRS) bfloat16, at least one chunk; rows and inputs too many
-        are zero.
+        (chunks, blocks, size, 2 * X_PAIRS) bfloat16; inputs too many are zero.
     """
     (rows, inputs), width = x.shape, 2 * X_PAIRS
-    chunks, blocks = max(-(-rows // size), 1), -(-inputs // width)
-    if chunks * size != rows or blocks * width != inputs:
-        x = torch.nn.functional.pad(x, (0, blocks * width - inputs, 0, chunks * size - rows))
+    chunks, blocks = rows // size, -(-inputs // width)
+    if blocks * width != inputs:
+        x = torch.nn.functional.pad(x, (0, blocks * width - inputs))
     runs = x.reshape(chunks, size, blocks, width // unit, 2, unit // 2)
     packed = torch.empty(chunks, blocks, size, width // unit, unit // 2, 2, dtype=x.dtype)
     packed.copy_(runs.permute(0, 2, 1, 3, 5, 4))

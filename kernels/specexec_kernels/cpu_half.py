@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_half_ir import Arg, KernelSpec, Stored, build
+from specexec_kernels.cpu_products import product
 
 _STORED: dict[torch.dtype, Stored] = {
     torch.bfloat16: "bfloat16",
@@ -40,7 +43,7 @@ def reads(weight: Tensor) -> bool:
     )
 
 
-def matmul(x: Tensor, weight: Tensor) -> Tensor:
+def matmul(x: Tensor, weight: Tensor | Transposed) -> Tensor:
     """x @ weight.T with sums in float32.
 
     Args:
@@ -49,26 +52,74 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         (rows, outputs) float32. A row's result does not depend on the other rows.
     """
-    (rows, inputs), outputs = x.shape, weight.shape[0]
-    size = chunk_rows(rows)
-    chunks = -(-rows // size)
-    if chunks * size != rows:
-        x = torch.cat([x, x.new_zeros(chunks * size - rows, inputs)])
-    packed = x.reshape(chunks, size, inputs).transpose(1, 2).contiguous()
-    out = torch.zeros(chunks * size, outputs)
-    spec = KernelSpec(_STORED[weight.dtype], size, _VECTORS, cpu_jit.lanes())
-    values = {
-        Arg.COUNTER: 0,
-        Arg.WEIGHT: weight.data_ptr(),
-        Arg.X: packed.data_ptr(),
-        Arg.OUT: out.data_ptr(),
-        Arg.CHUNKS: chunks,
-        Arg.INPUTS: inputs,
-        Arg.OUTPUTS: outputs,
-    }
-    args = torch.tensor([values[arg] for arg in Arg], dtype=torch.int64)
-    cpu_jit.run(_kernel(spec), args.data_ptr(), outputs // spec.strip)
-    return out[:rows]
+    return product(HALF, x, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A weight that is stored as (inputs, outputs)."""
+
+    stored: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(outputs, inputs)."""
+        inputs, outputs = self.stored.shape
+        return outputs, inputs
+
+
+class Half:
+    """Weights of two and four bytes; see cpu_products.Form."""
+
+    dtype = torch.float32
+    places = (Arg.X, Arg.OUT, Arg.CHUNKS)
+
+    def spec(self, rows: int, weight: Tensor | Transposed) -> KernelSpec:
+        transposed = isinstance(weight, Transposed)
+        stored = weight.stored if isinstance(weight, Transposed) else weight
+        return KernelSpec(
+            _STORED[stored.dtype], chunk_rows(rows), _VECTORS, cpu_jit.lanes(), transposed
+        )
+
+    def kernel(self, spec: KernelSpec, weight: Tensor | Transposed) -> Any:
+        return _kernel(spec)
+
+    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
+        return x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()
+
+    def sums(self, chunks: int, spec: KernelSpec, weight: Tensor | Transposed) -> Tensor:
+        return torch.zeros(chunks, spec.rows, weight.shape[0])
+
+    def arguments(
+        self, spec: KernelSpec, weight: Tensor | Transposed, x: Tensor, sums: Tensor
+    ) -> list[int]:
+        outputs, inputs = weight.shape
+        values = {
+            Arg.INPUTS: inputs,
+            Arg.OUTPUTS: outputs,
+            Arg.STRIPS_AT_ONCE: self._at_once(spec, weight),
+        }
+        return [values.get(arg, 0) for arg in Arg]
+
+    def addresses(
+        self, spec: KernelSpec, weight: Tensor | Transposed
+    ) -> tuple[list[tuple[int, int]], Sequence[Tensor]]:
+        stored = weight.stored if isinstance(weight, Transposed) else weight
+        return [(Arg.WEIGHT, stored.data_ptr())], ()
+
+    def tiles(self, spec: KernelSpec, weight: Tensor | Transposed) -> int:
+        return -(-(weight.shape[0] // spec.strip) // self._at_once(spec, weight))
+
+    def flat(self, sums: Tensor, spec: KernelSpec, weight: Tensor | Transposed) -> Tensor:
+        return sums.view(-1, weight.shape[0])
+
+    @staticmethod
+    def _at_once(spec: KernelSpec, weight: Tensor | Transposed) -> int:
+        """Strips of one claim: transposed, those whose weights of an input share pages."""
+        return cpu_jit.strips_at_once(weight.shape[0] // spec.strip) if spec.transposed else 1
+
+
+HALF = Half()
 
 
 def chunk_rows(rows: int) -> int:

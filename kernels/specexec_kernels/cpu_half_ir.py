@@ -31,12 +31,13 @@ class Arg(IntEnum):
     """Positions in the int64 argument array of a kernel; addresses and sizes."""
 
     COUNTER = 0  # next strip to claim; set to 0 before a call
-    WEIGHT = auto()  # (outputs, inputs), row-major, in the stored dtype
+    WEIGHT = auto()  # (outputs, inputs), or (inputs, outputs), row-major, in the stored dtype
     X = auto()  # float32 (chunks, inputs, rows)
     OUT = auto()  # float32 (chunks * rows, outputs), added to
     CHUNKS = auto()
-    INPUTS = auto()  # a multiple of the lanes times the weights of a word
+    INPUTS = auto()  # a multiple of the lanes times the weights of a word; transposed: of UNROLL
     OUTPUTS = auto()  # a multiple of the strip
+    STRIPS_AT_ONCE = auto()  # of one claim
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class KernelSpec:
     rows: int  # of a chunk
     vectors: int  # of outputs in a strip
     lanes: int
+    transposed: bool = False  # the weight is stored as (inputs, outputs)
 
     @property
     def strip(self) -> int:
@@ -75,23 +77,41 @@ class Kernel(Emitter):
         """Claim strips until none is left."""
         b = self.b
 
-        def work(strip: Any, _: Any) -> None:
-            output = b.mul(strip, I64(self.spec.strip))
+        widen = self.widen_transposed if self.spec.transposed else self.widen
+        step = 1 if self.spec.transposed else self.spec.per_word * self.lanes
 
+        def work(start: Any, stop: Any) -> None:
             def block(first: Any, _: list[Any]) -> list[Any]:
                 last = self.minimum(b.add(first, I64(BLOCK_INPUTS)), self.arg[Arg.INPUTS])
-                step = self.spec.per_word * self.lanes
-                self.loop(first, last, step, [], lambda k, _: self.widen(output, first, k))
-                self.loop(
-                    I64(0), self.arg[Arg.CHUNKS], 1, [],
-                    lambda c, _: self.multiply(c, output, first, last),
-                )  # fmt: skip
-                return []
+
+                def strip(number: Any, _: list[Any]) -> list[Any]:
+                    output = b.mul(number, I64(self.spec.strip))
+                    self.loop(first, last, step, [], lambda k, _: widen(output, first, k))
+                    return self.loop(
+                        I64(0), self.arg[Arg.CHUNKS], 1, [],
+                        lambda c, _: self.multiply(c, output, first, last),
+                    )  # fmt: skip
+
+                return self.loop(start, stop, 1, [], strip)
 
             self.loop(I64(0), self.arg[Arg.INPUTS], BLOCK_INPUTS, [], block)
 
         strips = b.udiv(self.arg[Arg.OUTPUTS], I64(self.spec.strip))
-        self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), strips, I64(1), work)
+        counter = self.ptr(self.base, I64(Arg.COUNTER), 8)
+        self.claim_strips(counter, I64(0), strips, self.arg[Arg.STRIPS_AT_ONCE], work)
+
+    def widen_transposed(self, output: Any, first: Any, k: Any) -> list[Any]:
+        """Put the strip's weights of input k into the block; they lie side by side."""
+        b, spec = self.b, self.spec
+        at = b.add(b.mul(k, self.arg[Arg.OUTPUTS]), output)
+        local = b.mul(b.sub(k, first), I64(spec.strip))
+        for v in range(spec.vectors):
+            place = I64(v * self.lanes)
+            weights = self.load_scales(
+                spec.stored, self.arg[Arg.WEIGHT], b.add(at, place), self.lanes
+            )
+            self.store(weights, self.block, b.add(local, place))
+        return []
 
     def widen(self, output: Any, first: Any, k: Any) -> list[Any]:
         """Put `lanes` words of inputs, from input `k` on, of the strip's weights into the block."""

@@ -94,7 +94,10 @@ def compile_ir(text: str, name: str) -> Any:
         builder.getModulePassManager().run(module, builder)
         engine.add_module(module)
         engine.finalize_object()
-        return Kernel(engine.get_function_address(name))
+        address = engine.get_function_address(name)
+        kernel = Kernel(address)
+        kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
+        return kernel
 
 
 @cache

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_dot, cpu_half, cpu_jit
+from specexec_kernels.cpu_half_ir import UNROLL
 
 _ROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -49,6 +50,24 @@ def product(rows: Tensor, weight: Tensor) -> Tensor:
     if rest == outputs:
         return last
     return torch.cat([_whole_strips(rows, weight[: outputs - rest]), last], dim=1)
+
+
+def transposed_product(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows @ weight; see `product`.
+
+    Args:
+        rows: (rows, inputs) of a dtype that `takes` accepts with this weight.
+        weight: (inputs, outputs).
+    """
+    if fits_transposed(weight):
+        return cpu_half.matmul(rows, cpu_half.Transposed(weight))
+    return product(rows.float(), weight.t().contiguous())
+
+
+def fits_transposed(weight: Tensor) -> bool:
+    """Whether the kernels multiply with an (inputs, outputs) weight as it lies."""
+    inputs, outputs = weight.shape
+    return inputs % UNROLL == 0 and outputs % (2 * cpu_jit.lanes()) == 0
 
 
 def _whole_strips(rows: Tensor, weight: Tensor) -> Tensor:

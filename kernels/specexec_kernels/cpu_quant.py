@@ -8,6 +8,7 @@ the dequantized weight is ever written, except tile by tile in `dequantize_tile`
 from __future__ import annotations
 
 import itertools
+from array import array
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from specexec_kernels import cpu_jit
 from specexec_kernels.cpu_ir import build
 from specexec_kernels.cpu_ir_emit import ScaleType
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Mode
+from specexec_kernels.cpu_products import product
 from specexec_kernels.packing import AWQ_ORDER, PackedWeight
 
 _SCALE_TYPES: dict[torch.dtype, ScaleType] = {
@@ -45,18 +47,68 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
     The sums of a few rows live in registers; of more, blocks of weights are unpacked once for all
     rows. Neither writes the dequantized weight to memory.
     """
-    rows = x.shape[0]
-    mode, tile_rows, vectors = plan(rows, weight)
-    spec = spec_for(mode, weight, tile_rows, vectors)
-    strips = strip_count(spec, weight)
-    chunks = -(-rows // tile_rows)
-    packed = x.new_zeros(chunks * tile_rows, weight.in_features, dtype=torch.float32)
-    packed[:rows] = x
-    packed = packed.view(chunks, tile_rows, -1).transpose(1, 2).contiguous()
-    sums = torch.zeros(chunks, strips, tile_rows, spec.strip)
-    run(spec, weight, sums, range(strips), x=packed)
-    flat = sums.permute(0, 2, 1, 3).reshape(chunks * tile_rows, strips * spec.strip)[:rows]
-    return in_order(flat, spec, weight)
+    return product(FUSED, x, weight)
+
+
+class Packed:
+    """What kernels of packed weights have in common; see cpu_products.Form."""
+
+    places = (Arg.X, Arg.OUT, Arg.CHUNKS)
+
+    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[Arg, Tensor]:
+        """Tensors of one call beside those that are stored."""
+        raise NotImplementedError
+
+    def arguments(
+        self, spec: KernelSpec, weight: PackedWeight, x: Tensor, sums: Tensor
+    ) -> list[int]:
+        strips = strip_count(spec, weight)
+        return arguments(spec, weight, sums, range(strips))
+
+    def addresses(
+        self, spec: KernelSpec, weight: PackedWeight
+    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
+        kept = {
+            Arg.WEIGHT: weight.qweight.contiguous(),
+            Arg.ZEROS: weight.qzeros.contiguous(),
+            Arg.SCALES: weight.scales.contiguous(),
+            **self.own(spec, weight),
+        }
+        return [(arg, tensor.data_ptr()) for arg, tensor in kept.items()], list(kept.values())
+
+    def tiles(self, spec: KernelSpec, weight: PackedWeight) -> int:
+        strips = strip_count(spec, weight)
+        return -(-strips // cpu_jit.strips_at_once(strips))
+
+
+class Fused(Packed):
+    """Packed weights, multiplied with float32 rows; see cpu_products.Form."""
+
+    dtype = torch.float32
+
+    def spec(self, rows: int, weight: PackedWeight) -> KernelSpec:
+        mode, tile_rows, vectors = plan(rows, weight)
+        return spec_for(mode, weight, tile_rows, vectors)
+
+    def kernel(self, spec: KernelSpec, weight: PackedWeight) -> Any:
+        return _kernel(spec)
+
+    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
+        return x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()
+
+    def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+        return torch.zeros(chunks, strip_count(spec, weight), spec.rows, spec.strip)
+
+    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[Arg, Tensor]:
+        return _groups_and_scratch(spec, weight, strip_count(spec, weight))
+
+    def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
+        chunks, strips, rows, width = sums.shape
+        flat = sums.permute(0, 2, 1, 3).reshape(chunks * rows, strips * width)
+        return in_order(flat, spec, weight)
+
+
+FUSED = Fused()
 
 
 def dequantize_tile(weight: PackedWeight, first: int, last: int, out: Tensor) -> Tensor:
@@ -175,53 +227,45 @@ def _kernel(spec: KernelSpec) -> Any:
     return cpu_jit.compile_ir(build(spec, name), name)
 
 
-def run(
-    spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range, x: Tensor | None = None
-) -> None:
-    """Call the kernel for `spec` on strips of `weight`.
+def run(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> None:
+    """Dequantize strips of `weight` to `out`."""
+    kept = {
+        Arg.WEIGHT: weight.qweight.contiguous(),
+        Arg.ZEROS: weight.qzeros.contiguous(),
+        Arg.SCALES: weight.scales.contiguous(),
+        Arg.OUT: out,
+        **_groups_and_scratch(spec, weight, strips.stop),
+    }
+    values = arguments(spec, weight, out, strips)
+    for arg, tensor in kept.items():
+        values[arg] = tensor.data_ptr()
+    table = array("q", values)
+    tiles = -(-len(strips) // values[Arg.STRIPS_AT_ONCE])
+    cpu_jit.run(_kernel(spec), table.buffer_info()[0], tiles)
 
-    Args:
-        x: (chunks, inputs, rows) float32; None to dequantize.
-    """
+
+def _groups_and_scratch(spec: KernelSpec, weight: PackedWeight, strips: int) -> dict[Arg, Tensor]:
     unit = 1 if spec.group_per_code else spec.unit_codes
     groups = weight.group_index()[::unit].int().contiguous()
-    scratch = torch.empty(strips.stop * weight.scales.shape[0] * 2 * spec.strip)
-    own = {Arg.GROUPS: groups.data_ptr(), Arg.SCRATCH: scratch.data_ptr()}
-    call(_kernel(spec), spec, weight, out, strips, x, own)
+    scratch = torch.empty(strips * weight.scales.shape[0] * 2 * spec.strip)
+    return {Arg.GROUPS: groups, Arg.SCRATCH: scratch}
 
 
-def call(
-    kernel: Any,
-    spec: KernelSpec,
-    weight: PackedWeight,
-    out: Tensor,
-    strips: range,
-    x: Tensor | None,
-    own: dict[Arg, int],
-) -> None:
-    """Call a kernel that reads packed weights, with the arguments that all have and its own."""
-    keep = [t.contiguous() for t in (weight.qweight, weight.qzeros, weight.scales)]
-    at_once = cpu_jit.strips_at_once(len(strips))
+def arguments(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> list[int]:
+    """Arguments of a kernel that reads packed weights; addresses are still to be told."""
     values = {
-        Arg.WEIGHT: keep[0].data_ptr(),
-        Arg.ZEROS: keep[1].data_ptr(),
-        Arg.SCALES: keep[2].data_ptr(),
-        Arg.X: 0 if x is None else x.data_ptr(),
-        Arg.CHUNKS: 1 if x is None else x.shape[0],
-        Arg.OUT: out.data_ptr(),
+        Arg.CHUNKS: 1,
         Arg.OUT_STRIDE: out.shape[-1],
         Arg.UNITS: weight.in_features // spec.unit_codes,
-        Arg.WEIGHT_STRIDE: keep[0].shape[1],
-        Arg.ZEROS_STRIDE: keep[1].shape[1],
+        Arg.WEIGHT_STRIDE: weight.qweight.shape[1],
+        Arg.ZEROS_STRIDE: weight.qzeros.shape[1],
         Arg.COLUMNS: weight.out_features // 8 if spec.awq else weight.out_features,
-        Arg.N_GROUPS: keep[2].shape[0],
+        Arg.N_GROUPS: weight.scales.shape[0],
         Arg.FIRST_STRIP: strips.start,
         Arg.END_STRIP: strips.stop,
-        Arg.STRIPS_AT_ONCE: at_once,
-        **own,
+        Arg.STRIPS_AT_ONCE: cpu_jit.strips_at_once(len(strips)),
     }
-    args = torch.tensor([values.get(arg, 0) for arg in Arg], dtype=torch.int64)
-    cpu_jit.run(kernel, args.data_ptr(), -(-len(strips) // at_once))
+    return [values.get(arg, 0) for arg in Arg]
 
 
 def in_order(flat: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:

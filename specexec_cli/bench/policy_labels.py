@@ -20,6 +20,9 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.sampling import Sampler
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from specexec_cli.drafting.search import Floats
     from specexec_cli.session import TextSession
 
 _DIGITS = 6  # kept of the signals, so that a text read back is the text collected
@@ -42,7 +45,8 @@ class LabelsFile:
                 try:
                     record = json.loads(line)
                     text = Text(np.array(record["signals"], dtype=np.float64).reshape(-1, TOP + 1),
-                                np.array(record["accepted"], dtype=bool))  # fmt: skip
+                                np.array(record["accepted"], dtype=bool),
+                                np.array(record["conformity"], dtype=np.float64))  # fmt: skip
                     self._texts[record["key"]] = text
                 except (ValueError, KeyError, TypeError) as error:
                     raise ConfigError(
@@ -57,7 +61,9 @@ class LabelsFile:
 
     def add(self, key: str, text: Text) -> None:
         """Keeps a text at once: an interrupt loses the one under way alone."""
-        record = {"key": key, "signals": text.signals.tolist(), "accepted": text.accepted.tolist()}
+        record = {"key": key, "signals": text.signals.tolist(),
+                  "accepted": text.accepted.tolist(),
+                  "conformity": text.conformity.tolist()}  # fmt: skip
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
@@ -86,11 +92,29 @@ def _text(
     generation = GenerationConfig(max_tokens=max_tokens)
     list(session.generate(prompt.tokens, sampling=sampling, generation=generation))
     tokens, first = session.context, len(prompt.tokens)
-    logits = session.draft_logits(tokens, first)[:, : session.vocab_size]
+    target_logits, logits = session.score(tokens, first)
+    logits = logits[:, : session.vocab_size]
     scorer = DraftScorer(Sampler(sampling), "noise")
     utilities = scorer.utilities(logits, range(first, len(tokens)), prompt.tokens)
     accepted = utilities.argmax(-1).cpu().numpy() == np.array(tokens[first:])
-    return Text(np.round(signals(utilities), _DIGITS), accepted)
+    conformity = np.round(conformities(target_logits, logits), _DIGITS)
+    return Text(np.round(signals(utilities), _DIGITS), accepted, conformity)
+
+
+def conformities(target_logits: Tensor, draft_logits: Tensor) -> Floats:
+    """1 - TV of two models' distributions over the vocabulary, row by row.
+
+    TV is half the sum of |draft - target| (DISCO, arXiv:2405.04304, section 4), so 1 - TV is the
+    sum of the smaller of both. Tokens that the draft model lacks have no probability there.
+
+    Args:
+        target_logits, draft_logits: (rows, vocab), the draft's vocabulary at most as large.
+    Returns:
+        (rows,) between 0 and 1.
+    """
+    target, draft = target_logits.float().softmax(-1), draft_logits.float().softmax(-1)
+    shared = target[:, : draft.shape[-1]].minimum(draft).sum(-1)
+    return np.asarray(shared.clamp(max=1.0).double().cpu().numpy())
 
 
 def measure_costs(session: TextSession, prompt: BenchPrompt, tokens: int = 24) -> Costs:

@@ -22,13 +22,14 @@ from specexec_cli.catalog.models_file import (
     read_models_file,
 )
 from specexec_cli.catalog.others import OLLAMA, ollama_file
-from specexec_cli.config import SUFFIX
+from specexec_cli.config import SELF_DRAFTS, SUFFIX
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf
 
 __all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
 _LIST_HINT = " `specexec models list` shows what is known."
+_NO_MODELS = (SUFFIX, *SELF_DRAFTS)  # in the place of a draft model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -126,12 +127,12 @@ class Registry:
         return next((pair for pair in pairs if self._identity(pair.target) == wanted), None)
 
     def draft_of(self, pair: PairEntry) -> ModelEntry | None:
-        """A pair's draft model; None where the text's own past drafts.
+        """A pair's draft model; None where the text's own past drafts, or the target's own copy.
 
         Raises:
             UnknownModelError: a folder that has gone.
         """
-        return None if pair.draft == SUFFIX else self.resolve(pair.draft)
+        return None if pair.draft in _NO_MODELS else self.resolve(pair.draft)
 
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
         """The first pair of these two models."""
@@ -152,7 +153,7 @@ class Registry:
         paired = {
             pair.draft
             for pair in self.pairs.values()
-            if pair.draft != SUFFIX and self._identity(pair.target) == wanted
+            if pair.draft not in _NO_MODELS and self._identity(pair.target) == wanted
         }
         family = {
             model.name
@@ -222,11 +223,11 @@ def _shipped_file() -> Path:
 
 def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
     """Every target and draft is a model of this or an earlier file, a hub id, or a path; a draft
-    may be the text's own past.
+    may be the text's own past, or the target's own copy.
     """
     for pair in content.pairs.values():
         for key, name in (("target", pair.target), ("draft", pair.draft)):
-            if (key, name) == ("draft", SUFFIX):
+            if key == "draft" and name in _NO_MODELS:
                 continue
             if name not in models and "/" not in name and not is_path(name):
                 raise ConfigError(

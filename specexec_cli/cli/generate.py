@@ -56,7 +56,7 @@ def generate(
 
     With --jsonl each line of -f is {"prompt"} or {"messages": [{"role", "content"}]}, an "id" if it
     has one, and max_tokens, stop and sampling options where they differ. Each text is a line {"id",
-    "text", "tokens", "finish_reason", "seed", "pair", "passes", "made_of"}, the one it would be
+    "text", "tokens", "finish_reason", "seed", "pair", "made_of"}, the one it would be
     alone.
     """
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))

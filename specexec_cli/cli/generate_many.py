@@ -119,7 +119,11 @@ def _made_of(session: TextSession, jobs: Sequence[Job]) -> dict[str | int, str]:
 def _line(
     job: Job, steps: Sequence[StepResult], made_of: str, session: TextSession
 ) -> dict[str, Any]:
-    """What is kept of a text; its schema is documented and tested."""
+    """What is kept of a text; its schema is documented and tested.
+
+    Nothing of it depends on how fast or beside whom it was written: the file of a job that was
+    ended and went on is that of one that was not.
+    """
     return {
         "id": job.id,
         "text": "".join(step.text for step in steps),
@@ -127,6 +131,5 @@ def _line(
         "finish_reason": steps[-1].finish_reason,
         "seed": job.sampling.seed,
         "pair": session.pair.name,
-        "passes": len(steps),
         "made_of": made_of,
     }

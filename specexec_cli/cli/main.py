@@ -20,6 +20,7 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.cli.plan import plan
 from specexec_cli.cli.pull import pull, rm
+from specexec_cli.cli.quantize import quantize
 from specexec_cli.cli.serve import serve
 from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
@@ -45,6 +46,7 @@ app.command(cls=PanelCommand)(train_policy)
 app.command(cls=PanelCommand)(plan)
 app.command(cls=PanelCommand)(pull)
 app.command(cls=PanelCommand)(rm)
+app.command(cls=PanelCommand)(quantize)
 app.command(cls=PanelCommand)(doctor)
 app.add_typer(models.app, name="models")
 app.add_typer(simulate.app, name="simulate")

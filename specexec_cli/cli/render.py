@@ -79,7 +79,8 @@ def pass_line(progress: PassProgress) -> str:
 class LoadingBar:
     """Bytes, GB/s and ETA while weights load; silent unless stderr is a terminal."""
 
-    def __init__(self, *, shown: bool) -> None:
+    def __init__(self, *, shown: bool, title: str = "loading") -> None:
+        self._title = title
         self._progress: Progress | None = None
         self._shown = shown and sys.stderr.isatty()
 
@@ -89,11 +90,11 @@ class LoadingBar:
             return
         if self._progress is None:
             self._progress = Progress(
-                TextColumn("loading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+                TextColumn(self._title), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                 TimeRemainingColumn(), console=Console(stderr=True), transient=True,
             )  # fmt: skip
             self._progress.start()
-            self._progress.add_task("loading", total=total)
+            self._progress.add_task(self._title, total=total)
         self._progress.update(self._progress.task_ids[0], completed=done)
         if done >= total:
             self.close()

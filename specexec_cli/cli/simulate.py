@@ -148,24 +148,28 @@ def heatmap(
     ),
     sp: Servers = 7,
     points: Annotated[int, typer.Option(help="Grid points along each axis.")] = 20,
+    lookahead: Annotated[
+        int | None, typer.Option(help="Of SI, at every point. Default: its best at each.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Draw SI / non-SI, DSI / SI, DSI / non-SI and DSI / the better of both.
 
-    Over drafter latency (as a share of the target's) and acceptance rate, every method at its
-    best lookahead. With --json the numbers are printed and nothing is drawn.
+    Over drafter latency (as a share of the target's) and acceptance rate. With --json the numbers
+    are printed and nothing is drawn.
     """
     from specexec_cli.simulate.heatmap import PANELS, draw, simulated_heatmap
 
-    _positive(sp=sp)
-    result = simulated_heatmap(points, sp)
+    _positive(sp=sp, lookahead=1 if lookahead is None else lookahead)
+    result = simulated_heatmap(points, sp, lookahead)
     maxima = {panel: result.maximum(panel) for panel in PANELS}
     if as_json:
-        print(json.dumps({"schema": 1, "sp": sp, "draft_fractions": result.draft_fractions,
+        print(json.dumps({"schema": 1, "sp": sp, "lookahead": lookahead,
+                          "draft_fractions": result.draft_fractions,
                           "acceptances": result.acceptances, "speedups": result.speedups,
                           "maximum": maxima}))  # fmt: skip
         return
-    draw(result, output, sp)
+    draw(result, output, sp, lookahead)
     _print_table(("speedup", "maximum"), [(p, f"{m:.2f}x") for p, m in maxima.items()])
     print(f"written to {output}")
 

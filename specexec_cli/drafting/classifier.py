@@ -1,9 +1,10 @@
 """The classifier of the policy disco: how likely it is that a drafted token will be accepted.
 
 A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy
-and the position within the draft, and gives the probability that the token just drafted will be
-accepted; drafting ends below a threshold, or at a length, that were tuned for latency (Mamou et
-al., arXiv:2405.04304, section 3). drafting/training.py makes it, policies/disco.py asks it.
+and the position counted from the beginning of the generation (appendix D.1), and gives the
+probability that the token just drafted will be accepted. Drafting ends below a threshold, or at a
+length, that were tuned for latency (Mamou et al., arXiv:2405.04304, section 3).
+drafting/training.py makes it, policies/disco.py asks it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.kept import read_json, write_json
 
 FEATURES = 12  # the signals, and the position
-SCHEMA = 1
+SCHEMA = 2  # 1 counted positions from the beginning of the draft
 _SHAPES = {"norm.mean": (FEATURES,), "norm.scale": (FEATURES,), "hidden.weight": (-1, FEATURES),
            "hidden.bias": (-1,), "out.weight": (1, -1), "out.bias": (1,)}  # fmt: skip
 
@@ -44,15 +45,15 @@ class Classifier:
         logits = hidden @ t["out.weight"][0] + t["out.bias"]
         return np.exp(-np.logaddexp(0.0, -logits))  # type: ignore[no-any-return]
 
-    def chance(self, signals: Floats, depths: Ints, log_probs: Floats) -> float:
+    def chance(self, signals: Floats, positions: Ints, log_probs: Floats) -> float:
         """The probability that a token of one level is accepted, the likelier tokens counting more.
 
         Args:
             signals: (n, 11) of the nodes that the tokens were drafted from; see policies.Signals.
-            depths: (n,) of the tokens.
+            positions: (n,) of the tokens, the first one generated being 1.
             log_probs: (n,) cumulative ones of the tokens.
         """
-        features = np.column_stack([signals, depths])
+        features = np.column_stack([signals, positions])
         weights = np.exp(log_probs)
         return float(weights @ self.probabilities(features) / weights.sum())
 

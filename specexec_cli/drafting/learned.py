@@ -69,15 +69,12 @@ class Learned:
         entry = POLICIES[tree.policy]
         if entry.needs == "continuation":  # made for one text
             return entry.make(tree, continuation)
+        if entry.needs == "classifier":  # it counts the tokens of one generation
+            assert self._classifier is not None, "a session knows its pair's"
+            return entry.make(tree, self._classifier())
         if tree not in self._policies:
-            if entry.needs == "classifier":
-                assert self._classifier is not None, "a session knows its pair's"
-                made = entry.make(tree, self._classifier())
-            elif entry.needs == "cost":
-                made = entry.make(tree, self.cost)
-            else:
-                made = entry.make(tree)
-            self._policies[tree] = made
+            needed = (self.cost,) if entry.needs == "cost" else ()
+            self._policies[tree] = entry.make(tree, *needed)
         return self._policies[tree]
 
     @property

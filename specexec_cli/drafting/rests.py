@@ -19,6 +19,9 @@ _SHORTEST, _LONGEST = 8, 128  # passes of a rest
 # Trees are given up where tokens come at less than this share of the plain rate, after a trial and
 # after a short one.
 _MARGIN, _FAR = 0.9, 0.5
+# The first tree after a rest pays for what the draft model missed as well; where the cost model
+# expects no better of the next ones, it is enough to tell that they come at less than this share.
+_WOKEN = 0.7
 _DECAY = 0.7
 
 
@@ -66,15 +69,22 @@ class Rests:
         if not step.tree_nodes:
             before = seconds if self._plain_s is None else self._plain_s
             self._plain_s = _DECAY * before + (1.0 - _DECAY) * seconds
-        elif self._woke:
+        elif self._woke and not (doubted and self._slower(tokens, seconds, _WOKEN)):
             self._woke, self._trees = False, 0
             self._tokens = self._seconds = 0.0
         else:
+            self._woke = False
             self._trees += 1
             self._tokens = _DECAY * self._tokens + tokens
             self._seconds = _DECAY * self._seconds + seconds
 
     def _slow(self, expected_plain_s: float, margin: float = _MARGIN) -> bool:
         """Whether tokens come at less than this share of the plain rate with trees."""
+        return self._slower(self._tokens, self._seconds, margin, expected_plain_s)
+
+    def _slower(
+        self, tokens: float, seconds: float, share: float, expected_plain_s: float = 0.0
+    ) -> bool:
+        """Whether so many tokens took longer than this share of the plain rate allows."""
         plain_s = expected_plain_s if self._plain_s is None else self._plain_s
-        return self._tokens * plain_s < margin * self._seconds
+        return tokens * plain_s < share * seconds

@@ -4,7 +4,8 @@ All of it happens on texts that the target has written: the draft model reads al
 forcing), and a drafted token is accepted if it is the text's own. As long as a draft is accepted
 its prefix is the text's, so what a chain of any length would have met from any position on is
 known exactly, and a policy's latency is counted, not sampled (Mamou et al., arXiv:2405.04304,
-appendix D).
+appendix D.1). Once an iteration ends with its first wrong token, the next begins behind it: so an
+oracle's iterations meet every token of a text once.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ class Text:
 
     signals: Floats  # (n, 11) see scoring.signals
     accepted: Bools  # (n,) the draft model's first choice was the token
+    # (n,) 1 - TV(draft, target), TV being the total variation distance of the two distributions
+    # over the vocabulary
+    conformity: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,10 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Policies on the same texts. Seconds are per token; F1 is of 'the next token is accepted'."""
+    """Policies on the same texts. Seconds are per token.
+
+    F1 is of 'the next token is accepted', of each token once: as an oracle's iterations meet it.
+    """
 
     plain_s: float  # without drafting
     static_length: int
@@ -56,31 +63,37 @@ class Evaluation:
     oracle_s: float
     static_f1: float
     disco_f1: float
+    always_f1: float  # of saying yes to every token
+    oracle_length: float  # accepted tokens of an oracle's iteration: the mean (table 2)
+    oracle_deviation: float
+
+    @property
+    def gain(self) -> float:
+        """Latency saved over the static length, as a share of the latter's (table 5)."""
+        return 1.0 - self.disco_s / self.static_s
 
 
 def examples(texts: Sequence[Text]) -> tuple[Floats, Floats]:
-    """What a chain from any position on would have been asked: features (n, FEATURES), labels (n,).
+    """What the classifier learns from: features (n, FEATURES), and conformity (n,).
 
-    It ends with the first token that is not accepted; nothing behind it is ever drafted again.
+    One example per token of a text: the draft model reads the text and drafts one token at each
+    position (appendix D.1).
     """
-    features, labels = [], []
-    for text in texts:
-        runs = _runs(text)
-        for depth in range(1, LONGEST + 1):
-            starts = np.flatnonzero(runs[: len(runs) - depth + 1] >= depth - 1)
-            at = starts + depth - 1
-            features.append(_with_depth(text.signals[at], depth))
-            labels.append(text.accepted[at].astype(np.float64))
-    return np.concatenate(features), np.concatenate(labels)
+    return (
+        np.concatenate([_features(text) for text in texts]),
+        np.concatenate([text.conformity for text in texts]),
+    )
 
 
 def train(
-    features: Floats, labels: Floats, progress: Callable[[], None] = lambda: None
+    features: Floats, conformity: Floats, progress: Callable[[], None] = lambda: None
 ) -> dict[str, Floats]:
     """The classifier's tensors; the same for the same examples.
 
-    The loss is the cross-entropy plus the total variation distance between the predicted and the
-    observed distribution, |p - y| for two outcomes.
+    It predicts "the conformity between" the two models "by employing cross-entropy loss with" the
+    total variation distance (section 4). Read here: the cross-entropy between the classifier's
+    probability C and the conformity 1 - TV, which is how likely rejection sampling accepts a token,
+    -(1 - TV) log C - TV log(1 - C).
     """
     mean, deviation = features.mean(axis=0), features.std(axis=0)
     scale = 1.0 / np.maximum(deviation, 1e-6)
@@ -92,14 +105,13 @@ def train(
             nn.init.uniform_(parameter, -bound, bound, generator=generator)
     net = nn.Sequential(hidden, nn.ReLU(), out)
     inputs = torch.from_numpy((features - mean) * scale).float()
-    truth = torch.from_numpy(labels).float()
+    truth = torch.from_numpy(conformity).float()
     adam = torch.optim.Adam(net.parameters(), lr=0.01)
     for _ in range(STEPS):
         logits = net(inputs)[:, 0]
         loss = nn.functional.binary_cross_entropy_with_logits(logits, truth)
-        loss = loss + (logits.sigmoid() - truth).abs().mean()
         adam.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         adam.step()
         progress()
     tensors = {"hidden.weight": hidden.weight, "hidden.bias": hidden.bias,
@@ -135,19 +147,24 @@ def evaluate(
     """
     chances = [_chances(classifier, text) for text in texts]
     lengths = [_lengths(c, classifier.threshold, classifier.max_length) for c in chances]
-    # the oracle, too, drafts the wrong token before it sees that it is wrong
-    oracle = [np.minimum(_runs(text) + 1, LONGEST) for text in texts]
-    features, labels = examples(texts)
-    positions = features[:, -1]
-    goes_on = classifier.probabilities(features) >= classifier.threshold
+    # The oracle drafts no wrong token: its passes and draft steps in figure 3, 27 and 129, add up
+    # to the text, a token each.
+    oracle = [_runs(text) for text in texts]
+    iterations = np.concatenate([oracle_lengths(text) for text in texts])
+    accepted = np.concatenate([text.accepted for text in texts])
+    depths = np.concatenate([_oracle_depths(text) for text in texts])
+    goes_on = np.concatenate(chances) >= classifier.threshold
     return Evaluation(
         plain_s=costs.target_s,
         static_length=static_length,
         static_s=latency(texts, _static(texts, static_length), costs),
         disco_s=latency(texts, lengths, costs),
         oracle_s=latency(texts, oracle, costs),
-        static_f1=f1(positions <= static_length, labels > 0.5),
-        disco_f1=f1(goes_on & (positions <= classifier.max_length), labels > 0.5),
+        static_f1=f1(depths <= static_length, accepted),
+        disco_f1=f1(goes_on & (depths <= classifier.max_length), accepted),
+        always_f1=f1(np.ones(len(accepted), dtype=bool), accepted),
+        oracle_length=float(iterations.mean()),
+        oracle_deviation=float(iterations.std()),
     )
 
 
@@ -187,23 +204,42 @@ def _static(texts: Sequence[Text], length: int) -> list[Ints]:
     return [np.full(len(text.accepted), length, dtype=np.int64) for text in texts]
 
 
-def _with_depth(signals: Floats, depth: int) -> Floats:
-    return np.column_stack([signals, np.full(len(signals), float(depth))])
+def oracle_lengths(text: Text) -> Ints:
+    """(iterations,) accepted tokens of each iteration of an oracle (section 3, table 2, figure 5).
+
+    Each iteration goes to the first wrong token, in whose place stands the target's own.
+    """
+    depths = _oracle_depths(text)
+    ends = np.flatnonzero(~text.accepted)
+    found = depths[ends] - 1
+    if len(text.accepted) and text.accepted[-1]:  # the text ends within an iteration
+        found = np.append(found, depths[-1])
+    return np.asarray(found, dtype=np.int64)
+
+
+def _oracle_depths(text: Text) -> Ints:
+    """(n,) how far into an oracle's iteration each token is met, from 1."""
+    depths = np.zeros(len(text.accepted), dtype=np.int64)
+    for at in range(len(depths)):
+        depths[at] = depths[at - 1] + 1 if at and text.accepted[at - 1] else 1
+    return depths
+
+
+def _features(text: Text) -> Floats:
+    """(n, FEATURES): the signals, and the position from the beginning of the generation, from 1."""
+    return np.column_stack([text.signals, np.arange(1.0, len(text.accepted) + 1)])
 
 
 def _chances(classifier: Classifier, text: Text) -> Floats:
-    """(n, LONGEST) of the token drafted at depth j of an iteration that begins at a position;
-    0 behind the text."""
-    count = len(text.accepted)
-    found = np.zeros((count, LONGEST))
-    for depth in range(1, min(LONGEST, count) + 1):
-        features = _with_depth(text.signals[depth - 1 :], depth)
-        found[: count - depth + 1, depth - 1] = classifier.probabilities(features)
-    return found
+    """(n,) how likely the classifier finds it that each token is accepted."""
+    return classifier.probabilities(_features(text))
 
 
 def _lengths(chances: Floats, threshold: float, longest: int) -> Ints:
     """(n,) tokens drafted from each position on: to the first doubtful one, that one included."""
-    doubtful = chances[:, :longest] < threshold
-    doubtful[:, -1] = True
-    return np.asarray(doubtful.argmax(axis=1) + 1, dtype=np.int64)
+    lengths = np.zeros(len(chances), dtype=np.int64)
+    to_doubt = 0  # tokens from here to the next doubtful one, that one included
+    for at in range(len(chances) - 1, -1, -1):
+        to_doubt = 1 if chances[at] < threshold else to_doubt + 1
+        lengths[at] = min(to_doubt, longest)
+    return lengths

@@ -1,7 +1,7 @@
 """Expected seconds per token, in the long run, of the three ways to decode.
 
 One acceptance rate for every position, independent of the others; enough target servers for DSI.
-Arguments everywhere: target_s, draft_s (seconds of one forward pass), acceptance (0 <= a < 1),
+Arguments everywhere: target_s, draft_s (seconds of one forward pass), acceptance (0 <= a <= 1),
 lookahead (draft tokens per verification, 1 or more).
 Source: Timor et al., arXiv:2405.14105; speculative inference: Leviathan et al., arXiv:2211.17192.
 """
@@ -18,15 +18,21 @@ def autoregressive_s(target_s: float) -> float:
 
 def speculative_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
     """(k c + t)(1 - a) / (1 - a^(k+1)): an iteration over its expected committed tokens."""
-    committed = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
-    return (lookahead * draft_s + target_s) / committed
+    return (lookahead * draft_s + target_s) / _committed(acceptance, lookahead)
+
+
+def _committed(acceptance: float, lookahead: int) -> float:
+    """Expected tokens of an iteration of SI: 1 + a + ... + a^k."""
+    if acceptance == 1:
+        return lookahead + 1
+    return (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
 
 
 def speculative_paper_s(
     target_s: float, draft_s: float, acceptance: float, lookahead: int
 ) -> float:
     """speculative_s with one more target pass after each rejection, as the paper charges it."""
-    committed = (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
+    committed = _committed(acceptance, lookahead)
     rejections = 1 - acceptance**lookahead
     return (lookahead * draft_s + target_s * (1 + rejections)) / committed
 
@@ -40,6 +46,8 @@ def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) ->
     """
     if acceptance == 0:
         return target_s
+    if acceptance == 1:
+        return draft_s
     blocks = acceptance / (1 - acceptance**lookahead)
     return (1 - acceptance) * (target_s + draft_s * lookahead * blocks)
 

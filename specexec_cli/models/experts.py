@@ -11,22 +11,23 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, cast
 
-import torch
 from torch import Tensor, nn
 
-from specexec_cli.models.linear import PerExpert
+from specexec_cli.models.expert_mlp import PerExpert, Routing, RowSums
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.experts import Batch
 from specexec_cli.offload.store import TensorRange
 
 
 class ExpertSource(Protocol):
     """Where single experts come from."""
 
-    def take(
-        self, layer: int, wanted: Mapping[int, int], rows: int
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Each wanted expert (given with its rows) once and in any order, by checkpoint names."""
+    def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
+        """Each wanted expert (given with its rows) once and in any order, some at a time.
+
+        Those of a batch are on one device, by checkpoint names, until the next is asked for.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,44 +36,6 @@ class SplitLayer:
 
     dense: dict[str, TensorRange]  # parameter name inside the layer -> where its bytes are
     experts: list[dict[str, TensorRange]]  # per expert: parameter name inside the expert -> bytes
-
-
-class Expert:
-    """One expert's gated MLP over linears of any kind, whose weights come with every call."""
-
-    def __init__(
-        self, linears: nn.ModuleDict, act_fn: nn.Module, tensors: dict[str, TensorRange]
-    ) -> None:
-        """Over empty linears.
-
-        Args:
-            linears: `gate`, `up` and `down`.
-            tensors: by parameter name inside them, as `gate.weight`.
-        """
-        self._gate, self._up, self._down = (linears[name] for name in ("gate", "up", "down"))
-        self._act_fn = act_fn
-        # torch's functional_call looks through all modules at every call, which took longer than
-        # the products of one row
-        self._parameters = []
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            self._parameters.append((linears.get_submodule(path)._parameters, leaf, tensor.name))
-        self._empty = [parameters[leaf] for parameters, leaf, _ in self._parameters]
-
-    def __call__(self, stored: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """(rows, hidden) -> (rows, hidden).
-
-        Args:
-            stored: the expert's tensors by checkpoint names.
-        """
-        try:
-            for parameters, leaf, name in self._parameters:
-                parameters[leaf] = stored[name]  # type: ignore[assignment]
-            output: Tensor = self._down(self._act_fn(self._gate(rows)) * self._up(rows))
-        finally:  # no view may outlive the slot
-            for (parameters, leaf, _), empty in zip(self._parameters, self._empty, strict=True):
-                parameters[leaf] = empty
-        return output
 
 
 class StreamedExperts(nn.Module):
@@ -91,9 +54,9 @@ class StreamedExperts(nn.Module):
             tensors: see SplitLayer.experts.
         """
         super().__init__()
-        # no modules: their parameters are none of the layer's
-        self._experts = [
-            Expert(cast(nn.ModuleDict, linears), block.act_fn, expert)
+        self._block = [block]  # in a list: its parameters are none of the layer's
+        self._bindings = [
+            _Binding(linears, expert)
             for linears, expert in zip(block.experts, tensors, strict=True)
         ]
         self._layer, self._context = layer, context
@@ -101,43 +64,45 @@ class StreamedExperts(nn.Module):
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts; see PerExpert.forward."""
         source = cast(ExpertSource, self._context.source)
-        picks = top_k_index.reshape(-1).cpu()
-        chosen, counts = torch.unique(picks, return_counts=True)
-        wanted = dict(zip(chosen.tolist(), counts.tolist(), strict=True))
-        # which of the picks name an expert, and so which rows it is to compute, both rising
-        order = torch.argsort(picks, stable=True)
-        sizes = list(wanted.values())
-        rows_of = torch.split(order // top_k_index.shape[1], sizes)
-        pairs = zip(torch.split(order, sizes), rows_of, strict=True)
-        places = dict(zip(wanted, pairs, strict=True))
-        inputs = _Inputs(rows, top_k_weights.reshape(-1, 1))
-        found: dict[int, Tensor] = {}  # expert -> what it adds to its rows
-        for index, stored in source.take(self._layer, wanted, rows.shape[0]):
-            device = next(iter(stored.values())).device
-            own, weight = inputs.on(device)
-            place, row = places[index]
-            output = self._experts[index](stored, own[row.to(device)]) * weight[place.to(device)]
-            found[index] = output.to(rows.device)
-        total = torch.zeros_like(rows)
-        for index in wanted:
-            row = places[index][1].to(rows.device)
-            total.index_add_(0, row, found[index].to(total.dtype))
-        return total
+        routing = Routing(top_k_index)
+        sums = RowSums(rows, top_k_weights, routing)
+        for batch in source.take(self._layer, routing.wanted, routing.rows):
+            chosen = [expert for expert, _ in batch]
+            device = next(iter(batch[0][1].values())).device
+            try:
+                for expert, stored in batch:
+                    self._bindings[expert].bind(stored)
+                output = self._block[0].compute(chosen, sums.rows_on(device), routing)
+            finally:  # no view may outlive the slot
+                for expert in chosen:
+                    self._bindings[expert].release()
+            sums.add(chosen, output)
+        return sums.total()
 
 
-class _Inputs:
-    """Rows and weights of a layer on every device that computes experts."""
+class _Binding:
+    """Puts one expert's tensors into its empty linears, and takes them out again.
 
-    def __init__(self, rows: Tensor, weights: Tensor) -> None:
-        self._on = {rows.device: (rows, weights)}
-        self._home = rows.device
+    torch's functional_call looks through all modules at every call, which took longer than the
+    products of one row.
+    """
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(rows, hidden) and (rows * chosen, 1) on a device, to which they are copied once."""
-        if device not in self._on:
-            rows, weights = self._on[self._home]
-            self._on[device] = rows.to(device), weights.to(device)
-        return self._on[device]
+    def __init__(self, linears: nn.Module, tensors: dict[str, TensorRange]) -> None:
+        """With the tensors by parameter name inside the linears, as `gate.weight`."""
+        self._places = []
+        for name, tensor in tensors.items():
+            path, _, leaf = name.rpartition(".")
+            parameters = linears.get_submodule(path)._parameters
+            self._places.append((parameters, leaf, tensor.name, parameters[leaf]))
+
+    def bind(self, stored: Mapping[str, Tensor]) -> None:
+        """Take tensors by checkpoint names."""
+        for parameters, leaf, name, _ in self._places:
+            parameters[leaf] = stored[name]  # type: ignore[assignment]
+
+    def release(self) -> None:
+        for parameters, leaf, _, empty in self._places:
+            parameters[leaf] = empty
 
 
 def split_layers(skeleton: Skeleton) -> list[SplitLayer]:

@@ -8,12 +8,13 @@ weights as they are (specexec_kernels.cpu_linear).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
-from specexec_kernels import cpu_linear
+from specexec_kernels import cpu_activation, cpu_linear
+from specexec_kernels.cpu_half import Transposed
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -57,6 +58,10 @@ class MixedLinear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         return mixed_linear(rows, self.weight, self.bias)
 
+    def stored_weight(self) -> Tensor | Transposed:
+        """The weight that is bound to this module now."""
+        return cast(Tensor, self._parameters["weight"])  # without nn.Module's search for names
+
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
         flat = rows.reshape(-1, self.in_features)
@@ -64,6 +69,33 @@ class MixedLinear(nn.Module):
         if self.bias is not None:
             output += self.bias
         return output.view(*rows.shape[:-1], self.out_features)
+
+
+class TransposedLinear(MixedLinear):
+    """A linear whose weight is stored as (in_features, out_features)."""
+
+    def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.weight = nn.Parameter(
+            torch.empty(in_features, out_features, device="meta"), requires_grad=False
+        )
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        if not cpu_linear.takes(rows.dtype, self.weight):
+            return mixed_linear(rows, self.weight.t(), self.bias)
+        out = cpu_linear.transposed_product(rows.reshape(-1, self.in_features), self.weight)
+        if self.bias is not None:
+            out += self.bias
+        return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+
+    def stored_weight(self) -> Transposed:
+        """The weight that is bound to this module now."""
+        return Transposed(cast(Tensor, self._parameters["weight"]))
+
+    def wide(self, rows: Tensor) -> Tensor:
+        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        raise NotImplementedError("experts alone are transposed, and their sums are rounded")
 
 
 class _With:
@@ -85,7 +117,15 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 _FUNCTIONAL = _With(functional, linear=_linear)
 _NN = _With(nn, functional=_FUNCTIONAL)
 # what modelling code reaches functional.linear by -> what it reaches mixed_linear by
-_IN_PLACE_OF = {functional: _FUNCTIONAL, nn: _NN, torch: _With(torch, nn=_NN)}
+_LINEARS = {functional: _FUNCTIONAL, nn: _NN, torch: _With(torch, nn=_NN)}
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """torch.sigmoid, as modelling code calls it."""
+    return cpu_activation.apply("sigmoid", x) if cpu_activation.supports(x) else torch.sigmoid(x)
+
+
+_SIGMOIDS = {torch: _With(torch, sigmoid=_sigmoid)}
 
 
 def with_mixed_linears(module: nn.Module) -> Callable[..., Any]:
@@ -96,48 +136,28 @@ def with_mixed_linears(module: nn.Module) -> Callable[..., Any]:
     PyTorch's, which could tell calls apart as well, stays behind where Ctrl-C comes within it.
     """
     # inside the dispatch between implementations of experts, of which the eager one is wanted
-    function = inspect.unwrap(type(module).forward)
+    return MethodType(_seeing(inspect.unwrap(type(module).forward), _LINEARS), module)
+
+
+def with_fixed_sigmoid(function: FunctionType) -> FunctionType:
+    """A function of modelling code that computes an element's sigmoid as if it were alone.
+
+    PyTorch's rounds what does not fill a vector otherwise than the rest.
+    """
+    return _seeing(function, _SIGMOIDS)
+
+
+def _seeing(function: Callable[..., Any], stand_ins: Mapping[ModuleType, _With]) -> FunctionType:
+    """A copy of a function for which some modules are others."""
+    assert isinstance(function, FunctionType), "modelling code is Python"
     seen = {
-        name: _IN_PLACE_OF[value]
+        name: stand_ins[value]
         for name, value in function.__globals__.items()
-        if isinstance(value, ModuleType) and value in _IN_PLACE_OF
+        if isinstance(value, ModuleType) and value in stand_ins
     }
     copy = FunctionType(
         function.__code__, {**function.__globals__, **seen}, function.__name__,
         function.__defaults__, function.__closure__,
     )  # fmt: skip
     copy.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(copy, module)
-
-
-class PerExpert(nn.Module):
-    """Mixture-of-experts block over separate matrices, as checkpoints store them.
-
-    transformers fuses the experts into three-dimensional tensors; that would copy every expert of
-    a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
-    """
-
-    def __init__(self, experts: nn.ModuleList, act_fn: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts  # each with `gate`, `up`, `down`: (hidden <-> intermediate)
-        self.act_fn = act_fn
-
-    def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Weighted sum of the chosen experts.
-
-        Args:
-            rows: (rows, hidden).
-            top_k_index: (rows, k) experts chosen by the router.
-            top_k_weights: (rows, k) their weights.
-        Returns:
-            (rows, hidden).
-        """
-        total = torch.zeros_like(rows)
-        for index in torch.unique(top_k_index).tolist():
-            row, choice = torch.where(top_k_index == index)
-            expert = self.experts[index]
-            chosen = rows[row]
-            output = expert["down"](self.act_fn(expert["gate"](chosen)) * expert["up"](chosen))
-            weighted = output * top_k_weights[row, choice, None]
-            total.index_add_(0, row, weighted.to(total.dtype))
-        return total
+    return copy

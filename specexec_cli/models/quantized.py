@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 from specexec_kernels import dispatch
@@ -41,6 +42,10 @@ class QuantizedLinear(nn.Module, ABC):
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)
 
+    def stored_weight(self) -> PackedWeight | RowWeight:
+        """As MixedLinear.stored_weight."""
+        return self.packed_weight()
+
     @abstractmethod
     def packed_weight(self) -> PackedWeight | RowWeight:
         """The tensors that are bound to this module now."""
@@ -71,15 +76,16 @@ class ColumnLinear(QuantizedLinear):
 
     def packed_weight(self) -> PackedWeight:
         """The tensors that are bound to this module now."""
+        bound = self._parameters  # without nn.Module's search for names
         return PackedWeight(
             format=self.format,
             in_features=self.in_features,
             out_features=self.out_features,
             group_size=self.group_size,
-            qweight=self.qweight,
-            qzeros=self.qzeros,
-            scales=self.scales,
-            g_idx=self.g_idx,
+            qweight=cast(Tensor, bound["qweight"]),
+            qzeros=cast(Tensor, bound["qzeros"]),
+            scales=cast(Tensor, bound["scales"]),
+            g_idx=bound.get("g_idx"),
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,11 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.moe import _default_apply_gate
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
-from specexec_cli.models.linear import MixedLinear, PerExpert, with_mixed_linears
+from specexec_cli.models.expert_mlp import PerExpert, per_expert
+from specexec_cli.models.linear import MixedLinear, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Packing, replace_linears
 from specexec_cli.models.quantized import parameter_name
 from specexec_cli.models.restored import Restored, restore
@@ -31,14 +31,18 @@ from specexec_cli.planning.architectures import ARCHITECTURES, refusal
 from specexec_cli.planning.built_sizes import (
     decoder_layers,
     empty_model,
+    has_separable_experts,
     own_tensors,
     text_tensors,
 )
 
 # of transformers' layer_types, those that attend to what lies behind them in the text
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-# a matrix of one expert, as PerExpert names it
-_OF_EXPERT = re.compile(r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate|up|down)\.weight")
+# a tensor of one expert, as PerExpert names it
+_OF_EXPERT = re.compile(
+    r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate_up|gate|up|down)\."
+    r"(?P<leaf>weight|bias)"
+)
 _PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
 _FLOATS = ("F16", "BF16", "F32", "F64")
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -133,7 +137,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     names = StoredNames.read(model, checkpoint, leaves)
     layers_path, layers = decoder_layers(model, config.num_hidden_layers)
     for index, layer in enumerate(layers):
-        _replace_modules(layer, f"{layers_path}.{index}.", names, leaves)
+        _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint, leaves)
     plain = names.plain
     if quantization is not None:
         modules = {
@@ -182,24 +186,20 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
 
 
 def _replace_modules(
-    layer: nn.Module, prefix: str, names: StoredNames, leaves: Mapping[str, tuple[str, str]]
+    layer: nn.Module,
+    prefix: str,
+    names: StoredNames,
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, tuple[str, str]],
 ) -> None:
     """Linears and fused experts of one layer become those that keep the file's dtype."""
-    stacks = {each.first: each for each in names.conversions if each.stacks_experts}
     for name, module in list(layer.named_modules()):
         replacement: nn.Module
         if type(module).forward is nn.Linear.forward:
             bias = module.bias is not None
             replacement = MixedLinear(module.in_features, module.out_features, bias=bias)
-        elif _is_plain_mixture(module):
-            replacement = _per_expert(module)
-            for leaf in ("gate_up_proj", "down_proj"):
-                stack = stacks.get(f"{prefix}{name}.{leaf}")
-                if stack is None:  # all experts are in one tensor of the checkpoint too
-                    continue
-                names.conversions.remove(stack)
-                for inside, place in expert_places(stack, leaves).items():
-                    names.plain[f"{prefix}{name}.experts.{inside}"] = place
+        elif has_separable_experts(module):
+            replacement = _apart(module, f"{prefix}{name}", names, checkpoint, leaves)
         else:
             if _multiplies(module):
                 module.forward = with_mixed_linears(module)
@@ -208,37 +208,47 @@ def _replace_modules(
         setattr(layer.get_submodule(parent), leaf, replacement)
 
 
-def _is_plain_mixture(module: nn.Module) -> bool:
-    """Whether a module's experts are gated MLPs without anything else."""
-    return (
-        isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
-        and getattr(module, "has_gate", False)
-        and not (module.has_bias or module.is_transposed or module.has_post_expert_norm)
-        and bool(module.is_concatenated)
-        and type(module)._apply_gate is _default_apply_gate  # type: ignore[attr-defined]
-    )
+def _apart(
+    fused: nn.Module,
+    path: str,
+    names: StoredNames,
+    checkpoint: Checkpoint,
+    leaves: Mapping[str, tuple[str, str]],
+) -> PerExpert:
+    """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
+    lie = set()
+    for leaf in ("gate_up_proj", "down_proj"):
+        name, transposed = f"{path}.{leaf}", bool(fused.is_transposed)
+        conversion = next((each for each in names.conversions if each.first == name), None)
+        if conversion is not None:
+            names.conversions.remove(conversion)
+            if conversion.stacks_experts:
+                for inside, place in expert_places(conversion, leaves).items():
+                    names.plain[f"{path}.experts.{inside}"] = place
+            else:
+                stored = conversion.names[0]
+                shape = tuple(getattr(fused, leaf).shape)
+                turned = conversion.transposes(checkpoint.tensors[stored].shape, shape)
+                if turned is None:
+                    raise CheckpointError(
+                        f"{checkpoint.folder}: how '{stored}' holds the experts of '{path}' is not "
+                        "known. Is the checkpoint newer than the installed transformers?"
+                    )
+                names.plain[name] = stored
+                transposed ^= turned
+        lie.add(transposed)
+    if len(lie) > 1:
+        raise CheckpointError(
+            f"{checkpoint.folder}: one of '{path}.gate_up_proj' and '{path}.down_proj' is "
+            "transposed, the other is not. Are all files of the same model?"
+        )
+    return per_expert(fused, transposed=lie.pop())
 
 
 def _multiplies(module: nn.Module) -> bool:
     """Whether it has matrices of its own, as routers and fused experts have."""
     own = module.parameters(recurse=False)
     return not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in own)
-
-
-def _per_expert(fused: nn.Module) -> PerExpert:
-    """Separate linears for transformers' fused (experts, 2 * intermediate, hidden) tensors."""
-    experts, double, hidden = fused.gate_up_proj.shape  # type: ignore[misc]
-
-    def expert() -> nn.ModuleDict:
-        return nn.ModuleDict(
-            {
-                "gate": MixedLinear(hidden, double // 2, bias=False),
-                "up": MixedLinear(hidden, double // 2, bias=False),
-                "down": MixedLinear(double // 2, hidden, bias=False),
-            }
-        )
-
-    return PerExpert(nn.ModuleList(expert() for _ in range(experts)), fused.act_fn)  # type: ignore[arg-type]
 
 
 class _Finder:
@@ -281,10 +291,10 @@ class _Finder:
         return {name: self._names.unused.get(name, other) for name in rest}
 
     def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
-        """An expert's matrix inside a tensor of all experts, None where it has one of its own.
+        """An expert's tensor inside one of all experts, None where it has one of its own.
 
-        It is (experts, 2 * intermediate, hidden), the rows of `gate` before those of `up`, or
-        (experts, hidden, intermediate).
+        The first dimension is that of the experts. Where `gate` and `up` are apart, the rows of
+        `gate` come before those of `up`.
 
         Raises:
             CheckpointError: the tensor of all experts is of another shape than the config says.
@@ -292,23 +302,25 @@ class _Finder:
         of_expert = _OF_EXPERT.fullmatch(name)
         if of_expert is None or name in self._names.plain:
             return None
-        down = of_expert["linear"] == "down"
-        fused = f"{of_expert['block']}.{'down_proj' if down else 'gate_up_proj'}"
+        linear, is_bias = of_expert["linear"], of_expert["leaf"] == "bias"
+        fused = f"{of_expert['block']}.{'down_proj' if linear == 'down' else 'gate_up_proj'}"
+        fused += "_bias" if is_bias else ""
         tensor = self._checkpoint.tensors.get(self._names.plain.get(fused, ""))
         if tensor is None:
             return None
-        rows, columns = parameter.shape
-        each, index = rows if down else 2 * rows, int(of_expert["index"])
-        same = len(tensor.shape) == 3 and tensor.shape[1:] == (each, columns)
-        if not same or index >= tensor.shape[0]:
+        halves = 2 if linear in ("gate", "up") else 1
+        each, index = (halves * parameter.shape[0], *parameter.shape[1:]), int(of_expert["index"])
+        if tensor.shape[1:] != each or index >= tensor.shape[0]:
             raise CheckpointError(
                 f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-                f"config.json asks for [experts, {each}, {columns}]. Are both files of the same "
-                "model?"
+                f"config.json asks for [experts, {', '.join(map(str, each))}]. Are both files of "
+                "the same model?"
             )
         self._used.add(tensor.name)
-        first = each * index + (rows if of_expert["linear"] == "up" else 0)
-        return tensor.rows(first, rows)
+        # counted in rows of the last dimension: a bias is one of them
+        rows = 1 if is_bias else parameter.shape[0]
+        first = halves * rows * index + (rows if linear == "up" else 0)
+        return replace(tensor.rows(first, rows), shape=tuple(parameter.shape))
 
     def _find(self, name: str, parameter: Tensor) -> TensorRange:
         if (part := self._of_fused(name, parameter)) is not None:

@@ -21,6 +21,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     rename_source_key,
@@ -74,6 +75,23 @@ class Conversion:
         """Whether it does nothing but put the matrices of all experts into one tensor."""
         kinds = [type(operation) for operation in self.converter.operations]
         return kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
+
+    def transposes(self, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool | None:
+        """Whether matrices that lie in one tensor are transposed to become a parameter.
+
+        Args:
+            stored: the tensor's shape, matrices in its last two dimensions.
+            wanted: the parameter's.
+        Returns:
+            None where something else is done to it.
+        """
+        operations = self.converter.operations
+        if len(operations) != 1 or not isinstance(operations[0], Transpose):
+            return None
+        turn = operations[0]
+        if {turn.dim0, turn.dim1} != {1, 2} or len(self.names) != 1:
+            return None
+        return not (turn.check_dims and stored == wanted)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,11 @@ from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.embedding import MixedEmbedding, resident_linear
+from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedLinear, PerExpert
+from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.quantized import QuantizedLinear
@@ -39,7 +40,8 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
-from specexec_cli.planning.built_sizes import path_of
+from specexec_cli.planning.built_sizes import chosen_experts, path_of
+from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 
 # Rotary positions whose frequencies depend on the longest position of a pass.
@@ -129,6 +131,11 @@ class StreamedModel:
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
             notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
+        if tiers is not None and EXPERTS.get(skeleton.model.config.model_type) == WITH_LAYERS:
+            notice(
+                f"{checkpoint.folder.name}: experts of {skeleton.model.config.model_type} models "
+                "move with their layers, so every pass reads all of them"
+            )
         split = split_layers(skeleton) if expert_bytes else []
         if split:
             skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
@@ -160,7 +167,7 @@ class StreamedModel:
     ) -> None:
         """Takes the experts' slots; where that fails nothing stays open."""
         assert isinstance(self.source, LayerStream | DeviceStream), "dense parts are streamed"
-        chosen = int(self.skeleton.config.num_experts_per_tok)
+        chosen = chosen_experts(self.skeleton.config)
         scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
         ranges = [[list(expert.values()) for expert in layer] for layer in experts]
         try:

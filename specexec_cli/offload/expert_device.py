@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.offload.experts import ExpertStore
+from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.link import Link
 
 _ALIGNED_BYTES = 16  # what kernels need to load 16 bytes at once; see cuda.py
@@ -64,34 +64,36 @@ class DeviceExperts:
             ) from None
         self._registered = copy_rows is not None and link.register(store.blob)
 
-    def take(
-        self, layer: int, wanted: Mapping[int, int], rows: int
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
         """Each wanted expert once, in VRAM or in RAM; see ExpertStore.take."""
         first = layer * self.store.width
         here = {expert: n for expert, n in wanted.items() if first + expert in self._slot_of}
         self.hits += len(here)
-        for expert in here:
-            yield expert, self._tensors(first + expert, self._slot_of[first + expert])
+        if here:
+            yield [
+                (expert, self._tensors(first + expert, self._slot_of[first + expert]))
+                for expert in here
+            ]
         others = {expert: n for expert, n in wanted.items() if expert not in here}
-        for expert, tensors in self.store.take(layer, others, rows, elsewhere=here):
-            key = first + expert
+        for batch in self.store.take(layer, others, rows, elsewhere=here):
             if self._copy_rows is None:
-                yield expert, tensors
+                yield batch
                 continue
-            copied = wanted[expert] >= self._copy_rows
-            if not copied:
-                yield expert, tensors
-            slot = self._slot_for(key)
-            if copied or slot != self._scratch:
-                self._copy(key, slot)
-            if copied:
-                self._link.compute_waits(self._copying)
-                yield expert, self._tensors(key, slot)
-            self._wait_for_copy()  # the store may then read another expert into its slot
-            if slot != self._scratch:
-                self._slot_of[key] = slot
-                self.store.elsewhere(key, True)
+            many = {expert for expert, _ in batch if wanted[expert] >= self._copy_rows}
+            if few := [(expert, tensors) for expert, tensors in batch if expert not in many]:
+                yield few
+            for expert, _ in batch:
+                key, copied = first + expert, expert in many
+                slot = self._slot_for(key)
+                if copied or slot != self._scratch:
+                    self._copy(key, slot)
+                if copied:
+                    self._link.compute_waits(self._copying)
+                    yield [(expert, self._tensors(key, slot))]
+                self._wait_for_copy()  # the store may then read another expert into its slot
+                if slot != self._scratch:
+                    self._slot_of[key] = slot
+                    self.store.elsewhere(key, True)
 
     def _slot_for(self, key: int) -> int:
         """The slot to copy an expert into: one that nothing is in, or the scratch slot."""

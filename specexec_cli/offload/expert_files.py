@@ -72,6 +72,10 @@ class ExpertFiles:
         """What is read of an expert, in whole blocks."""
         return self._layouts[key].buffer_bytes
 
+    def tensor_bytes(self, key: int) -> int:
+        """What an expert's tensors take."""
+        return self._layouts[key].tensor_bytes
+
     def open(self, notice: Notice) -> None:
         """Opens the files.
 

@@ -1,6 +1,6 @@
 """Experts of a mixture, one by one: from the SSD into equal slots of RAM that keep those in use.
 
-    consumer:  for expert, tensors in store.take(layer, wanted): ...     as they arrive
+    consumer:  for batch in store.take(layer, wanted): ...     those that have arrived
     readers:   what was asked for, in file order; when that is done, what is expected
 
 A slot is free, being read into, or holds an expert. Readers alone give slots to experts, under the
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
@@ -25,6 +25,7 @@ from torch import Tensor
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.expert_files import ExpertFiles
 from specexec_cli.offload.expert_scores import ExpertScores
+from specexec_cli.offload.expert_slots import SlotTable
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import PIECE_BYTES, Extent, Notice
 from specexec_cli.offload.resident import as_blob, check_free
@@ -33,9 +34,10 @@ from specexec_cli.offload.store import TensorRange
 READER_THREADS = 4  # experts are small: see docs/experiments.md, "Expert caches"
 LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
 _MEND = "Stream whole layers instead: `offload='ssd'`"
-_FREE = -1
-_EXPECTED = 1e9  # more than any score
 _NONE: Mapping[int, int] = MappingProxyType({})
+
+# experts of one layer, each with its tensors by their names in the checkpoint
+Batch = list[tuple[int, dict[str, Tensor]]]
 
 
 class ExpertStore:
@@ -80,16 +82,11 @@ class ExpertStore:
         self._blob: Tensor | None = (
             None  # the buffer's bytes; none before it is there and behind close()
         )
-        self._slot_of: dict[int, int] = {}  # expert -> slot, read or being read
-        self._held: NDArray[np.int64] = np.full(self.slots, _FREE)  # slot -> expert
-        # experts that are held elsewhere as well: no reason to keep them here
-        self._elsewhere = np.zeros(len(layers) * self.files.width, dtype=np.bool_)
+        self._table = SlotTable(self.slots, len(layers) * self.files.width)
         self._missing = [0] * self.slots  # pieces not there yet
         self._failed: list[BaseException | None] = [None] * self.slots
         self._read_for: list[object | None] = [None] * self.slots  # the request, if there was one
         self._tensors: list[dict[str, Tensor]] = [{} for _ in range(self.slots)]
-        self._ready = np.zeros(self.slots, dtype=np.bool_)  # holds all of an expert
-        self._pinned = np.zeros(self.slots, dtype=np.bool_)  # asked for, and not done with
         # by expert, how often the present pass is still expected to ask for it
         self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self.files.width, dtype=np.int64)
         # a generator that is dropped ends its request wherever it is dropped, also under the lock
@@ -138,40 +135,43 @@ class ExpertStore:
 
     def bytes_of(self, key: int) -> Tensor:
         """What was read of an expert that has been handed out, (bytes,) uint8."""
-        start = self._slot_of[key] * self.slot_bytes
+        start = self._table.of[key] * self.slot_bytes
         return self.blob[start : start + self.files.n_bytes(key)]
 
     def elsewhere(self, key: int, held: bool) -> None:
         """Tells that an expert is held elsewhere as well, so that its slot is taken first."""
         with self._lock:
-            self._elsewhere[key] = held
+            self._table.elsewhere[key] = held
 
     def take(
         self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """Each wanted expert once, as they arrive.
+    ) -> Iterator[Batch]:
+        """Each wanted expert once, as they arrive: first those in slots, then those that were read
+        while the consumer was busy with the ones before.
 
         Args:
             wanted: expert -> rows of the pass that are routed to it.
             rows: of the pass.
             elsewhere: experts that the pass needs as well and somebody else has, with their rows.
         Yields:
-            (expert, its tensors by name), valid until the next one is asked for.
+            some experts and their tensors by name, valid until the next ones are asked for.
         Raises:
             StreamError: an expert could not be read, by file and offset.
         """
         request = object()
-        left = [layer * self.files.width + expert for expert in wanted]
+        first = layer * self.files.width
+        left = dict.fromkeys(first + expert for expert in wanted)
         self.scores.used(layer, [*wanted.items(), *elsewhere.items()], rows)
         self.touched += len(elsewhere)
         self.hits += len(elsewhere)
         try:
-            self._ask(request, layer, left)
+            self._ask(request, layer, list(left))
             while left:
-                key, slot = self._wait_for_one(left)
-                yield key - layer * self.files.width, self._tensors[slot]
-                left.remove(key)
-                self._done_with(request, slot)
+                found = self._wait_for_some(left)
+                yield [(key - first, self._tensors[slot]) for key, slot in found]
+                for key, _ in found:
+                    del left[key]
+                self._done_with(request, [slot for _, slot in found])
         finally:
             # where Ctrl-C aborted the pass, this may run behind restart(), and behind new requests
             if self._request is request:
@@ -184,12 +184,12 @@ class ExpertStore:
             self._request = request
             missing = []
             for key in keys:
-                slot = self._slot_of.get(key)
+                slot = self._table.of.get(key)
                 if slot is None:
                     missing.append(key)
                 else:
-                    self._pinned[slot] = True
-                    self.hits += int(self._ready[slot])
+                    self._table.pinned[slot] = True
+                    self.hits += int(self._table.ready[slot])
             self.touched += len(keys)
             # what a visit did not ask for, it will not ask for later
             first = layer * self.files.width
@@ -199,8 +199,12 @@ class ExpertStore:
             self._wanted.extend(self.files.in_order(missing))
             self._wake()
 
-    def _wait_for_one(self, keys: Sequence[int]) -> tuple[int, int]:
-        """The first of these experts that is there, and its slot."""
+    def _wait_for_some(self, keys: Collection[int]) -> list[tuple[int, int]]:
+        """Those of these experts that are there, one at least, and their slots.
+
+        Not more than half of the slots, unless these are the last: others are to be read into while
+        the consumer computes.
+        """
         started = time.perf_counter()
         with self._lock:
             while True:
@@ -208,23 +212,24 @@ class ExpertStore:
                     raise StreamError(str(self._error))
                 if self._error is not None:
                     raise RuntimeError("a reader thread died") from self._error
-                for key in keys:
-                    slot = self._slot_of.get(key)
-                    if slot is not None and self._ready[slot]:
-                        self.wait_s += time.perf_counter() - started
-                        return key, slot
+                slots = ((key, self._table.ready_slot(key)) for key in keys)
+                found = [(key, slot) for key, slot in slots if slot is not None]
+                if found:
+                    self.wait_s += time.perf_counter() - started
+                    last = len(found) == len(keys)
+                    return found if last else found[: max(1, self.slots // 2)]
                 self._arrived.wait()
 
-    def _done_with(self, request: object, slot: int) -> None:
+    def _done_with(self, request: object, slots: Sequence[int]) -> None:
         with self._lock:
             if self._request is request:
-                self._pinned[slot] = False
+                self._table.unpin(slots)
                 self._wake()
 
     def _end_request(self) -> None:
         with self._lock:
             self._wanted.clear()
-            self._pinned[:] = False
+            self._table.unpin(slice(None))
             self._request = self._error = None
             self._wake()
 
@@ -250,7 +255,7 @@ class ExpertStore:
             for layer in np.flatnonzero(likely.any(axis=1)).tolist():
                 first = layer * self.files.width
                 chosen = first + np.flatnonzero(likely[layer])
-                keys = self.files.in_order(chosen[~self._elsewhere[chosen]].tolist())
+                keys = self.files.in_order(chosen[~self._table.elsewhere[chosen]].tolist())
                 self._expected.extend(keys)
                 self._ahead[keys] = visits
             self._wake()
@@ -319,44 +324,37 @@ class ExpertStore:
     def _give_slot(self) -> bool:
         """A slot for the next expert to read; False if there is none to read, or no slot."""
         for queue in (self._wanted, self._expected, self._usual):
-            while queue and (
-                queue[0] in self._slot_of or (queue is self._expected and not self._ahead[queue[0]])
-            ):
+            while queue and self._is_done(queue):
                 queue.popleft()
         queue = self._wanted or self._expected or self._usual
         slot = self._free_slot(queue) if queue else None
         if slot is None:
             return False
         key = queue.popleft()
-        old = int(self._held[slot])
-        if old != _FREE:
-            del self._slot_of[old]
-        self._slot_of[key] = slot
-        self._held[slot] = key
-        self._ready[slot] = False
+        asked_for = queue is self._wanted
+        self._table.give(slot, key, pinned=asked_for)
         self._failed[slot] = None
-        self._pinned[slot] = queue is self._wanted
-        self._read_for[slot] = self._request if queue is self._wanted else None
+        self._read_for[slot] = self._request if asked_for else None
         self._tensors[slot] = {}
         self._missing[slot] = len(self.files.pieces[key])
         self._to_read.extend((slot, piece) for piece in self.files.pieces[key])
         return True
 
+    def _is_done(self, queue: deque[int]) -> bool:
+        """Whether a queue's next expert has a slot, or is no longer expected."""
+        unexpected = queue is self._expected and not self._ahead[queue[0]]
+        return queue[0] in self._table.of or unexpected
+
     def _free_slot(self, queue: deque[int]) -> int | None:
         """A free slot, or that of the expert which is least worth keeping, for a queue's next."""
-        if len(self._slot_of) < self.slots:
-            return int(np.flatnonzero(self._held == _FREE)[0])
-        if queue is self._usual:
-            return None
+        free = self._table.free()
+        if free is not None or queue is self._usual:
+            return free
         # what the pass will need soon is worth more than what it will need late
-        width = self.files.width
-        layers_left = len(self._ahead) // width - self._held // width
-        worth = self.scores.counts.ravel()[self._held]
-        worth[self._elsewhere[self._held]] = -1.0
-        worth += _EXPECTED * layers_left * (self._ahead[self._held] > 0)
-        worth[~self._ready | self._pinned] = np.inf
-        slot = int(np.argmin(worth))
-        return slot if worth[slot] < (np.inf if queue is self._wanted else _EXPECTED) else None
+        layers = np.arange(len(self._ahead)) // self.files.width
+        soon = (self._ahead > 0) * (layers[-1] + 1 - layers)
+        scores = self.scores.counts.ravel()
+        return self._table.least_worth(scores, soon, also_soon=queue is self._wanted)
 
     def _piece_done(self, slot: int, count: int, error: BaseException | None) -> None:
         with self._lock:
@@ -373,20 +371,19 @@ class ExpertStore:
 
     def _arrive(self, slot: int) -> None:
         """The last piece of an expert has been read, or has failed."""
-        key = int(self._held[slot])
+        key = int(self._table.held[slot])
         failed, self._failed[slot] = self._failed[slot], None
         if failed is None:
             assert self._blob is not None
             self._tensors[slot] = self.files.tensors(key, self._blob, slot * self.slot_bytes)
-            self._ready[slot] = True
+            self._table.ready[slot] = True
         else:
             # a read that was begun for nobody, or for a pass that was aborted, is tried again
-            if self._pinned[slot] and self._read_for[slot] is not self._request:
+            pinned = bool(self._table.pinned[slot])
+            if pinned and self._read_for[slot] is not self._request:
                 self._wanted.appendleft(key)
-            elif self._pinned[slot]:
+            elif pinned:
                 self._error = failed
-            del self._slot_of[key]
-            self._held[slot] = _FREE
-            self._pinned[slot] = False
+            self._table.take_back(slot)
         self._arrived.notify_all()
         self._wake()  # it is a slot that may be taken

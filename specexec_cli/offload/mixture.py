@@ -9,7 +9,7 @@ from torch import Tensor
 
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
-from specexec_cli.offload.experts import ExpertStore
+from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.stream import LayerStream
 
 
@@ -36,9 +36,7 @@ class MixtureStream:
         """The dense part of a layer; see LayerStream.layer."""
         return self._dense.layer(index)
 
-    def take(
-        self, layer: int, wanted: Mapping[int, int], rows: int
-    ) -> Iterator[tuple[int, dict[str, Tensor]]]:
+    def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
         """Experts of a layer; see ExpertStore.take."""
         return self._experts.take(layer, wanted, rows)
 

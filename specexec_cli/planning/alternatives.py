@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.registry import load_registry
+from specexec_cli.config import SELF
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
@@ -100,6 +101,11 @@ def _drafts(request: Request) -> Iterator[Change]:
         return
     registry, pair = load_registry(request.models_file), _pair(request)
     if pair.draft is None:
+        return
+    if pair.own_bits is not None:
+        for bits in range(pair.own_bits - 1, 1, -1):
+            name = f"{SELF}-{bits}"
+            yield Change(replace(request, draft=name), (("draft", name),))
         return
     drafts = [registry.resolve(name) for name in registry.drafts_for(pair.target.name)]
     drafts.sort(key=lambda one: (one.chat == pair.target.chat, one.params or 0), reverse=True)

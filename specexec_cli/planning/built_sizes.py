@@ -20,12 +20,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class BuiltMatrix:
+    """Matrices of one shape."""
+
+    inputs: int
+    outputs: int
+    count: int
+    active: int  # of them how many a row goes through
+    one_by_one: bool  # of experts that can come one by one
+
+
+@dataclass(frozen=True, slots=True)
 class BuiltLayer:
     """One decoder layer's weights."""
 
-    # (inputs, outputs, how many, of them how many a row goes through) of every matrix
-    matrices: tuple[tuple[int, int, int, int], ...]
+    matrices: tuple[BuiltMatrix, ...]
     others: int  # weights of norms and biases
+    expert_others: int  # of them those of experts that can come one by one
     kv_elements: int  # of one token
 
 
@@ -38,6 +49,7 @@ class BuiltModel:
     head: int  # of them the output head's own; 0 where it is the embedding table
     hidden: int
     vocab: int
+    chosen: int  # of a mixture's experts, those that a row is routed to
 
 
 def built(config: Mapping[str, Any]) -> BuiltModel:
@@ -74,28 +86,51 @@ def _built(config_json: str) -> BuiltModel:
         head=sum(count for name, count in outside if name.startswith(f"{head}.")),
         hidden=int(text.hidden_size),
         vocab=int(text.vocab_size),
+        chosen=chosen_experts(text),
     )
 
 
 def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
-    matrices, others = [], 0
-    chosen = next(
-        (int(getattr(config, name)) for name in _CHOSEN if getattr(config, name, None)), 1
-    )
+    matrices, others, expert_others = [], 0, 0
+    chosen = chosen_experts(config)
+    apart = [f"{path}." for path, module in layer.named_modules() if has_separable_experts(module)]
     for name, tensor in own_tensors(layer):
-        if tensor.ndim == 3:  # of all experts
+        one_by_one = name.startswith(tuple(apart))
+        if tensor.ndim == 3:  # of all experts; a matrix may lie transposed
             count, outputs, inputs = tensor.shape
-            matrices.append((inputs, outputs, count, min(chosen, count)))
+            matrices.append(BuiltMatrix(inputs, outputs, count, min(chosen, count), one_by_one))
         elif tensor.ndim == 2 and not name.endswith("bias"):
             outputs, inputs = tensor.shape
             # experts that are modules of their own
-            matrices.append((inputs, outputs, 1, 1))
+            matrices.append(BuiltMatrix(inputs, outputs, 1, 1, one_by_one))
         else:
             others += tensor.numel()
-    return BuiltLayer(tuple(matrices), others, _kv_elements(layer, config))
+            expert_others += tensor.numel() if one_by_one else 0
+    return BuiltLayer(tuple(matrices), others, expert_others, _kv_elements(layer, config))
 
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
+
+
+def chosen_experts(config: PretrainedConfig) -> int:
+    """Experts that a row of a mixture is routed to, under the names that configs give it."""
+    found = next((value for name in _CHOSEN if (value := getattr(config, name, None))), 1)
+    return int(max(found) if isinstance(found, list) else found)  # HunYuan: one for each layer
+
+
+def has_separable_experts(module: nn.Module) -> bool:
+    """Whether a module of transformers holds a layer's experts as MLPs that can be told apart.
+
+    Its decorator for experts says how their weights lie in it. Experts without a gate, or with a
+    norm behind each, stay whole.
+    """
+    from torch import nn
+
+    return (
+        isinstance(getattr(module, "gate_up_proj", None), nn.Parameter)
+        and getattr(module, "has_gate", False)
+        and not module.has_post_expert_norm
+    )
 
 
 def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:

@@ -20,7 +20,9 @@ def models_of(request: Request) -> list[ModelEntry]:
         UnknownModelError, ConfigError: see choose_pair.
     """
     pair = choose_pair(load_registry(request.models_file), request)
-    return [pair.target, pair.draft] if pair.draft is not None else [pair.target]
+    if pair.draft is None or pair.own_bits is not None:  # that one is made of the target
+        return [pair.target]
+    return [pair.target, pair.draft]
 
 
 def to_fetch(request: Request) -> list[Download]:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
-from specexec_cli.config import SUFFIX, TreeConfig
+from specexec_cli.config import SELF, SUFFIX, TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
+from specexec_cli.planning.low_bits import own_bits
 from specexec_cli.planning.request import Request
 
 _TIMES_SMALLER = 8  # than its target, a draft model should be
@@ -22,6 +23,7 @@ class ChosenPair:
     draft: ModelEntry | None
     tree: TreeConfig  # recommended
     suffix: bool = False  # trees are grown from the text's own past, without a draft model
+    own_bits: int | None = None  # the draft model is the target's copy in so many bits
 
     @property
     def draft_name(self) -> str | None:
@@ -63,6 +65,13 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
         return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
     if draft is None:
         return ChosenPair(name, target_entry, best_draft(registry, target), tree)
+    bits = own_bits(draft)
+    if bits is not None:
+        if request.method == "dsi":
+            raise ConfigError(f"`draft='{draft}'` is not for `method='dsi'`: give a draft model")
+        # it has no folder before the target's files are here
+        own = ModelEntry(name=draft, repo=f"{SELF}-{bits}")
+        return ChosenPair(name, target_entry, own, tree, own_bits=bits)
     return ChosenPair(name, target_entry, registry.resolve(draft), tree)
 
 
@@ -81,8 +90,8 @@ def best_draft(registry: Registry, target: str) -> ModelEntry:
     if not drafts:
         raise UnknownModelError(
             f"no pair names '{target}' as its target, so the draft model is not known: "
-            "give `draft`, draft from the text's own past, `draft='suffix'`, or run without: "
-            "`method='autoregressive'`"
+            "give `draft`, draft with the target's own layers in 4 bits, `draft='self'`, from the "
+            "text's own past, `draft='suffix'`, or run without: `method='autoregressive'`"
         )
 
     def rank(draft: ModelEntry) -> tuple[bool, bool, bool, int]:

@@ -16,8 +16,9 @@ from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.errors import NotFetchedError
+from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.planning.low_bits import QUANTIZED_ALREADY, own_config
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
@@ -154,7 +155,11 @@ def resolve(
         return _of_files(entry, checkpoint)
 
     target = find(pair.target)
-    draft = find(pair.draft) if pair.draft is not None else None
+    draft = None
+    if pair.own_bits is not None and pair.draft is not None:
+        draft = own_sized(pair.draft, target, pair.own_bits)
+    elif pair.draft is not None:
+        draft = find(pair.draft)
     draft_sizes = draft.sizes if draft is not None else None
     dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
     context_tokens = _context_tokens(request, target, count_tokens)
@@ -237,6 +242,18 @@ def sized(entry: ModelEntry, offline: bool) -> SizedModel:
     else:
         config, source = fetch_config(entry, offline=offline), "config.json"
     return SizedModel(entry, config, architecture_bytes(config), source, None)
+
+
+def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
+    """The target's low-bit copy, which need not have been made.
+
+    Raises:
+        ConfigError: the target's weights are quantized already.
+    """
+    if target.sizes.packed:  # a GGUF file's config says nothing of it
+        raise ConfigError(QUANTIZED_ALREADY)
+    config = own_config(target.config, bits)
+    return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
 
 
 def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:

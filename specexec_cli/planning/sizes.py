@@ -158,7 +158,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         largest_matrix=largest, active_params=active,
         kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
-        experts=_experts(experts, config),
+        experts=_experts(experts, _expert_count(config), _chosen(config)),
     )  # fmt: skip
 
 
@@ -213,35 +213,40 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 
 
 def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
-    """As architecture_bytes, of a model that is built to be counted. Its experts, if it has any,
-    move with their layers."""
+    """As architecture_bytes, of a model that is built to be counted."""
     model = built(config)
     merged = {**config.get("text_config", {}), **config}
     item = DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
-    layers, params, active = [], 0, 0
+    layers, experts, params, active = [], [], 0, 0
     linears: list[_Linear] = []
     for layer in model.layers:
-        own = [_Linear(*matrix) for matrix in layer.matrices]
+        own = [
+            _Linear(each.inputs, each.outputs, each.count, each.active, expert=each.one_by_one)
+            for each in layer.matrices
+        ]
         params += layer.others + sum(each.inputs * each.outputs * each.count for each in own)
         active += sum(each.inputs * each.outputs * each.active for each in own)
-        matrices = sum(each.count * _linear_bytes(each, item, merged) for each in own)
-        layers.append(layer.others * item + matrices)
+        stored = [each.count * _linear_bytes(each, item, merged) for each in own]
+        layers.append(layer.others * item + sum(stored))
+        in_experts = sum(size for size, each in zip(stored, own, strict=True) if each.expert)
+        experts.append(layer.expert_others * item + in_experts)
         linears += own
+    counts = [each.count for each in linears if each.expert]
     return ModelBytes(
         layers=tuple(layers), resident=model.resident * item, head=model.head * item,
         layer_params=params, active_params=active,
         largest_matrix=max(each.inputs * each.outputs for each in linears),
         kv_elements=sum(layer.kv_elements for layer in model.layers),
         hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,
+        experts=_experts(experts, max(counts, default=0), model.chosen),
     )  # fmt: skip
 
 
-def _experts(layers: Sequence[int], config: Mapping[str, Any]) -> ExpertBytes | None:
+def _experts(layers: Sequence[int], count: int, chosen: int) -> ExpertBytes | None:
     if not any(layers):
         return None
-    count = _expert_count(config)
     return ExpertBytes(
-        layers=tuple(layers), count=count, chosen=_chosen(config), largest=max(layers) // count
+        layers=tuple(layers), count=count, chosen=chosen, largest=max(layers) // count
     )
 
 

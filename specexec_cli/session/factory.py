@@ -40,7 +40,7 @@ def open_session(
         if request.dsi.ray is None:  # in a cluster every machine has memory of its own
             devices = choose_devices(request.dsi, request.device)
             copies = target_servers(request.dsi, devices)
-    found = prepare(request, copies=copies, devices=devices)
+    found = prepare(request, copies=copies, devices=devices, notice=notice, progress=progress)
     if request.method == "dsi":
         distributed = open_dsi(found, request.dsi, request.device, notice)
         if distributed is not None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 from specexec_cli.errors import ConfigError
 
-MAX_LOOKAHEAD = 100
+MAX_LOOKAHEAD = 200  # as in DSI, section 4
 PANELS = ("SI / non-SI", "DSI / SI", "DSI / non-SI", "DSI / better of both")
 
 
@@ -30,11 +30,10 @@ class Heatmap:
         return max(max(row) for row in self.speedups[panel])
 
 
-def best_si_s(draft_fraction: float, acceptance: float) -> float:
-    """Seconds per token of SI at its best lookahead; one target pass is one second."""
-    return min(
-        speculative_s(1.0, draft_fraction, acceptance, k) for k in range(1, MAX_LOOKAHEAD + 1)
-    )
+def best_si_s(draft_fraction: float, acceptance: float, lookahead: int | None = None) -> float:
+    """Seconds per token of SI at this lookahead, or its best; one target pass is one second."""
+    tried = range(1, MAX_LOOKAHEAD + 1) if lookahead is None else (lookahead,)
+    return min(speculative_s(1.0, draft_fraction, acceptance, k) for k in tried)
 
 
 def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
@@ -47,15 +46,19 @@ def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
     return min((1.0, *usable))
 
 
-def simulated_heatmap(points: int, servers: int) -> Heatmap:
-    """Speedups on a grid of `points` drafter latencies (up to the target's) and acceptances."""
+def simulated_heatmap(points: int, servers: int, lookahead: int | None = None) -> Heatmap:
+    """Speedups on a grid of `points` drafter latencies up to the target's, and acceptances 0 to 1.
+
+    Args:
+        lookahead: of SI at every point, as in DSI's figure 6; None: its best, as in figure 1.
+    """
     if points < 2:
         raise ConfigError(f"`points` must be 2 or more, not {points}")
     fractions = tuple((i + 1) / points for i in range(points))
-    acceptances = tuple(i / points for i in range(points))
+    acceptances = tuple(i / points for i in range(points + 1))
     speedups: dict[str, list[list[float]]] = {panel: [] for panel in PANELS}
     for acceptance in acceptances:
-        si = [best_si_s(fraction, acceptance) for fraction in fractions]
+        si = [best_si_s(fraction, acceptance, lookahead) for fraction in fractions]
         dsi = [best_dsi_s(fraction, acceptance, servers) for fraction in fractions]
         pairs = list(zip(si, dsi, strict=True))
         speedups[PANELS[0]].append([1.0 / s for s in si])
@@ -65,7 +68,7 @@ def simulated_heatmap(points: int, servers: int) -> Heatmap:
     return Heatmap(fractions, acceptances, speedups)
 
 
-def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
+def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = None) -> None:
     """Write the four panels as one PNG.
 
     Raises:
@@ -82,7 +85,7 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
         ) from error
     figure = Figure(figsize=(11.0, 9.0), layout="constrained")
     FigureCanvasAgg(figure)
-    half = 0.5 / len(heatmap.acceptances)
+    half = 0.5 / len(heatmap.draft_fractions)
     extent = (
         heatmap.draft_fractions[0] - half,
         heatmap.draft_fractions[-1] + half,
@@ -107,7 +110,8 @@ def draw(heatmap: Heatmap, path: Path, servers: int) -> None:
         axes.set_title(f"{panel}  (max {heatmap.maximum(panel):.2f}x)")
         axes.set_xlabel("drafter latency / target latency")
         axes.set_ylabel("acceptance rate")
-    figure.suptitle(f"Best lookahead of each method; DSI with at most {servers} target servers")
+    si = "best lookahead" if lookahead is None else f"lookahead {lookahead}"
+    figure.suptitle(f"SI: {si}; DSI: best lookahead, at most {servers} target servers")
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

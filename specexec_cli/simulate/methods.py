@@ -58,11 +58,13 @@ def run_speculative(
 ) -> Outcome:
     """Draft `lookahead` tokens, verify, repeat; never more drafts than tokens left to commit.
 
-    extra_forward charges one more target pass after each rejection, as the paper's own
-    simulation does (its loop restarts with a pass that verifies nothing and commits nothing).
+    extra_forward charges one more target pass at the start and after each rejection, as the paper's
+    own simulation does (each start is a pass that verifies nothing and commits nothing:
+    dsi/online/simul/core.py of keyboardAnt/distributed-speculative-inference).
     Before the last token that pass is the iteration itself, so it is not charged twice.
     """
-    done, seconds, forwards, tokens = 0, 0.0, 0, len(accepted)
+    done, tokens, forwards = 0, len(accepted), int(extra_forward)
+    seconds = forwards * latencies.target_s
     while done < tokens:
         drafts = min(lookahead, tokens - done - 1)
         rows = drafts * latencies.target_row_s

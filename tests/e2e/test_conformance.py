@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import decoder_layer, streamed
 from specexec_cli.planning.architectures import ARCHITECTURES
-from specexec_cli.planning.conforming import REFUSED, RUNS
+from specexec_cli.planning.conforming import EXPERTS, REFUSED, RUNS
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -33,10 +33,15 @@ def test_a_few_types_conform(model_type: str, tmp_path: Path) -> None:
 
 
 def test_the_table_is_the_docs_one() -> None:
-    assert conformance_report.DOCS.read_text() == conformance_report.docs(RUNS, REFUSED)
+    assert conformance_report.DOCS.read_text() == conformance_report.docs(RUNS, REFUSED, EXPERTS)
     assert set(ARCHITECTURES) == set(RUNS), "what is registered by hand conforms too"
     assert not RUNS.keys() & REFUSED.keys()
     assert len(RUNS) >= 60
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe", "deepseek_v3", "dbrx", "llama"])
+def test_the_table_says_how_experts_move(model_type: str) -> None:
+    assert conformance_report.how_experts_move(model_type) == EXPERTS.get(model_type)
 
 
 def test_a_window_that_is_forgotten_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,7 +109,7 @@ DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo"
 _BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("kind", PACKED_KINDS)
+@pytest.mark.parametrize("kind", PACKED_KINDS, ids=lambda kind: kind.name)
 def test_a_pass_over_packed_weights_is_one_over_what_they_mean(tmp_path: Path, kind: Kind) -> None:
     """Embeddings, a tied head and linears, reordered rows and all."""
     config = byte_llama(**_BLOCKS, tie_word_embeddings=True)
@@ -145,6 +145,7 @@ def assert_lossless(target: Path, draft: Path, offload: str) -> None:
     ("kind", "offload"),
     [(Kind.F32, "ssd"), (Kind.F16, "ssd"), (Kind.Q8_0, "ssd"), (Kind.Q4_0, "ssd"),
      (Kind.Q4_K, "ssd"), (Kind.Q4_K, "none")],
+    ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
 def test_texts_are_the_autoregressive_ones(tmp_path: Path, kind: Kind, offload: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(DEMO / "target", dtype=torch.float32)

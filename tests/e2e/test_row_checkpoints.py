@@ -15,6 +15,8 @@ from test_quantized import TOKENS, put, remove
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.session import Session
 
 DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo"
@@ -182,3 +184,20 @@ def test_architectures(name: str, tmp_path: Path) -> None:
     finally:
         found.close()
         expected.close()
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "nf4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_rows_bits_are_its_own_wherever_weights_are(
+    recipe: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Streamed, in RAM and resident, and whatever rows follow in the pass."""
+    checkpoint = read_checkpoint(save_row_packed(tmp_path, recipe)[1])
+    found = []
+    for tier in ("ssd", "ram", None):
+        model = StreamedModel.open(checkpoint, device=torch.device("cpu"), dtype=dtype, tiers=tier)
+        found.append(chain_logits(model, TOKENS))
+        assert torch.equal(chain_logits(model, TOKENS[:3]), found[0][:3])
+        model.close()
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 EXACT = {
     "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
 }
 

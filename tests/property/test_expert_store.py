@@ -93,14 +93,15 @@ class Machine:
 
     def take(self, layer: int, wanted: list[int], most: int) -> None:
         """Takes `most` of the wanted experts, then ends as an aborted pass would."""
-        seen = []
-        for expert, tensors in self.store.take(layer, dict.fromkeys(wanted, 1), 1):
-            if len(seen) == most:
+        seen: list[int] = []
+        for batch in self.store.take(layer, dict.fromkeys(wanted, 1), 1):
+            if len(seen) >= most:
                 self.store.restart()
                 return
-            self.check(layer, expert, tensors)
-            seen.append(expert)
-            self.check(layer, expert, tensors)  # readers have had time to do wrong
+            for _ in range(2):  # readers have had time to do wrong
+                for expert, tensors in batch:
+                    self.check(layer, expert, tensors)
+            seen += [expert for expert, _ in batch]
         assert sorted(seen) == sorted(wanted)
 
 
@@ -148,7 +149,7 @@ def test_a_random_machine(seed: int, gap: int, slots: int, program: list[tuple])
         store = opened(layers, slots)
         machine = Machine(store, layers)
         within_deadline(run(machine, disk, program))
-        assert not machine.store._pinned.any()
+        assert not machine.store._table.pinned.any()
         # what is left is right, and every slot can still be used
         disk.bad.clear()
         within_deadline(iter_take(machine, [(layer, list(range(EXPERTS))) for layer in (0, 2)]))
@@ -244,7 +245,7 @@ def test_an_expert_in_use_is_not_evicted(tmp_path: Path) -> None:
     machine = Machine(store, layers)
     taken = store.take(0, {0: 1, 1: 1, 2: 1}, 1)
     for _ in range(3):
-        expert, tensors = next(taken)
+        ((expert, tensors),) = next(taken)
         held = {name: tensor.clone() for name, tensor in tensors.items()}
         threading.Event().wait(0.05)
         assert all(torch.equal(held[name], tensors[name]) for name in held)
@@ -260,7 +261,7 @@ def test_what_is_likely_is_read_before_it_is_asked_for(
     store = opened(layers, 2 * EXPERTS)
     store.expect(100, 1)
     for _ in range(200):
-        if store._ready.all():
+        if store._table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(store, layers).take(2, [0, 1, 2, 3, 4], 9)
@@ -279,7 +280,7 @@ def test_counts_warm_a_new_store(tmp_path: Path) -> None:
     again.scores.restore(counts)
     again.warm()
     for _ in range(200):
-        if again._ready.all():
+        if again._table.ready.all():
             break
         threading.Event().wait(0.01)
     Machine(again, layers).take(2, [1, 4], 9)

@@ -50,7 +50,7 @@ def test_lines_on_stdout_in_the_order_of_the_prompts(prompts: Path, alone: list[
     assert [each["text"] for each in found] == alone
     assert [each["id"] for each in found] == [1, "chat", "drawn"]
     assert [len(each["tokens"]) for each in found] == [4, 3, 4]
-    keys = {"id", "text", "tokens", "finish_reason", "seed", "pair", "passes", "made_of"}
+    keys = {"id", "text", "tokens", "finish_reason", "seed", "pair", "made_of"}
     assert all(set(each) == keys for each in found)
 
 

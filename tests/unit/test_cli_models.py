@@ -117,7 +117,7 @@ def test_show_a_pair_with_both_its_models() -> None:
     text = run("show", "mixtral-8x7b-instruct-gptq")
     assert re.search(r"^pair mixtral-8x7b-instruct-gptq\n  target +mixtral", text)
     assert re.search(r"^  size +23\.8 GB$", text, re.M)
-    assert re.search(r"^  source +SpecExec, arXiv:2406\.02532, table 1$", text, re.M)
+    assert re.search(r"^  source +budget: SpecExec, arXiv:2406\.02532, table 1; depth", text, re.M)
     assert re.search(r"^  group_size +-1$", text, re.M)
 
 
@@ -127,7 +127,7 @@ def test_show_a_model_with_the_drafts_of_its_tokenizer() -> None:
     assert content["drafts"] == []
     text = run("show", "qwen3-4b")
     assert text.startswith("model qwen3-4b\n  repo          Qwen/Qwen3-4B\n")
-    assert "draft models of this tokenizer: qwen3-0.6b, qwen3-1.7b\n" in text
+    assert "draft models of this tokenizer: qwen3-0.6b, qwen3-0.6b-gptq, qwen3-1.7b\n" in text
 
 
 def test_what_is_already_here(own_places: Path, tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
+from specexec_cli.bench.policy_labels import conformities
 from specexec_cli.drafting.classifier import Classifier
 from specexec_cli.drafting.training import (
     Costs,
@@ -14,6 +16,7 @@ from specexec_cli.drafting.training import (
     examples,
     f1,
     latency,
+    oracle_lengths,
     train,
     tune,
 )
@@ -22,7 +25,7 @@ from specexec_cli.drafting.training import (
 def text(accepted: list[int], sure: list[float] | None = None) -> Text:
     signals = np.zeros((len(accepted), 11))
     signals[:, 0] = accepted if sure is None else sure
-    return Text(signals, np.array(accepted, dtype=bool))
+    return Text(signals, np.array(accepted, dtype=bool), np.array(accepted, dtype=float))
 
 
 def bursts(seed: int, count: int = 120) -> Text:
@@ -33,11 +36,45 @@ def bursts(seed: int, count: int = 120) -> Text:
     return text(accepted.astype(int).tolist(), sure.tolist())
 
 
-def test_examples_end_with_the_first_token_that_is_not_accepted() -> None:
-    features, labels = examples([text([1, 1, 0, 1])])
-    asked = sorted(zip(features[:, -1].tolist(), labels.tolist(), strict=True))
-    # from position 0: yes yes no; from 1: yes no; from 2: no; from 3: yes
-    assert asked == [(1, 0), (1, 1), (1, 1), (1, 1), (2, 0), (2, 1), (3, 0)]
+def test_each_token_is_one_example_at_its_position_in_the_generation() -> None:
+    """Appendix D.1: one draft token per position, counted from the beginning of the generation."""
+    features, conformity = examples([text([1, 1, 0, 1]), text([0, 1])])
+    assert features[:, -1].tolist() == [1, 2, 3, 4, 1, 2]
+    assert conformity.tolist() == [1, 1, 0, 1, 0, 1]
+
+
+def test_the_conformity_is_one_less_the_total_variation() -> None:
+    target = torch.tensor([[0.5, 0.3, 0.2], [0.0, 0.0, 1.0]]).log()
+    draft = torch.tensor([[0.2, 0.8], [0.5, 0.5]]).log()
+    # TV = (.3 + .5 + .2) / 2 = .5, and (.5 + .5 + 1) / 2 = 1
+    assert conformities(target, draft).tolist() == pytest.approx([0.5, 0.0])
+
+
+def test_the_loss_is_least_where_the_classifier_says_the_conformity() -> None:
+    """Section 4: half of these tokens conform by 0.9, the others by 0.2."""
+    conformity = np.tile([0.9, 0.2], 100)
+    signals = np.zeros((200, 11))
+    signals[:, 0] = np.tile([1.0, 0.0], 100)
+    sample = Text(signals, conformity > 0.5, conformity)
+    said = Classifier(train(*examples([sample])), 0.5, 8).probabilities(examples([sample])[0])
+    assert said[0::2].mean() == pytest.approx(0.9, abs=0.03)
+    assert said[1::2].mean() == pytest.approx(0.2, abs=0.03)
+
+
+def test_oracle_lengths_by_hand() -> None:
+    """A text of 7 + 1, 3 + 1 and 2 tokens has oracle lengths 7, 3 and 2 (section 3)."""
+    one = text([1] * 7 + [0] + [1] * 3 + [0] + [1] * 2)
+    assert oracle_lengths(one).tolist() == [7, 3, 2]
+    sure = Classifier(train(*examples([one])), threshold=0.0, max_length=2)
+    found = evaluate(sure, 1, [one], Costs(target_s=1.0, draft_s=0.1))
+    assert (found.oracle_length, found.oracle_deviation) == pytest.approx((4.0, 2.1602), abs=1e-4)
+    # figure 3: passes and draft steps of the oracle add up to the tokens; the last pass gives one
+    assert found.oracle_s == pytest.approx((3 * 1.0 + 11 * 0.1) / 14)
+    # yes to all: 12 of 14 right. Static 1: yes to tokens 1, 9, 13. DISCO's two: and 2, 10, 14.
+    assert found.always_f1 == pytest.approx(2 * 12 / (14 + 12))
+    assert found.static_f1 == pytest.approx(2 * 3 / (3 + 12))
+    assert found.disco_f1 == pytest.approx(2 * 6 / (6 + 12))
+    assert found.gain == pytest.approx(1 - found.disco_s / found.static_s)
 
 
 def test_latency_is_counted() -> None:

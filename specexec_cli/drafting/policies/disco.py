@@ -32,6 +32,7 @@ class Disco:
     def __init__(self, tree: TreeConfig, classifier: Classifier) -> None:
         self._tree = tree
         self._classifier = classifier
+        self._generated = 0  # tokens: a new generation has a new object
 
     def grow(
         self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
@@ -45,7 +46,8 @@ class Disco:
         """Whether the nodes about to be expanded are likely enough to be accepted."""
         # a token's chance is read from the distribution it was drafted from: its parent's
         signals = self._signals(frontier.parents)
-        chance = self._classifier.chance(signals, frontier.depths, log_probs[frontier.ids])
+        positions = self._generated + frontier.depths
+        chance = self._classifier.chance(signals, positions, log_probs[frontier.ids])
         return chance >= self._classifier.threshold
 
     def size(self, log_probs: Floats) -> int:
@@ -53,4 +55,5 @@ class Disco:
         return len(log_probs)
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy; a trained classifier learns no more."""
+        """See BudgetPolicy; a trained classifier learns no more, but it reads positions."""
+        self._generated += len(step.tokens)

@@ -1,0 +1,127 @@
+"""Quantization by error minimisation: scales and zero points fitted to each group of weights.
+
+A group of weights w is stored as scale * (code - zero). As in HQQ (Badri and Shaji, 2023,
+"Half-Quadratic Quantization of Large Machine Learning Models", whose step for the zero point this
+is), codes and grid are found by turns, and no text is needed for it:
+
+    code = clamp(round(w / scale) + zero)
+    zero = round(mean(code - w / scale))
+
+HQQ leaves the scale as it began. Zero points of a GPTQ checkpoint are whole numbers, so that they
+alone can mend little: here scale = sum(w * (code - zero)) / sum((code - zero)^2) is fitted too, by
+least squares, beginning at several ranges of the group, for in few bits the best range leaves the
+largest weights out. HQQ's other half, errors counted by their 0.7th power so that outliers weigh
+less, made the weights and the text worse here (docs/experiments.md). What is kept is the least
+squared error that was met, round-to-nearest's included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
+
+_RANGES = (1.0, 0.85, 0.7, 0.55)  # shares of a group's range that fitting begins with
+_BLOCK_WEIGHTS = 1 << 21  # fitted at once: a handful of float32 tensors of this size in memory
+_LEAST_SCALE = 2.0**-24  # of float16
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """A quantized weight, W (outputs, inputs) = scales[g] * (codes - zeros[g])."""
+
+    codes: Tensor  # (outputs, inputs) int32 in [0, 2**bits)
+    zeros: Tensor  # (outputs, groups) int32, likewise
+    scales: Tensor  # (outputs, groups) float16
+
+    def weight(self) -> Tensor:
+        """(outputs, inputs) float32: what the codes stand for."""
+        outputs, inputs = self.codes.shape
+        grouped = self.codes.view(outputs, self.scales.shape[1], -1) - self.zeros.unsqueeze(-1)
+        return (self.scales.float().unsqueeze(-1) * grouped).view(outputs, inputs)
+
+
+def quantize_fitted(weight: Tensor, fmt: PackedFormat, group_size: int) -> PackedWeight:
+    """Packs a weight in the GPTQ format `fmt`, scales and zero points fitted group by group.
+
+    Args:
+        weight: (outputs, inputs), any float dtype; taken in blocks of rows, whose results do not
+            depend on each other.
+        group_size: inputs per group; it divides the inputs.
+    """
+    outputs, inputs = weight.shape
+    rows = max(32, _BLOCK_WEIGHTS // inputs // 32 * 32)  # of 32 outputs zero points are whole words
+    codes, zeros, scales = [], [], []
+    for first in range(0, outputs, rows):
+        found = fit(weight[first : first + rows], fmt.bits, group_size)
+        codes.append(pack_rows(found.codes.T, fmt.bits))
+        zeros.append(store_zeros(found.zeros.T, fmt))
+        scales.append(found.scales.T)
+    return PackedWeight(
+        format=fmt,
+        in_features=inputs,
+        out_features=outputs,
+        group_size=group_size,
+        qweight=torch.cat(codes, 1),
+        qzeros=torch.cat(zeros, 1),
+        scales=torch.cat(scales, 1),
+    )
+
+
+def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
+    """Codes, zero points and scales of a weight (outputs, inputs), fitted group by group."""
+    rows, inputs = weight.shape
+    grouped = weight.float().reshape(rows, inputs // group_size, group_size)
+    best, top = _Best(grouped, bits), 2**bits - 1
+    lowest, highest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    # round-to-nearest's grid, see quantize.py
+    nearest = _storable(2 * torch.maximum(-lowest, highest) / top)
+    best.meet(nearest, torch.full_like(nearest, 2 ** (bits - 1)))
+    for share in _RANGES:
+        scale = _storable(share * (highest - lowest) / top)
+        zero = (-share * lowest / scale).round().clamp(0, top)
+        steps = best.meet(scale, zero)
+        fitted = (grouped * steps).sum(-1) / steps.square().sum(-1).clamp(min=1)
+        moved = (steps + zero.unsqueeze(-1) - grouped / scale.unsqueeze(-1)).mean(-1)
+        best.meet(_storable(torch.where(fitted > 0, fitted, scale)), moved.round().clamp(0, top))
+    return Codes(best.codes.int().view(rows, inputs), best.zeros.int(), best.scales.half())
+
+
+class _Best:
+    """The codes of the least squared error that was met, group by group."""
+
+    def __init__(self, weight: Tensor, bits: int) -> None:
+        """weight: (rows, groups, group_size) float32."""
+        groups = weight.shape[:2]
+        self._weight, self._top = weight, 2**bits - 1
+        self._error = torch.full(groups, float("inf"))
+        self.codes = torch.zeros(weight.shape, dtype=torch.uint8)
+        self.zeros = torch.zeros(groups)
+        self.scales = torch.ones(groups)
+
+    def meet(self, scale: Tensor, zero: Tensor) -> Tensor:
+        """Rounds with this grid, and keeps the codes of groups that never were nearer.
+
+        Args:
+            scale, zero: (rows, groups), the scale a float16 number.
+        Returns:
+            code - zero, (rows, groups, group_size).
+        """
+        wide, offset = scale.unsqueeze(-1), zero.unsqueeze(-1)
+        codes = (self._weight / wide).round_().add_(offset).clamp_(0, self._top)
+        steps = codes - offset
+        squared = (self._weight - wide * steps).square_().sum(-1)
+        better = squared < self._error
+        self._error = torch.where(better, squared, self._error)
+        self.zeros = torch.where(better, zero, self.zeros)
+        self.scales = torch.where(better, scale, self.scales)
+        self.codes = torch.where(better.unsqueeze(-1), codes.to(torch.uint8), self.codes)
+        return steps
+
+
+def _storable(scale: Tensor) -> Tensor:
+    """The scale as float16 stores it, in float32; never 0."""
+    return scale.clamp(_LEAST_SCALE, torch.finfo(torch.float16).max).half().float()

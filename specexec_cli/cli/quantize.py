@@ -1,0 +1,77 @@
+"""`specexec quantize`: a low-bit copy of a checkpoint, also of one larger than memory."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specexec_cli.catalog.downloads import missing, survey
+from specexec_cli.catalog.hub import fetch
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.cli import options
+from specexec_cli.cli.complete import model_names
+from specexec_cli.cli.fetching import agree, fetch_all
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+
+_BITS = (2, 3, 4, 8)
+
+
+def quantize(
+    target: Annotated[
+        str,
+        typer.Argument(
+            help="A name of models.toml, a folder, or a hub id: org/name or org/name@revision.",
+            autocompletion=model_names,
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="New folder for the copy.")],
+    bits: Annotated[int, typer.Option(help="2, 3, 4 or 8.")] = 4,
+    group_size: Annotated[
+        int, typer.Option(min=8, help="Inputs that share a scale and a zero point.")
+    ] = 64,
+    models_file: options.ModelsFile = None,
+    offline: options.Offline = False,
+    yes: options.Yes = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Write a quantized copy of a checkpoint, in GPTQ's format, which GPTQModel reads too.
+
+    The linears of its layers are read, fitted and written one after another, so that a model need
+    not fit into memory. No text is needed. The folder appears when it is whole.
+    """
+    if bits not in _BITS:
+        raise ConfigError(f"--bits {bits} is not one of {', '.join(map(str, _BITS))}")
+    if out.exists():
+        raise ConfigError(f"{out} exists: give another folder, or remove it first")
+    entry = load_registry(models_file).resolve(target)
+    downloads = [] if offline else [survey(each) for each in missing([entry])]
+    if downloads:
+        agree(downloads, "", yes=yes, quiet=quiet)
+        fetch_all(downloads, quiet=quiet)
+    folder = fetch(entry, offline=offline)
+
+    from specexec_cli.cli.render import LoadingBar
+    from specexec_cli.models.quantize import plan_quantization, write_quantized
+    from specexec_cli.offload.store import read_checkpoint
+
+    plan = plan_quantization(read_checkpoint(folder), bits, group_size)
+    bar = LoadingBar(shown=not quiet, title="quantizing")
+    try:
+        write_quantized(plan, out, bar)
+    except KeyboardInterrupt:
+        bar.close()
+        if not quiet:
+            print("stopped: nothing was kept", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    finally:
+        bar.close()
+    if not quiet:
+        sizes = format_bytes(plan.source.total_bytes), format_bytes(plan.n_bytes)
+        print(
+            f"{out}: {len(plan.linears)} linears in {bits} bits, {sizes[0]} -> {sizes[1]}",
+            file=sys.stderr,
+        )

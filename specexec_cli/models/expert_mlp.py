@@ -1,0 +1,236 @@
+"""The gated MLPs of a mixture's layer: which rows each computes, how, and how a row adds them up.
+
+On a CPU the products of all experts at hand are one launch of kernels, where each alone would cost
+more to start than to multiply. A row's result is the same whatever computed it, in which company,
+and in what order: products are one another's equals bit by bit, and each row adds its experts'
+outputs in the order of their numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from specexec_kernels import cpu_group, cpu_products
+from specexec_kernels.cpu_products import Form
+from torch import Tensor, nn
+from transformers.integrations.moe import _default_apply_gate
+
+from specexec_cli.models.linear import MixedLinear, TransposedLinear, with_fixed_sigmoid
+from specexec_cli.models.quantized import QuantizedLinear
+
+Linear = MixedLinear | QuantizedLinear
+
+
+class Routing:
+    """Which rows the experts of a layer compute, and where the results are kept."""
+
+    def __init__(self, top_k_index: Tensor) -> None:
+        """From the router's choices, (rows, chosen)."""
+        picks = top_k_index.cpu().numpy()
+        self.rows, self.chosen = picks.shape
+        # a row's outputs lie in the order of their experts' numbers
+        order = np.argsort(picks, axis=1, kind="stable")
+        ranks = np.argsort(order, axis=1, kind="stable")
+        self._places = (np.arange(self.rows)[:, None] * self.chosen + ranks).reshape(-1)
+        flat = picks.reshape(-1)
+        by_expert = np.argsort(flat, kind="stable")
+        experts, starts = np.unique(flat[by_expert], return_index=True)
+        parts = np.split(by_expert, starts[1:])
+        self._picks: dict[int, NDArray[np.int64]] = dict(zip(experts.tolist(), parts, strict=True))
+
+    @property
+    def wanted(self) -> dict[int, int]:
+        """The experts that rows are routed to, rising, each with how many."""
+        return {expert: len(picks) for expert, picks in self._picks.items()}
+
+    def rows_of(self, expert: int) -> list[int]:
+        """The rows that an expert is to compute, rising."""
+        rows: list[int] = (self._picks[expert] // self.chosen).tolist()
+        return rows
+
+    def of(self, experts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """For the rows of these experts, one expert's after another's: which of the router's
+        choices each is, and its place among (rows * chosen) outputs."""
+        picks = np.concatenate([self._picks[expert] for expert in experts])
+        return picks, self._places[picks]
+
+
+class RowSums:
+    """Collects what experts add to their rows, on any device, and sums it in a fixed order."""
+
+    def __init__(self, rows: Tensor, weights: Tensor, routing: Routing) -> None:
+        """For (rows, hidden) rows and the router's (rows, chosen) weights."""
+        self._on = {rows.device: (rows, weights.reshape(-1, 1))}
+        self._rows, self._routing = rows, routing
+        self._found = rows.new_empty(routing.rows * routing.chosen, rows.shape[1])
+
+    def rows_on(self, device: torch.device) -> Tensor:
+        """(rows, hidden) on a device, to which they are copied once."""
+        return self._inputs(device)[0]
+
+    def _inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._on:
+            rows, weights = self._on[self._rows.device]
+            self._on[device] = rows.to(device), weights.to(device)
+        return self._on[device]
+
+    def add(self, experts: Sequence[int], outputs: Tensor) -> None:
+        """The outputs of some experts, one expert's rows after another's."""
+        picks, places = self._routing.of(experts)
+        weight = self._inputs(outputs.device)[1][torch.from_numpy(picks).to(outputs.device)]
+        weighted = (outputs * weight).to(self._found)
+        self._found[torch.from_numpy(places).to(self._found.device)] = weighted
+
+    def total(self) -> Tensor:
+        """(rows, hidden), once all experts were added."""
+        total = torch.zeros_like(self._rows)
+        found = self._found.view(self._routing.rows, self._routing.chosen, -1)
+        for rank in range(self._routing.chosen):
+            total += found[:, rank]
+        return total
+
+
+class PerExpert(nn.Module):
+    """Mixture-of-experts block over separate matrices, as checkpoints store them.
+
+    transformers fuses the experts into three-dimensional tensors; that would copy every expert of
+    a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
+    """
+
+    def __init__(self, experts: nn.ModuleList, gate: nn.Module) -> None:
+        """Over experts of two or three linears, the last of them `down`.
+
+        Args:
+            gate: makes of what the other linears give, one after another, the input of `down`. It
+                computes each row by itself.
+        """
+        super().__init__()
+        self.experts = experts
+        self.gate = gate
+        # looked up without nn.Module's search for names; others may take the linears' places later
+        self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
+
+    def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Weighted sum of the chosen experts.
+
+        Args:
+            rows: (rows, hidden).
+            top_k_index: (rows, k) experts chosen by the router.
+            top_k_weights: (rows, k) their weights.
+        Returns:
+            (rows, hidden).
+        """
+        routing = Routing(top_k_index)
+        sums = RowSums(rows, top_k_weights, routing)
+        chosen = list(routing.wanted)
+        sums.add(chosen, self.compute(chosen, rows, routing))
+        return sums.total()
+
+    def compute(self, chosen: Sequence[int], rows: Tensor, routing: Routing) -> Tensor:
+        """Outputs of some experts whose weights are bound, one expert's rows after another's.
+
+        Args:
+            rows: (rows, hidden) on the device of the weights.
+        """
+        takes = [routing.rows_of(expert) for expert in chosen]
+        linears = [cast(list[Linear], list(self._linears[expert].values())) for expert in chosen]
+        weights = [[linear.stored_weight() for linear in each] for each in linears]
+        form = cpu_group.form_for(rows, weights)
+        # packed weights' biases are added behind the rounding
+        alone = isinstance(linears[0][0], QuantizedLinear) and linears[0][0].bias is not None
+        if form is not None and not alone:
+            return self._together(rows, takes, linears, weights, form)
+        outputs = []
+        for (*inner, down), take in zip(linears, takes, strict=True):
+            own = rows[torch.tensor(take, device=rows.device)]
+            outputs.append(down(self.gate(*(linear(own) for linear in inner))))
+        return torch.cat(outputs)
+
+    def _together(
+        self,
+        rows: Tensor,
+        takes: Sequence[Sequence[int]],
+        linears: Sequence[Sequence[Linear]],
+        weights: Sequence[Sequence[Any]],
+        form: Form,
+    ) -> Tensor:
+        sizes = [len(take) for take in takes]
+        inner = cpu_products.products(form, rows, takes, [each[:-1] for each in weights])
+        parts = [
+            _biased(part, [each[place] for each in linears], sizes).to(rows.dtype)
+            for place, part in enumerate(inner)
+        ]
+        own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+        down = [each[-1:] for each in weights]
+        outputs = cpu_products.products(form, self.gate(*parts), own, down)[0]
+        return _biased(outputs, [each[-1] for each in linears], sizes).to(rows.dtype)
+
+
+def _biased(outputs: Tensor, linears: Sequence[Linear], sizes: Sequence[int]) -> Tensor:
+    """Adds each linear's bias to its rows, of which it has so many."""
+    if linears[0].bias is not None:
+        for linear, part in zip(linears, torch.split(outputs, list(sizes)), strict=True):
+            part += cast(Tensor, linear.bias)
+    return outputs
+
+
+class _ActTimesUp(nn.Module):
+    """The gate of most mixtures."""
+
+    def __init__(self, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.act_fn = act_fn
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        output: Tensor = self.act_fn(gate) * up
+        return output
+
+
+class _OwnGate(nn.Module):
+    """A gate as an architecture's modelling code has it."""
+
+    def __init__(self, fused: nn.Module) -> None:
+        """Of transformers' module of all experts, whose weights are let go."""
+        super().__init__()
+        self.fused = fused
+        for name in list(fused._parameters):
+            fused.register_parameter(name, None)
+        self._gate = with_fixed_sigmoid(type(fused)._apply_gate)  # type: ignore[attr-defined]
+
+    def forward(self, *parts: Tensor) -> Tensor:
+        output: Tensor = self._gate(self.fused, torch.cat(parts, dim=-1))
+        return output
+
+
+def per_expert(fused: nn.Module, *, transposed: bool) -> PerExpert:
+    """Separate linears for transformers' module of all experts (see has_separable_experts).
+
+    Args:
+        transposed: whether the checkpoint has the matrices as (inputs, outputs).
+    """
+    gate_up, down = cast(Tensor, fused.gate_up_proj), cast(Tensor, fused.down_proj)
+    bias = bool(fused.has_bias)
+    kind = TransposedLinear if transposed else MixedLinear
+    count, *sizes = gate_up.shape
+    double, hidden = reversed(sizes) if fused.is_transposed else sizes
+    # a half that lies in one piece is a matrix of its own
+    apart = bool(fused.is_concatenated) and not (transposed or bias)
+    inner = double // 2
+
+    def expert() -> nn.ModuleDict:
+        linears: dict[str, nn.Module] = {}
+        for name in ("gate", "up") if apart else ("gate_up",):
+            linears[name] = kind(hidden, inner if apart else double, bias=bias)
+        linears["down"] = kind(inner, hidden, bias=bias)
+        return nn.ModuleDict(linears)
+
+    assert down.shape[0] == count, "both are of all experts"
+    own = type(fused)._apply_gate is not _default_apply_gate  # type: ignore[attr-defined]
+    plain = apart and not own
+    gate = _ActTimesUp(cast(nn.Module, fused.act_fn)) if plain else _OwnGate(fused)
+    return PerExpert(nn.ModuleList(expert() for _ in range(count)), gate)

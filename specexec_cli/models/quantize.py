@@ -1,0 +1,245 @@
+"""Writes a quantized copy of a checkpoint: GPTQ's format, scales and zero points fitted.
+
+The linears of the decoder layers are quantized one after another, everything else is copied byte
+for byte: no more than one linear is ever in memory, whatever the model's size. What is written is
+read back by this program, and by GPTQModel and transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specexec_kernels.fitted import quantize_fitted
+from specexec_kernels.packing import PackedFormat
+from torch import Tensor
+
+from specexec_cli import __version__
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.skeleton import build_skeleton, load_config
+from specexec_cli.offload.resident import read_tensors
+from specexec_cli.offload.store import Checkpoint, TensorRange
+from specexec_cli.offload.writer import SHARD_BYTES, CheckpointWriter, NewTensor
+from specexec_cli.planning.low_bits import quantization_keys
+
+Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
+
+_KEPT = (  # beside the weights
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template*", "preprocessor_config.json", "LICENSE*",
+    "NOTICE*",
+)  # fmt: skip
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizationPlan:
+    """What a quantized copy of a checkpoint will hold."""
+
+    source: Checkpoint
+    format: PackedFormat
+    group_size: int
+    linears: Mapping[str, TensorRange]  # tensors that are quantized, by name
+    plain: tuple[str, ...]  # linears of the layers that are not, as patterns of their names
+
+    def tensors(self, name: str) -> list[NewTensor]:
+        """What a tensor of the source becomes: the four of a packed linear, or itself."""
+        tensor = self.source.tensors[name]
+        if name not in self.linears:
+            return [NewTensor(name, tensor.dtype, tensor.shape)]
+        outputs, inputs = tensor.shape
+        linear, bits, groups = _linear(name), self.format.bits, inputs // self.group_size
+        return [
+            NewTensor(f"{linear}.qweight", "I32", (inputs * bits // 32, outputs)),
+            NewTensor(f"{linear}.qzeros", "I32", (groups, outputs * bits // 32)),
+            NewTensor(f"{linear}.scales", "F16", (groups, outputs)),
+            NewTensor(f"{linear}.g_idx", "I32", (inputs,)),
+        ]
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the weights that will be written."""
+        return sum(new.n_bytes for name in self.source for new in self.tensors(name))
+
+    def config(self) -> dict[str, Any]:
+        """The quantization_config of config.json, and quantize_config.json."""
+        keys = quantization_keys(self.format.bits, self.group_size)
+        meta = {"quantizer": [f"specexec:{__version__}"]}
+        dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in self.plain}
+        return {**keys, "meta": meta, **({"dynamic": dynamic} if dynamic else {})}
+
+
+def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> QuantizationPlan:
+    """Finds what is to be quantized.
+
+    Args:
+        bits: 2, 3, 4 or 8.
+        group_size: inputs that share a scale and a zero point.
+    Raises:
+        CheckpointError: it is quantized already, its architecture is not known, or its linears are
+            not tensors of their own.
+        ConfigError: a linear's sizes do not suit bits or group size.
+    """
+    if "quantization_config" in checkpoint.config or any(
+        name.endswith(".qweight") for name in checkpoint
+    ):
+        raise CheckpointError(
+            f"{checkpoint.folder} is quantized already: quantize the original weights"
+        )
+    if checkpoint.config_path.suffix != ".json":
+        raise CheckpointError(
+            f"{checkpoint.config_path}: only safetensors checkpoints are quantized, not GGUF files"
+        )
+    config = load_config(checkpoint)
+    experts = {getattr(config, name, None) for name in _EXPERT_COUNTS}
+    skeleton = build_skeleton(checkpoint)
+    if any(skeleton.conversions):
+        raise CheckpointError(
+            f"{checkpoint.folder}: a {config.model_type} model stores weights of its layers in "
+            "another form than they are multiplied in, which `quantize` does not support"
+        )
+    fmt = PackedFormat(bits)
+    linears: dict[str, TensorRange] = {}
+    plain: dict[str, None] = {}
+    for layer, tensors in zip(skeleton.layers, skeleton.layer_tensors, strict=True):
+        for path, module in layer.named_modules():
+            if not isinstance(module, MixedLinear):
+                continue
+            tensor = tensors[f"{path}.weight"]
+            if tensor.name not in checkpoint:
+                raise CheckpointError(
+                    f"{tensor.path}: '{tensor.name}' is a part of a tensor, which is not quantized "
+                    "by itself: use a checkpoint that stores every expert apart"
+                )
+            if module.out_features in experts or module.out_features < fmt.output_multiple:
+                plain[_pattern(tensor.name)] = None  # a router or a gate
+                continue
+            _check_sizes(module, _linear(tensor.name), fmt, group_size)
+            linears[tensor.name] = tensor
+    if not linears:
+        raise CheckpointError(
+            f"{checkpoint.folder}: the layers of a {config.model_type} model have no linears that "
+            "could be quantized"
+        )
+    return QuantizationPlan(checkpoint, fmt, group_size, linears, tuple(plain))
+
+
+def write_quantized(
+    plan: QuantizationPlan,
+    out: Path,
+    progress: Progress = lambda done, total: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Quantizes into a new folder, which appears when it is whole.
+
+    Raises:
+        ConfigError: `out` exists.
+        NotFetchedError: the disk is too small, or the folder cannot be written; nothing is left.
+        StreamError: the source cannot be read.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists: give another folder, or remove it first")
+    with _partial(out, plan.n_bytes) as folder:
+        _write(plan, folder, progress, shard_bytes)
+
+
+@contextmanager
+def _partial(out: Path, needed_bytes: int) -> Iterator[Path]:
+    """A folder beside `out` that takes its name at the end; removed where something fails.
+
+    A process that is killed leaves it behind; the name says what it is.
+    """
+    folder = out.parent / f"{out.name}.partial-{os.getpid()}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if needed_bytes > free:
+            raise NotFetchedError(
+                f"{out} takes {format_bytes(needed_bytes)}, but its disk has {format_bytes(free)} "
+                "free: make room, or use another disk"
+            )
+        folder.mkdir()
+        yield folder
+        folder.rename(out)
+    except OSError as error:
+        raise NotFetchedError(
+            f"{out} cannot be written ({error.strerror or error}): make room, or use another folder"
+        ) from error
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write(plan: QuantizationPlan, folder: Path, progress: Progress, shard_bytes: int) -> None:
+    source = plan.source
+    names = list(source)
+    writer = CheckpointWriter(
+        folder, [new for name in names for new in plan.tensors(name)], shard_bytes
+    )
+    try:
+        done, total = 0, source.total_bytes
+        for name in names:
+            if name in plan.linears:
+                for leaf, tensor in _packed(plan, name).items():
+                    writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
+            else:
+                writer.copy(source.tensors[name], name)
+            done += source.tensors[name].n_bytes
+            progress(done, total)
+        writer.finish()
+    finally:
+        writer.close()
+    keys = plan.config()
+    _write_json(folder / "config.json", {**source.config, "quantization_config": keys})
+    _write_json(folder / "quantize_config.json", keys)
+    for pattern in _KEPT:
+        for path in sorted(source.folder.glob(pattern)):
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+
+
+def _packed(plan: QuantizationPlan, name: str) -> dict[str, Tensor]:
+    weight = read_tensors([plan.linears[name]])[name]
+    packed = quantize_fitted(weight, plan.format, plan.group_size)
+    return {
+        "qweight": packed.qweight,
+        "qzeros": packed.qzeros,
+        "scales": packed.scales,
+        # GPTQModel's and vLLM's loaders want the group of every input, though it is k // group_size
+        "g_idx": packed.group_index(),
+    }
+
+
+def _check_sizes(module: MixedLinear, name: str, fmt: PackedFormat, group_size: int) -> None:
+    inputs, outputs = module.in_features, module.out_features
+    if inputs % group_size:
+        raise ConfigError(
+            f"'{name}' has {inputs} inputs, which are no whole number of groups of {group_size}: "
+            "set `group_size` to a divisor of them"
+        )
+    if inputs % fmt.input_multiple or outputs % fmt.output_multiple:
+        raise ConfigError(
+            f"'{name}' with {inputs} inputs and {outputs} outputs cannot be packed in {fmt.bits} "
+            "bits: use another number of `bits`"
+        )
+
+
+def _linear(name: str) -> str:
+    return name.removesuffix(".weight")
+
+
+def _pattern(name: str) -> str:
+    """Of the names of this linear in every layer, as GPTQModel's `dynamic` rules have it."""
+    return re.sub(r"\d+", r"\\d+", re.escape(_linear(name))) + "$"
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", "utf-8")

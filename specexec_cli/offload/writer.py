@@ -1,0 +1,138 @@
+"""Writes a sharded safetensors checkpoint tensor by tensor: no more than one is ever in memory.
+
+Names, dtypes and shapes are known before the first byte is, so headers are written first. Knows
+neither models nor torch: tensors come as bytes. Source of the format:
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import IO, Any
+
+from specexec_cli.offload.store import ITEM_BYTES, TensorRange
+
+SHARD_BYTES = 4_000_000_000  # most of one file, unless a tensor is larger
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class NewTensor:
+    """A tensor that is to be written."""
+
+    name: str
+    dtype: str  # safetensors' name, a key of ITEM_BYTES
+    shape: tuple[int, ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class CheckpointWriter:
+    """The weight files of a new checkpoint folder; tensors are written in the order given.
+
+    Every method raises OSError where the disk takes no more.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Sequence[NewTensor], shard_bytes: int = SHARD_BYTES
+    ) -> None:
+        """Writes no weights yet.
+
+        Args:
+            folder: it exists.
+        """
+        self._shards = _cut(tensors, shard_bytes)
+        count = len(self._shards)
+        self._names = ["model.safetensors"] if count == 1 else [
+            f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)
+        ]  # fmt: skip
+        self._folder = folder
+        self._next = iter(
+            [(index, tensor) for index, shard in enumerate(self._shards) for tensor in shard]
+        )
+        self._shard = -1  # that is open
+        self._file: IO[bytes] | None = None
+        if count > 1:
+            self._write_index()
+
+    def write(self, name: str, pieces: Iterable[Any]) -> None:
+        """The next tensor.
+
+        Args:
+            name: must be the next of those given, so that none is forgotten.
+            pieces: bytes-like, together all of the tensor's bytes.
+        """
+        index, tensor = next(self._next)
+        assert tensor.name == name, f"{tensor.name} is next, not {name}"
+        if index != self._shard:
+            self._open(index)
+        assert self._file is not None
+        written = 0
+        for piece in pieces:
+            written += self._file.write(piece)
+        assert written == tensor.n_bytes, f"{name}: {written} of {tensor.n_bytes} bytes"
+
+    def copy(self, tensor: TensorRange, name: str) -> None:
+        """The next tensor, byte for byte from another file."""
+        with tensor.path.open("rb") as source:
+            source.seek(tensor.start)
+            sizes = range(0, tensor.n_bytes, _PIECE_BYTES)
+            self.write(
+                name, (source.read(min(_PIECE_BYTES, tensor.n_bytes - done)) for done in sizes)
+            )
+
+    def finish(self) -> None:
+        """All tensors have been written, and are on the disk."""
+        assert next(self._next, None) is None, "tensors are missing"
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file that is open; idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _open(self, index: int) -> None:
+        self.close()
+        self._shard = index
+        self._file = (self._folder / self._names[index]).open("wb")
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for tensor in self._shards[index]:
+            begin, end = end, end + tensor.n_bytes
+            header[tensor.name] = {
+                "dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [begin, end],
+            }  # fmt: skip
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the data begins aligned
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def _write_index(self) -> None:
+        placed = zip(self._names, self._shards, strict=True)
+        weight_map = {tensor.name: name for name, shard in placed for tensor in shard}
+        total = sum(tensor.n_bytes for shard in self._shards for tensor in shard)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        path = self._folder / "model.safetensors.index.json"
+        path.write_text(json.dumps(index, indent=2) + "\n", "utf-8")
+
+
+def _cut(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[NewTensor]]:
+    """Consecutive tensors that fit into one file each, at least one."""
+    shards: list[list[NewTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if shards[-1] and size + tensor.n_bytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(tensor)
+        size += tensor.n_bytes
+    return shards

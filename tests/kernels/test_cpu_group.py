@@ -1,0 +1,118 @@
+"""Many products in one launch: the bits of each alone, whatever the others are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from packed import random_weight
+from specexec_kernels import cpu_group, cpu_jit, cpu_linear, dispatch
+from specexec_kernels.cpu_half import Transposed
+from specexec_kernels.cpu_products import products
+from specexec_kernels.packing import PackedFormat, PackedWeight
+from torch import Tensor
+
+Weight = Tensor | Transposed | PackedWeight
+KINDS = ("bfloat16", "float16", "float32", "transposed", "gptq", "awq")
+ROWS, INPUTS, OUTPUTS = 30, 128, 288
+
+
+def weight(kind: str, seed: int) -> Weight:
+    torch.manual_seed(seed)
+    if kind in ("gptq", "awq"):
+        fmt = PackedFormat(4, awq=kind == "awq", stored_minus_one=kind == "gptq")
+        return random_weight(fmt, INPUTS, OUTPUTS, 32)
+    if kind == "transposed":
+        return Transposed(torch.randn(INPUTS, OUTPUTS).bfloat16())
+    return torch.randn(OUTPUTS, INPUTS).to(getattr(torch, kind))
+
+
+def alone(rows: Tensor, weight: Weight) -> Tensor:
+    if isinstance(weight, PackedWeight):
+        return dispatch.quantized_matmul(rows, weight)
+    if isinstance(weight, Transposed):
+        return cpu_linear.transposed_product(rows, weight.stored).to(rows.dtype)
+    return cpu_linear.product(rows, weight).to(rows.dtype)
+
+
+takes = st.lists(
+    st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=40), min_size=1, max_size=6
+)
+
+
+# rows that a kernel computes for nobody make up for those that another kernel computes
+@example(kind="gptq", dtype=torch.float32, takes=[[0, 1, 2], [3]], each=2, threads=1)
+@example(kind="bfloat16", dtype=torch.bfloat16, takes=[[0, 1, 2], [3]], each=1, threads=1)
+@settings(max_examples=25, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    takes=takes,
+    each=st.integers(1, 3),
+    threads=st.integers(1, 3),
+)
+def test_each_product_is_as_if_alone(
+    kind: str, dtype: torch.dtype, takes: list[list[int]], each: int, threads: int
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        weights = [[weight(kind, 10 * n + i) for i in range(each)] for n in range(len(takes))]
+        rows = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(0)).to(dtype)
+        form = cpu_group.form_for(rows, weights)
+        if form is None:  # PyTorch multiplies where the CPU has instructions that kernels lack
+            assert kind in ("bfloat16", "transposed")
+            assert not cpu_jit.has_dot()
+            return
+        found = products(form, rows, takes, weights)
+        assert found.shape == (each, sum(map(len, takes)), OUTPUTS)
+        first = 0
+        for take, group in zip(takes, weights, strict=True):
+            for n, one in enumerate(group):
+                ours = found[n, first : first + len(take)].to(dtype)
+                assert torch.equal(ours, alone(rows[take], one))
+            first += len(take)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_weights_that_no_kernel_takes_together() -> None:
+    rows = torch.randn(2, INPUTS)
+    plain, packed = weight("float32", 0), weight("gptq", 0)
+    assert isinstance(packed, PackedWeight)
+    assert cpu_group.form_for(rows, [[plain, plain], [plain, plain]]) is not None
+    assert cpu_group.form_for(rows, [[plain, packed]]) is None
+    assert cpu_group.form_for(rows, [[plain], [weight("float16", 0)]]) is None
+    assert cpu_group.form_for(rows, [[packed], [replace(packed, group_size=64)]]) is None
+    assert cpu_group.form_for(rows, [[plain[:-1]]]) is None, "no whole strips"
+    assert cpu_group.form_for(rows.to("meta"), [[plain]]) is None
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "gptq"])
+def test_one_launch_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = []
+    run = cpu_jit.run
+    monkeypatch.setattr(cpu_jit, "run", lambda *call: (launches.append(call), run(*call)))
+    weights = [[weight(kind, n), weight(kind, 9 - n)] for n in range(4)]
+    rows = torch.randn(ROWS, INPUTS)
+    form = cpu_group.form_for(rows, weights)
+    assert form is not None
+    products(form, rows, [[0], [1, 2], list(range(9)), [5]], weights)
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(128, 96), (132, 64), (300, 32), (31, 45)])
+def test_transposed_weights(stored: torch.dtype, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    lying = torch.randn(shape).to(stored)
+    rows = torch.randn(15, shape[0])
+    exact = rows.double() @ lying.double()
+    allowed = 1e-6 * shape[0] ** 0.5 * (rows.double().abs() @ lying.double().abs())
+    together = cpu_linear.transposed_product(rows, lying)
+    assert ((together - exact).abs() <= allowed).all()
+    for count in (1, 2, 7):
+        assert torch.equal(cpu_linear.transposed_product(rows[:count], lying), together[:count])

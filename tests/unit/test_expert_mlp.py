@@ -1,0 +1,64 @@
+"""A layer's experts together: bit by bit what one after another gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from specexec_cli.models.activation import replace_activations
+from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
+from specexec_cli.models.linear import MixedLinear
+
+EXPERTS, HIDDEN, INNER = 7, 64, 96
+
+
+def block(dtype: torch.dtype, seed: int = 0) -> PerExpert:
+    torch.manual_seed(seed)
+    experts = nn.ModuleList()
+    for _ in range(EXPERTS):
+        sizes = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
+        linears = nn.ModuleDict({n: MixedLinear(*size, bias=False) for n, size in sizes.items()})
+        for name, (inputs, outputs) in sizes.items():
+            weight = torch.randn(outputs, inputs).to(dtype)
+            linears[name].weight = nn.Parameter(weight, requires_grad=False)
+        experts.append(linears)
+    found = PerExpert(experts, _ActTimesUp(nn.SiLU()))
+    replace_activations(found)
+    return found
+
+
+def one_after_another(moe: PerExpert, rows: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    total = torch.zeros_like(rows)
+    for number in torch.unique(index).tolist():
+        row, choice = torch.where(index == number)
+        expert = moe.experts[number]
+        own = rows[row]
+        output = expert["down"](moe.gate.act_fn(expert["gate"](own)) * expert["up"](own))
+        total.index_add_(0, row, (output * weights[row, choice, None]).to(total.dtype))
+    return total
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 70])
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_together_as_one_after_another(
+    count: int, computed: torch.dtype, stored: torch.dtype
+) -> None:
+    moe = block(stored)
+    generator = torch.Generator().manual_seed(count)
+    rows = torch.randn(count, HIDDEN, generator=generator).to(computed)
+    weights, index = torch.rand(count, EXPERTS, generator=generator).topk(3, dim=-1)
+    for given in (weights, weights.to(computed)):
+        expected = one_after_another(moe, rows, index, given)
+        assert torch.equal(moe(rows, index, given), expected)
+
+
+def test_routing() -> None:
+    routing = Routing(torch.tensor([[4, 1], [1, 0], [4, 2]]))
+    assert routing.wanted == {0: 1, 1: 2, 2: 1, 4: 2}
+    assert routing.rows_of(4) == [0, 2]
+    picks, places = routing.of([4, 0])
+    assert picks.tolist() == [0, 4, 3]
+    # row 0 adds expert 1 and then expert 4, so 4's output is its second
+    assert places.tolist() == [1, 5, 2]

@@ -1,0 +1,175 @@
+"""Quantized copies of checkpoints: what they compute, and what is left where making one fails."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import (
+    architecture,
+    byte_llama,
+    chain_logits,
+    edit_json,
+    open_float32,
+    random_tokens,
+    save_byte_tokenizer,
+    save_checkpoint,
+)
+from cli_runner import run_cli
+from safetensors.torch import load_file, save_file
+from specexec_kernels.dequantize import dequantize_ref
+from specexec_kernels.packing import BITS, PackedFormat, PackedWeight
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.models.quantize import plan_quantization, write_quantized
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
+
+GROUP = 16
+
+
+def _config(name: str = "llama") -> PretrainedConfig:
+    """Sizes that 3 bits pack too."""
+    config = architecture(name)
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    config.moe_intermediate_size = config.shared_expert_intermediate_size = 32
+    return config
+
+
+def _dequantized(folder: Path, bits: int) -> dict[str, Tensor]:
+    """The checkpoint's tensors with packed weights made plain, by the reference alone."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors |= load_file(path)
+    for name in [each for each in tensors if each.endswith(".qweight")]:
+        linear = name.removesuffix(".qweight")
+        qweight, qzeros, scales, g_idx = (
+            tensors.pop(f"{linear}.{leaf}") for leaf in ("qweight", "qzeros", "scales", "g_idx")
+        )
+        packed = PackedWeight(
+            format=PackedFormat(bits), in_features=len(g_idx), out_features=scales.shape[1],
+            group_size=GROUP, qweight=qweight, qzeros=qzeros, scales=scales, g_idx=g_idx,
+        )  # fmt: skip
+        tensors[f"{linear}.weight"] = dequantize_ref(packed).T.contiguous()
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [*(("llama", bits) for bits in BITS), ("llama-biases", 4), ("mixtral", 4), ("qwen3-moe", 4)],
+)
+def test_it_computes_what_transformers_computes_with_the_dequantized_weights(
+    tmp_path: Path, name: str, bits: int
+) -> None:
+    save_checkpoint(tmp_path / "plain", _config(name), std=0.1)
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), bits, GROUP)
+    write_quantized(plan, tmp_path / "packed", shard_bytes=60_000)
+    # transformers reads the same weights, unpacked, from a folder of their own
+    (tmp_path / "unpacked").mkdir()
+    save_file(_dequantized(tmp_path / "packed", bits), tmp_path / "unpacked" / "model.safetensors",
+              {"format": "pt"})  # fmt: skip
+    shutil.copy(tmp_path / "plain" / "config.json", tmp_path / "unpacked")
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "unpacked", dtype=torch.float32
+    ).eval()
+    tokens = random_tokens(12)
+
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0]
+    packed = open_float32(tmp_path / "packed")
+
+    torch.testing.assert_close(chain_logits(packed, tokens), expected, rtol=0, atol=2e-4)
+    assert (tmp_path / "packed" / "model.safetensors.index.json").is_file()
+    packed.close()
+
+
+def test_what_is_not_a_linear_of_a_layer_is_copied(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", _config("qwen2-moe"), dtype=torch.bfloat16)
+    save_byte_tokenizer(tmp_path / "plain")
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), 4, GROUP)
+    write_quantized(plan, tmp_path / "packed")
+
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = load_file(tmp_path / "packed" / "model.safetensors")
+    same = plain.keys() & packed.keys()
+    assert {name for name in plain if "norm" in name or "embed" in name or "gate." in name} <= same
+    assert "lm_head.weight" in same
+    assert all(torch.equal(plain[name], packed[name]) for name in same)
+    assert not any(name.endswith("proj.weight") for name in same)
+    tokenizer = "tokenizer.json"
+    assert (tmp_path / "packed" / tokenizer).read_bytes() == (
+        tmp_path / "plain" / tokenizer
+    ).read_bytes()
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    stored = json.loads((tmp_path / "packed" / "quantize_config.json").read_text())
+    assert config["quantization_config"] == stored
+    # GPTQModel goes by the config: a linear that stays plain is excluded there
+    assert list(stored["dynamic"]) == [r"-:model\.layers\.\d+\.mlp\.shared_expert_gate$"]
+
+
+def test_its_size_is_known_before(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", _config())
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), 4, GROUP)
+    told = architecture_bytes({**plan.source.config, "quantization_config": plan.config()})
+    write_quantized(plan, tmp_path / "packed")
+
+    made = read_checkpoint(tmp_path / "packed")
+    assert checkpoint_bytes(made).total == told.total == plan.n_bytes == made.total_bytes
+
+
+def test_nothing_is_left_of_a_copy_that_fails_at_any_tensor(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64, num_hidden_layers=1))
+    checkpoint = read_checkpoint(tmp_path / "plain")
+    plan = plan_quantization(checkpoint, 4, GROUP)
+    for failing in range(len(checkpoint)):
+        calls = iter(range(len(checkpoint)))
+
+        def progress(done: int, total: int, calls=calls, failing=failing) -> None:
+            if next(calls) == failing:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_quantized(plan, tmp_path / "packed", progress)
+        assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64))
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), 4, GROUP)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    try:
+        with pytest.raises(NotFetchedError, match=r"cannot be written .*make room"):
+            write_quantized(plan, tmp_path / "packed")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"]
+
+
+def test_mistakes_are_one_line_each(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    save_checkpoint(plain, _config())
+    with pytest.raises(ConfigError, match="no whole number of groups of 48"):
+        plan_quantization(read_checkpoint(plain), 4, 48)
+    out = tmp_path / "out"
+    assert run_cli("quantize", plain, "--out", plain).error.endswith(
+        "exists: give another folder, or remove it first"
+    )
+    refused = run_cli("quantize", plain, "--out", out, "--bits", 5)
+    assert (refused.code, refused.error) == (2, "--bits 5 is not one of 2, 3, 4, 8")
+    made = run_cli("quantize", plain, "--out", out, "--group-size", GROUP)
+    assert made.code == 0
+    assert "21 linears in 4 bits" in made.err
+    again = run_cli("quantize", out, "--out", tmp_path / "again")
+    assert (again.code, "is quantized already" in again.error) == (CheckpointError.exit_code, True)
+    edit_json(plain / "config.json", model_type="nobody-knows")
+    unknown = run_cli("quantize", plain, "--out", tmp_path / "again")
+    assert (unknown.code, "nobody-knows" in unknown.error) == (CheckpointError.exit_code, True)
+    assert not (tmp_path / "again").exists()
