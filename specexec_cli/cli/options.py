@@ -39,8 +39,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise; or self: the target in 4 bits (self-3, self-2: in fewer); or "
-        "suffix: the text's own past. Default: the target's pair's, or the best that is known.",
+        help="Draft model, likewise; self: the target in 4 bits (or self-3, self-2); suffix: past "
+        "text. Default: the pair's, or the best known.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip

@@ -75,18 +75,20 @@ def test_what_cannot_pay_is_refused_in_one_line(target: Path) -> None:
         resolve(Request(target=str(target), draft="self-5"), site)
     with pytest.raises(ConfigError, match="method='dsi'"):
         resolve(Request(target=str(target), draft="self", method="dsi"), site)
-    request = Request(target="llama2-70b", draft="self", offload="ssd")
+    request = Request(target="llama2-70b", draft="self")
     tight = described_site(ram_bytes=36 * 10**9, vram_bytes=0)
     with pytest.raises(RequestDoesNotFitError):
         resolve(request, tight)
-    assert ("draft", "self-3") in [
+    assert ("draft", "self-2") in [
         setting for change in changes_that_fit(request, tight, 4096) for setting in change.settings
     ]
 
 
 def test_a_pair_of_models_toml_may_draft_with_its_target(target: Path, tmp_path: Path) -> None:
     entries = tmp_path / "models.toml"
-    entries.write_text('[pairs.mine]\ntarget = "./target"\ndraft = "self-3"\nbudget = 16\n')
+    entries.write_text(
+        '[pairs.mine]\ntarget = "./target"\ndraft = "self-3"\nbudget = 16\ndepth = 8\n'
+    )
     drafted = run_cli("generate", "x", "--pair", "mine", "--models-file", entries, "--json",
                       "--max-tokens", 4, "--quiet")  # fmt: skip
     assert drafted.code == 0, drafted.err
