@@ -196,7 +196,7 @@ def test_what_does_not_fit_names_the_mend() -> None:
     with pytest.raises(OutOfMemoryError, match="GB of VRAM ") as error:
         run("--pair", "llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
     said = with_mend(error.value)
-    assert re.search(r"It fits with --budget \d+ --draft vicuna-68m and \d+ tokens of", said)
+    assert re.search(r"It fits with --budget \d+ --draft llama-160m and \d+ tokens of", said)
     with pytest.raises(UnknownModelError, match="Did you mean 'llama2-7b-chat'"):
         run("--pair", "llama2-7b-caht")
 
