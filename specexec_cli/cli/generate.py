@@ -53,11 +53,6 @@ def generate(
     With --json: {"schema": 1, "text", "tokens", "finish_reason": "length"|"eos"|"stop", "seed",
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
-
-    With --jsonl each line of -f is {"prompt"} or {"messages": [{"role", "content"}]}, an "id" if it
-    has one, and max_tokens, stop and sampling options where they differ. Each text is a line {"id",
-    "text", "tokens", "finish_reason", "seed", "pair", "made_of"}, the one it would be
-    alone.
     """
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     drawn = sampling.config()

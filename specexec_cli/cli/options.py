@@ -8,7 +8,7 @@ from typing import Annotated, get_args
 import typer
 
 from specexec_cli.cli.complete import among, model_names, pair_names
-from specexec_cli.cli.panels import ADVANCED, DSI, MEMORY, SAMPLING, TREE
+from specexec_cli.cli.panels import ADVANCED, DSI, MANY, MEMORY, SAMPLING, TREE
 from specexec_cli.config import (
     DraftScoring,
     DtypeName,
@@ -31,16 +31,16 @@ Pair = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        help="A name of models.toml, a folder, a GGUF file, a hub id (org/name or "
-        "org/name@revision, or of it one file as org/name:FILE.gguf), or ollama:NAME.",
+        help="A name of models.toml, a folder, a GGUF file, a hub id (org/name, "
+        "org/name@revision, org/name:FILE.gguf), or ollama:NAME.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise; self: the target in 4 bits (or self-3, self-2); suffix: past "
-        "text. Default: the pair's, or the best known.",
+        help="Draft model, likewise; self: a 4-bit copy; "
+        "suffix: past text. Default: the pair's or best.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
@@ -226,8 +226,11 @@ Jsonl = Annotated[
     bool,
     typer.Option(
         "--jsonl",
-        help="The file has a prompt per line, as JSON; several are continued at once.",
-        rich_help_panel=_OUTPUT,
+        help='Each line of -f is a prompt: {"prompt"} or {"messages": [{"role", "content"}]}, an '
+        '"id" if it has one, and max_tokens, stop and sampling options where they differ. Each '
+        'text is a line {"id", "text", "tokens", "finish_reason", "seed", "pair", "made_of"}, the '
+        "one it would be alone.",
+        rich_help_panel=MANY,
     ),
 ]
 Output = Annotated[
@@ -235,8 +238,8 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="With --jsonl: file for the texts; those that it has already are left out.",
-        rich_help_panel=_OUTPUT,
+        help="File for the texts; those that it has already are left out.",
+        rich_help_panel=MANY,
     ),
 ]
 Slots = Annotated[
@@ -245,7 +248,7 @@ Slots = Annotated[
         min=1,
         max=MOST_SLOTS,
         help="Texts at once, each with memory of its own.",
-        rich_help_panel=MEMORY,
+        rich_help_panel=MANY,
     ),
 ]
 Quiet = Annotated[

@@ -11,8 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 # Panels that --help names in one line each. Commands of few options have none of them.
-SAMPLING, TREE, TREE_LISTS, MEMORY, ADVANCED, DSI = _NAMED = (
-    "Sampling", "Draft tree", "Draft tree (comma lists)", "Memory", "Advanced",
+SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DSI = _NAMED = (
+    "Sampling", "Draft tree", "Draft tree (comma lists)", "Several texts", "Memory", "Advanced",
     "Several devices (--method dsi)",
 )  # fmt: skip
 _SHOW_ALL = "specexec.help_all"
