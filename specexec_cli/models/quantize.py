@@ -105,7 +105,7 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
     if any(skeleton.conversions):
         raise CheckpointError(
             f"{checkpoint.folder}: a {config.model_type} model stores weights of its layers in "
-            "another form than they are multiplied in, which `quantize` does not support"
+            "another form than they are multiplied in, which quantization does not support"
         )
     fmt = PackedFormat(bits)
     linears: dict[str, TensorRange] = {}
