@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_linear
-from specexec_kernels.cpu_rows_ir import (
+from specexec_kernels.cpu_rows_ir import build_rows
+from specexec_kernels.cpu_rows_lanes import (
     AT_ONCE,
     CHUNKS,
     COUNTER,
@@ -27,7 +28,6 @@ from specexec_kernels.cpu_rows_ir import (
     X_SUMS,
     RowSpec,
     X,
-    build_rows,
 )
 from specexec_kernels.formats.base import RowWeight
 

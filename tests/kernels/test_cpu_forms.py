@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from llvmlite import binding as llvm
 from row_packed import FORMATS
-from specexec_kernels import cpu_half_ir, cpu_ir, cpu_rows_ir
+from specexec_kernels import cpu_half_ir, cpu_ir, cpu_rows_ir, cpu_rows_lanes
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Mode
 
 HERE = Path(__file__).parent
@@ -83,5 +83,5 @@ def test_the_neon_form_of_packed_weights(mode: Mode) -> None:
 @pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested"])
 def test_the_neon_form_of_row_packed_weights(name: str) -> None:
     for few in (True, False):
-        spec = cpu_rows_ir.RowSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
+        spec = cpu_rows_lanes.RowSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
         assert neon(cpu_rows_ir.build_rows(spec, "kernel")).count("fmla\t") >= 4 * (2 - few)

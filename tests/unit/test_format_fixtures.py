@@ -17,7 +17,7 @@ FOLDER = Path(__file__).parents[1] / "data" / "formats"
 CASES = [
     (tool, case)
     for tool in ("compressed_tensors", "bitsandbytes")
-    for case in safe_open(FOLDER / f"{tool}.safetensors", "pt").metadata()
+    for case in sorted(safe_open(FOLDER / f"{tool}.safetensors", "pt").metadata())
     if case != "tool"
 ]
 

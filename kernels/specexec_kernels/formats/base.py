@@ -7,7 +7,7 @@ and GGUF do. A format is one frozen dataclass:
 - `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
   outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some.
 Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared
-(cpu_rows_ir, cpu_rows, and specexec_cli.models.quant_checkpoint).
+(cpu_rows_lanes, cpu_rows_ir, cpu_rows, and specexec_cli.models.quant_checkpoint).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 
 _AT_ONCE = 1 << 22  # weights that `unpack_to` unpacks together

@@ -19,7 +19,7 @@ from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Store
 from specexec_kernels.formats.integers import Int8
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _PER_CODE = 1 / 127  # of the int8 scales

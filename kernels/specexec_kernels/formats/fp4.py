@@ -17,7 +17,7 @@ from torch import Tensor
 from specexec_kernels.formats.base import Part, RowFormat
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 

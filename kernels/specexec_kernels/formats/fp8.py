@@ -15,7 +15,7 @@ from torch import Tensor
 from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)

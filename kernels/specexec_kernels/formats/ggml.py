@@ -18,7 +18,7 @@ from torch import Tensor
 from specexec_kernels.formats.base import Part, RowFormat
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 
 class GgmlFormat(RowFormat):

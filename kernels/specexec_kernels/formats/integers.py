@@ -19,7 +19,7 @@ from specexec_kernels.formats.base import Part, RowFormat, block_of
 from specexec_kernels.packing import unpack_rows
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_ir import Lanes
+    from specexec_kernels.cpu_rows_lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)
