@@ -125,7 +125,7 @@ class Sampler:
         self._records: dict[int, TokenLogprobs] = {}  # by position
         self._penalty = LogitsProcessorList()
         if config.repetition_penalty != 1.0:
-            self._penalty.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
+            self._penalty.append(RepetitionPenaltyLogitsProcessor(float(config.repetition_penalty)))
         self._warpers = LogitsProcessorList()
         if config.temperature > 0.0:
             if config.temperature != 1.0:

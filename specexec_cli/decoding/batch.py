@@ -62,6 +62,8 @@ class BatchText:
         self.eos_ids = eos_ids
         self.begun = False  # rows of it have been in a pass
         self.plain = False  # its next pass goes without a tree
+        # Rows and streamed bytes of passes that have brought it no token yet.
+        self.fed_rows = self.fed_bytes = 0
 
     @property
     def missing(self) -> int:
@@ -135,6 +137,8 @@ class Batch:
             verify_s=time.perf_counter() - drafted, pending_rows=0,
             bytes_streamed=(model.bytes_streamed - bytes_before) // max(len(carried), 1),
         )  # fmt: skip
+        for part in carried:
+            part.text.fed_bytes += plain.bytes_streamed
         outcomes = {part.text: part.error or _step(part, plain) for part in parts}
         if self._forest is not None and any(part.accepted for part in parts):
             self._forest.observe(_as_one(carried, plain))
@@ -219,6 +223,7 @@ def _settle(part: _Part, logits: Tensor) -> None:
     text.begun = True
     if not part.whole:
         target.commit([])
+        text.fed_rows += len(part.pending)
         return
     try:
         part.accepted = accepted = accept(
@@ -235,6 +240,7 @@ def _settle(part: _Part, logits: Tensor) -> None:
         return
     text.plain = False
     target.commit(accepted.nodes)
+    text.fed_rows += len(part.pending)
     if text.seat.drafter is not None:
         text.seat.drafter.commit(accepted.nodes, accepted.tokens)
     text.context += accepted.tokens
@@ -249,13 +255,17 @@ def _step(part: _Part, plain: StepResult) -> StepResult | None:
     finish: FinishReason | None = "eos" if ended else None
     if not ended and len(part.text.context) == part.text.stop:
         finish = "length"
+    text = part.text
+    fed_rows, fed_bytes = text.fed_rows, text.fed_bytes
+    text.fed_rows = text.fed_bytes = 0
     return replace(
         plain,
         tokens=tokens,
         drafted=part.accepted.drafted,
         tree_nodes=len(part.tree),
         tree_depth=int(part.tree.depths.max(initial=0)),
-        pending_rows=len(part.pending),
+        bytes_streamed=fed_bytes,
+        pending_rows=fed_rows,
         finish_reason=finish,
     )
 

@@ -199,6 +199,8 @@ class ModelDrafter:
             length: at most what the other has in its cache; this one is emptied first.
         """
         self._reset_tree()
+        self.tokens.clear()
+        self._cache.crop(0)
         self._cache.copy_rows(other._cache, length)
         self.tokens = other.tokens[:length]
 

@@ -23,7 +23,8 @@ from specexec_cli.sampling import Sampler
 
 _LONGEST = 32  # tokens that are compared in front of a place
 _PLACES = 64  # that are looked at, the latest first
-_MOST_TOKENS = 1 << 20  # that are remembered; with more, those of earlier texts are forgotten
+# That are remembered, about 33 MB of them; with more, those of earlier texts are forgotten.
+_MOST_TOKENS = 1 << 17
 _BREAK = -1  # between texts; no token
 # Matches of about equal worth share what is learned: of 2 tokens, 3, 4, 5 to 6, and so on.
 _LENGTHS = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32])
@@ -53,7 +54,7 @@ class Past:
     def follow(self, context: Sequence[int]) -> None:
         """Remembers `context`; what an earlier text went on with elsewhere stays remembered."""
         shared = common_prefix(self._context, context)
-        if len(self._tokens) + len(context) > _MOST_TOKENS:
+        if len(self._tokens) + len(context) - shared > max(_MOST_TOKENS, 2 * len(context)):
             self.forget()
             shared = 0
         if shared < len(self._context):  # another text: so much of it that places can be compared

@@ -119,6 +119,20 @@ class Batched:
         self._model.on_layer = lambda index: None
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # a bug of ours; nobody must wait for ever
+            traceback.print_exc()
+            with self._changed:
+                self._closed = True
+                waiting = [running for running, _ in self._queue]
+                self._queue.clear()
+            for running in waiting:
+                running.end("failed", error)
+            for text in list(self._texts):
+                self._end(text, "failed", error)
+
+    def _serve(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._texts or self._closed)
@@ -148,7 +162,12 @@ class Batched:
         with self._changed:
             while self._queue and len(self._texts) < self._slots:
                 running, request = self._queue.popleft()
-                self._texts.append(self._begun(running, request))
+                try:
+                    self._texts.append(self._begun(running, request))
+                except Exception as error:
+                    _tell_bug(error)
+                    self._ended["failed"] += 1
+                    running.end("failed", error)
 
     def _begun(self, running: Running, request: GenerationRequest) -> _Text:
         taken = [text.batched.seat for text in self._texts]
@@ -176,8 +195,7 @@ class Batched:
         except _Cancelled:
             return
         except Exception as error:
-            if not isinstance(error, SpecexecError):  # a bug of ours must not end the engine
-                traceback.print_exc()
+            _tell_bug(error)
             for text in texts:
                 self._end(text, "failed", error)
             return
@@ -186,7 +204,11 @@ class Batched:
             if isinstance(outcome, SpecexecError):
                 self._end(text, "failed", outcome)
             elif outcome is not None:
-                self._deliver(text, outcome)
+                try:
+                    self._deliver(text, outcome)
+                except Exception as error:
+                    _tell_bug(error)
+                    self._end(text, "failed", error)
 
     def _deliver(self, text: _Text, plain: StepResult) -> None:
         running, batched, count = text.running, text.batched, len(plain.tokens)
@@ -222,3 +244,9 @@ class Batched:
                 bytes_per_s=(streamed - began_bytes) / (now - began_s) if index else 0.0,
                 draft_nodes=text.batched.seat.target.tree_nodes,
             )
+
+
+def _tell_bug(error: Exception) -> None:
+    """Shows what is a bug of ours: it ends the texts that it concerns, and not the engine."""
+    if not isinstance(error, SpecexecError):
+        traceback.print_exception(error)

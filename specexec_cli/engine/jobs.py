@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import queue
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -25,6 +26,7 @@ from specexec_cli.session.encoding import PromptEncoder
 
 _SAMPLING = {field.name for field in fields(SamplingConfig)}
 _KEYS = {"id", "prompt", "messages", "max_tokens", "stop"} | _SAMPLING
+_BEGINNING = b'{"id": '  # of each text's line
 _AHEAD = 2  # texts that are asked for, per text under way: a free seat never waits
 
 
@@ -70,7 +72,7 @@ def read_jobs(
         ConfigError: a line is none; says which and why.
     """
     jobs: dict[str | int, Job] = {}
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a text may hold other line breaks
         if not line.strip():
             continue
         at = f"{where}, line {number}"
@@ -93,6 +95,10 @@ def _job(
 ) -> Job:
     if not isinstance(value, dict):
         raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("a text holds half of a character (a lone surrogate)") from error
     if unknown := sorted(value.keys() - _KEYS):
         raise ConfigError(f"unknown key '{unknown[0]}': known are {', '.join(sorted(_KEYS))}")
     own_id = value.get("id", number)
@@ -161,9 +167,14 @@ class ResultFile:
         self._lines: dict[str | int, str] = {}
         try:
             kept = path.read_bytes() if path.exists() else b""
-            # a line that a crash cut short is no line
-            for line in kept[: kept.rfind(b"\n") + 1].decode("utf-8").splitlines():
+            whole = kept.rfind(b"\n") + 1
+            for line in kept[:whole].decode("utf-8").split("\n")[:-1]:
                 self._take(json.loads(line), line, made_of)
+            cut = kept[whole:]  # a line that a crash cut short is no line
+            if cut[: len(_BEGINNING)] != _BEGINNING[: len(cut)]:
+                raise ValueError("it ends in something else than the beginning of a line")
+            if cut:
+                os.truncate(path, whole)
             self._arrange()
             self._file = path.open("a", encoding="utf-8")
         except OSError as error:

@@ -89,7 +89,7 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
             not tensors of their own.
         ConfigError: a linear's sizes do not suit bits or group size.
     """
-    if "quantization_config" in checkpoint.config or any(
+    if checkpoint.config.get("quantization_config") is not None or any(
         name.endswith(".qweight") for name in checkpoint
     ):
         raise CheckpointError(

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO, Any
 
+from specexec_cli.errors import StreamError
 from specexec_cli.offload.store import ITEM_BYTES, TensorRange
 
 SHARD_BYTES = 4_000_000_000  # most of one file, unless a tensor is larger
@@ -80,13 +81,12 @@ class CheckpointWriter:
         assert written == tensor.n_bytes, f"{name}: {written} of {tensor.n_bytes} bytes"
 
     def copy(self, tensor: TensorRange, name: str) -> None:
-        """The next tensor, byte for byte from another file."""
-        with tensor.path.open("rb") as source:
-            source.seek(tensor.start)
-            sizes = range(0, tensor.n_bytes, _PIECE_BYTES)
-            self.write(
-                name, (source.read(min(_PIECE_BYTES, tensor.n_bytes - done)) for done in sizes)
-            )
+        """The next tensor, byte for byte from another file.
+
+        Raises:
+            StreamError: the other file cannot be read.
+        """
+        self.write(name, _pieces(tensor))
 
     def finish(self) -> None:
         """All tensors have been written, and are on the disk."""
@@ -136,3 +136,14 @@ def _cut(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[NewTensor]
         shards[-1].append(tensor)
         size += tensor.n_bytes
     return shards
+
+
+def _pieces(tensor: TensorRange) -> Iterator[bytes]:
+    """A tensor's bytes; what fails here is the source's, not the file that is written."""
+    try:
+        with tensor.path.open("rb") as source:
+            source.seek(tensor.start)
+            for done in range(0, tensor.n_bytes, _PIECE_BYTES):
+                yield source.read(min(_PIECE_BYTES, tensor.n_bytes - done))
+    except OSError as error:
+        raise StreamError(f"reading {tensor.path} failed: {error.strerror or error}") from error

@@ -68,8 +68,8 @@ class DsiSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         if request.constraint is not None or request.top_logprobs is not None:
             raise ConfigError(
-                "--method dsi draws its tokens in workers, which know no grammar and tell no "
-                "log-probabilities: use --method specexec for those"
+                "`method='dsi'` draws its tokens in workers, which know no grammar and tell no "
+                "log-probabilities: use `method='specexec'` for those"
             )
         self._passes_before = self._orchestrator.passes
         self._bytes_before = self._orchestrator.bytes_streamed

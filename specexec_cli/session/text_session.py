@@ -38,6 +38,7 @@ from specexec_cli.session.encoding import PromptEncoder
 
 Steps = Generator[StepResult, None, None]
 
+_KEPT_STATS = 1024  # of the last generations
 _CLOSED = "this session is closed: open another"
 _ENDED = (
     "this generation has ended: its session went on to something else, and it does one thing at a "
@@ -278,6 +279,7 @@ class TextSession(PromptEncoder, ABC):
                         raise ConfigError(_CLOSED if self._closed else _ENDED)
         finally:
             self.history.append(stats)
+            del self.history[:-_KEPT_STATS]  # a server's session goes on for months
             if self._running is steps:
                 self._end_generation()
 

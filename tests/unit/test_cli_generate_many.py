@@ -13,6 +13,7 @@ from specexec_cli.engine.jobs import Job, ResultFile, read_jobs
 from specexec_cli.engine.one_at_a_time import OneAtATime
 from specexec_cli.errors import ConfigError, StreamError
 from specexec_cli.offload.stream import LayerStream
+from specexec_cli.sampling import Sampler
 
 SHORT = ("--max-tokens", 4, "--offload", "ssd", "-q")
 PROMPTS = [
@@ -140,6 +141,7 @@ def test_ctrl_c_keeps_what_there_is(
         ('{"prompt": "a", "stop": 3}', "'stop'"),
         ('{"prompt": "a", "id": null}', "'id'"),
         ('{"prompt": "a"}\n{"prompt": "b", "id": 1}', "line 2: id 1 stands in an earlier line"),
+        ('{"prompt": "\\ud800"}', "half of a character"),
         ("\n", "has no prompts"),
         ("[" * 100_000, "line 1"),
     ],
@@ -151,7 +153,25 @@ def test_each_mistake_in_the_file_gets_one_line(line: str, said: str) -> None:
     assert str(raised.value).startswith("prompts.jsonl")
 
 
-@pytest.mark.parametrize("content", ["nonsense\n", "[1]\n", '{"id": {}}\n', "\xff\n"])
+def test_a_prompt_may_hold_line_breaks_that_are_none_of_json() -> None:
+    line = json.dumps({"prompt": "a\u2028b\x85c", "repetition_penalty": 2}, ensure_ascii=False)
+    (job,) = read_jobs(line, "prompts.jsonl", SamplingConfig(), GenerationConfig(), chat=False)
+    assert job.prompt == "a\u2028b\x85c"
+    Sampler(job.sampling)
+
+
+def test_a_first_line_that_was_cut_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text('{"id": 1, "te')
+    file = ResultFile(path, {1: "a"})
+    file.add({"id": 1, "made_of": "a"})
+    file.close()
+    assert path.read_text() == '{"id": 1, "made_of": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    "content", ["nonsense\n", "[1]\n", '{"id": {}}\n', "\xff\n", "my notes, without an end"]
+)
 def test_another_file_is_left_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other"
     path.write_bytes(content.encode("latin-1"))

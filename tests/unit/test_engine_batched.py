@@ -12,6 +12,7 @@ from checkpoints import byte_llama, save_pair
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import StepResult
+from specexec_cli.decoding import batch
 from specexec_cli.engine.batched import Batched
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.one_at_a_time import OneAtATime
@@ -20,6 +21,7 @@ from specexec_cli.errors import ConfigError, StreamError
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
+from specexec_cli.session.text_session import GenerationRequest
 
 TREE = TreeRequest(budget=24, depth=6, batch=6)
 SYSTEM = "You answer in few words, and you never guess what you do not know. "
@@ -204,6 +206,64 @@ def test_a_failed_pass_ends_its_texts_and_the_next_ones_go_on(plain: LocalSessio
         model.on_layer = layer
         assert outcome(list(engine.submit(text(plain, "abc")))) == expected
         assert engine.figures().texts == {"failed": 2, "length": 1}
+    finally:
+        engine.close()
+
+
+def test_a_text_that_cannot_begin_costs_the_others_nothing(
+    plain: LocalSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = alone(plain, text(plain, "abc"))
+    engine = Batched(plain, slots=2, most_waiting=9)
+    begun = Batched._begun
+
+    def failing(self: Batched, running: Running, request: GenerationRequest) -> object:
+        if request.max_tokens == 5:
+            raise KeyError("a bug")
+        return begun(self, running, request)
+
+    monkeypatch.setattr(Batched, "_begun", failing)
+    try:
+        running = [engine.submit(text(plain, "abc", count)) for count in (5, 24)]
+        with pytest.raises(KeyError):
+            list(running[0])
+        assert outcome(list(running[1])) == expected
+        assert engine.figures().texts == {"failed": 1, "length": 1}
+    finally:
+        engine.close()
+    assert "KeyError" in capsys.readouterr().err
+
+
+def test_nobody_waits_for_an_engine_that_has_died(
+    plain: LocalSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dying(self: Batched) -> None:
+        raise KeyError("a bug")
+
+    engine = Batched(plain, slots=2, most_waiting=9)
+    monkeypatch.setattr(Batched, "_admit", dying)
+    running = engine.submit(text(plain, "abc"))
+    with pytest.raises(KeyError):
+        list(running)
+    engine.close()
+    with pytest.raises(QueueFullError):
+        engine.submit(text(plain, "abc"))
+
+
+def test_rows_of_a_prompt_that_came_in_pieces_are_all_counted(
+    plain: LocalSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_LEAST_ROWS", "_MOST_ROWS", "_ROWS"):
+        monkeypatch.setattr(batch, name, 4)
+    engine = Batched(plain, slots=2, most_waiting=9)
+    try:
+        first = engine.submit(text(plain, "abc", 24))
+        next(iter(first))
+        request = text(plain, "zyxwvutsrqponmlkjihgfedcba", 3)
+        second = engine.submit(request)
+        list(second)
+        list(first)
+        assert second.stats.prompt_rows == len(request.prompt)
     finally:
         engine.close()
 
