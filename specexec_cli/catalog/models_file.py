@@ -68,6 +68,12 @@ class ModelEntry:
             return Path(__file__).parents[1] / self.repo.removeprefix(PACKAGE_PREFIX)
         return Path(self.repo).expanduser() if is_path(self.repo) else None
 
+    @property
+    def weights(self) -> str:
+        """What tells these weights from others: the repo, or org/name:FILE.gguf for one of the
+        files in it. What is measured of a model belongs under it."""
+        return self.repo if self.file is None else f"{self.repo}:{self.file}"
+
     def at(self, revision: str) -> ModelEntry:
         """The same repository at another branch, tag or commit.
 

@@ -68,26 +68,27 @@ def _of_ollama() -> Iterator[FoundFile]:
     for folder in ollama_folders():
         manifests = folder / "manifests"
         for manifest in _files(manifests, "*"):
-            blob = _blob(manifest, folder / "blobs")
-            if blob is not None and is_gguf(blob):
+            if found := _blob(manifest, folder / "blobs"):
+                blob, size = found
                 *place, tag = manifest.relative_to(manifests).parts
                 # registry.ollama.ai/library is what names without a slash are of
                 named = "/".join(place).removeprefix("registry.ollama.ai/").removeprefix("library/")
                 name = f"{OLLAMA}{named}:{tag}"
-                yield FoundFile(name, "ollama", blob, blob.stat().st_size)
+                yield FoundFile(name, "ollama", blob, size)
 
 
-def _blob(manifest: Path, blobs: Path) -> Path | None:
-    """The file of weights that a manifest names, if it can be read and is there."""
+def _blob(manifest: Path, blobs: Path) -> tuple[Path, int] | None:
+    """The GGUF file that a manifest names and its bytes, if both can be read."""
     try:
         if manifest.stat().st_size > _LARGEST_MANIFEST_BYTES:
             return None
         layers = json.loads(manifest.read_bytes())["layers"]
         digest = next(str(each["digest"]) for each in layers if each["mediaType"] == _MODEL)
+        blob = blobs / digest.replace(":", "-")
+        # a digest may be no name that a file can have
+        return (blob, blob.stat().st_size) if blob.parent == blobs and is_gguf(blob) else None
     except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
         return None  # another program's file: none of ours to judge
-    blob = blobs / digest.replace(":", "-")
-    return blob if blob.parent == blobs and blob.is_file() else None
 
 
 def _of_llama_cpp() -> Iterator[FoundFile]:

@@ -136,7 +136,7 @@ class Registry:
 
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
         """The first pair of these two models."""
-        wanted = (target.repo, target.revision), (draft.repo, draft.revision)
+        wanted = (target.weights, target.revision), (draft.weights, draft.revision)
         pairs = self.pairs.values()
         return next(
             (p for p in pairs if (self._identity(p.target), self._identity(p.draft)) == wanted),
@@ -167,19 +167,24 @@ class Registry:
         return sorted(paired | family, key=lambda name: (size.get(name, 0), name))
 
     def _identity(self, reference: str) -> tuple[str, str | None]:
-        """Where the checkpoint is, so that a name and a hub id of one model compare equal.
+        """A model's weights and revision, so that a name and a hub id of one compare equal.
 
         It looks at no disk: a pair whose folder has gone must not break the search for others.
         """
         if reference in self.models:
             entry = self.models[reference]
-            return entry.repo, entry.revision
+            return entry.weights, entry.revision
         path = Path(reference).expanduser()
         if is_path(reference) or path.is_dir():
             return str(path.resolve()), None
-        repo, _, revision = reference.partition("@")
+        named, _, file = reference.partition(":")
+        repo, _, revision = named.partition("@")
+        if file.endswith(".gguf"):
+            return f"{repo}:{file}", revision or None
         known = self._of_repo(repo)
-        return repo, revision or (known.revision if known else None)
+        if known is None:
+            return repo, revision or None
+        return known.weights, revision or known.revision
 
     def _of_repo(self, repo: str) -> ModelEntry | None:
         return next((model for model in self.models.values() if model.repo == repo), None)

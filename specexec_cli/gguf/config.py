@@ -15,6 +15,7 @@ from typing import Any
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
+from specexec_cli.gguf.counts import expert_count, layer_count
 
 Config = dict[str, Any]
 
@@ -108,6 +109,7 @@ def gguf_config(file: GgufFile) -> Config:
     config |= {name: metadata.whole(key) for key, name in _WHOLE.items()}
     if not config["num_attention_heads"]:
         raise metadata.refusal("a model of 0 attention heads has no text")
+    _check_count(metadata, "layers", config["num_hidden_layers"], layer_count(file))
     config |= {
         "num_key_value_heads": metadata.whole(
             "attention.head_count_kv", config["num_attention_heads"]
@@ -125,8 +127,28 @@ def gguf_config(file: GgufFile) -> Config:
         "pad_token_id": metadata.token("padding_token_id"),
         "dtype": _dtype(file),
     }
+    rotary = metadata.whole("rope.dimension_count", config["head_dim"])
+    if architecture != "phi3" and rotary != config["head_dim"]:
+        raise metadata.refusal(
+            f"it turns {rotary} of the {config['head_dim']} numbers of a head by its position, "
+            f"which is not supported for {architecture}"
+        )
     own = _OWN.get(architecture)
     return config if own is None else config | own(file, metadata, config)
+
+
+def _check_count(metadata: _Metadata, what: str, said: int, found: int | None) -> None:
+    """Refuses a count that the tensors do not bear out: memory is taken for as many as it says."""
+    if said != found:
+        has = "lacks some of its" if found is None else f"has tensors of {found}"
+        raise metadata.refusal(f"its metadata says {said} {what}, the file {has} {what}")
+
+
+def _experts(file: GgufFile, metadata: _Metadata) -> int:
+    """The number of experts of a layer, held against the tensors."""
+    count = metadata.whole("expert_count")
+    _check_count(metadata, "experts", count, expert_count(file))
+    return count
 
 
 def _ends(metadata: _Metadata) -> list[int] | int | None:
@@ -156,7 +178,7 @@ def _llama(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
     if metadata.whole("expert_count", 0):
         own = {
             "model_type": "mixtral",
-            "num_local_experts": metadata.whole("expert_count"),
+            "num_local_experts": _experts(file, metadata),
             "num_experts_per_tok": metadata.whole("expert_used_count"),
             "sliding_window": None,
         }
@@ -165,7 +187,7 @@ def _llama(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
 
 def _qwen3moe(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
     return {
-        "num_experts": metadata.whole("expert_count"),
+        "num_experts": _experts(file, metadata),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
         "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
         "norm_topk_prob": True,  # llama.cpp does so whatever the model's maker said
@@ -234,11 +256,14 @@ def _rope(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
     if "rope_freqs.weight" in file.tensors:
         factors = _floats(file.tensors["rope_freqs.weight"])
         return {"rope_theta": theta, **_factored(factors, theta, config)}
-    if "rope_factors_long.weight" in file.tensors:
+    long, short = (file.tensors.get(f"rope_factors_{each}.weight") for each in ("long", "short"))
+    if long is not None or short is not None:
+        if long is None or short is None:
+            raise metadata.refusal("of its rotary factors for long and short texts it has but one")
         rope = {
             "rope_type": "longrope",
-            "long_factor": _floats(file.tensors["rope_factors_long.weight"]),
-            "short_factor": _floats(file.tensors["rope_factors_short.weight"]),
+            "long_factor": _floats(long),
+            "short_factor": _floats(short),
             "original_max_position_embeddings": metadata.whole(
                 "rope.scaling.original_context_length"
             ),
@@ -250,11 +275,8 @@ def _rope(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
     kind = metadata.value("rope.scaling.type") or "none"
     if kind == "none":
         return {"rope_type": "default", "rope_theta": theta}
-    rope = {
-        "rope_type": kind,
-        "rope_theta": theta,
-        "factor": metadata.number("rope.scaling.factor"),
-    }
+    factor = metadata.number("rope.scaling.factor")
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": factor}
     if kind == "linear":
         return rope
     if kind != "yarn":
@@ -262,13 +284,14 @@ def _rope(file: GgufFile, metadata: _Metadata, config: Config) -> Config:
     rope["original_max_position_embeddings"] = metadata.whole(
         "rope.scaling.original_context_length"
     )
-    for key, name in (
-        ("yarn_beta_fast", "beta_fast"),
-        ("yarn_beta_slow", "beta_slow"),
-        ("yarn_attn_factor", "attention_factor"),
-    ):
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
         if metadata.value(f"rope.scaling.{key}") is not None:
             rope[name] = metadata.number(f"rope.scaling.{key}")
+    if metadata.value("rope.scaling.attn_factor") is not None:
+        # llama.cpp multiplies YaRN's own factor by it (src/llama-context.cpp), and overwrites
+        # yarn_attn_factor; transformers puts its attention_factor in the place of YaRN's own
+        own = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        rope["attention_factor"] = own * metadata.number("rope.scaling.attn_factor")
     return rope
 
 

@@ -24,6 +24,7 @@ MAX_HEADER_BYTES = 100_000_000  # the largest vocabularies with their merges tak
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # of tensors in the file, unless its metadata says otherwise
 _MOST_DIMENSIONS = 4
+_MOST_NUMBERS = 1 << 21  # in arrays: some for each token of the largest vocabularies
 _STEP_BYTES = 4 << 20  # the header is read in pieces of this size
 
 _STRING, _ARRAY = 8, 9
@@ -122,7 +123,7 @@ def _check_parts(parts: list[Path], metadata: list[Mapping[str, Value]]) -> None
 
 def shown(value: Value | None) -> str:
     """A value of the metadata in a message, however long it is."""
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, str | list) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -148,6 +149,7 @@ class _Cursor:
         self._most = min(self.file_bytes, MAX_HEADER_BYTES)
         self._data = b""
         self.at = 0
+        self._numbers_left = _MOST_NUMBERS
 
     @property
     def left(self) -> int:
@@ -178,6 +180,15 @@ class _Cursor:
         form = "<" + letters
         start = self.reach(struct.calcsize(form), what)
         return struct.unpack_from(form, self._data, start)
+
+    def array(self, letter: str, count: int, what: str) -> list[Any] | None:
+        """The next numbers of one type; None for more than is read, which Python would keep in many
+        times their bytes."""
+        if count > self._numbers_left:
+            self.reach(count * struct.calcsize("<" + letter), what)
+            return None
+        self._numbers_left -= count
+        return list(self.numbers(f"{count}{letter}", what))
 
     def text(self, what: str) -> str:
         """The next string."""
@@ -254,17 +265,25 @@ def _parse(cursor: _Cursor) -> tuple[Mapping[str, Value], list[GgufTensor]]:
 
 
 def _parse_metadata(cursor: _Cursor, count: int) -> Mapping[str, Value]:
+    """All of it but arrays of more numbers than vocabularies have: nothing that is read here."""
     metadata: dict[str, Value] = {}
+    keys: set[str] = set()
     for index in range(count):
         key = cursor.text(f"the name of metadata entry {index}")
-        if key in metadata:
+        if key in keys:
             raise cursor.refusal(f"metadata {shown(key)} is there twice")
+        keys.add(key)
         (kind,) = cursor.numbers("I", f"the type of {shown(key)}")
-        metadata[key] = _parse_value(cursor, kind, f"metadata {shown(key)}")
+        value = _parse_value(cursor, kind, f"metadata {shown(key)}")
+        if value is not None:
+            metadata[key] = value
+        elif key.startswith("tokenizer."):
+            raise cursor.refusal(f"metadata {shown(key)} has more numbers than vocabularies have")
     return metadata
 
 
-def _parse_value(cursor: _Cursor, kind: int, what: str) -> Value:
+def _parse_value(cursor: _Cursor, kind: int, what: str) -> Value | None:
+    """The next value; None for an array that is passed over."""
     if kind in _SCALARS:
         value: Value = cursor.numbers(_SCALARS[kind], what)[0]
         return value
@@ -280,7 +299,7 @@ def _parse_value(cursor: _Cursor, kind: int, what: str) -> Value:
         raise cursor.refusal(f"{what} has {count} items, for which the file is too short")
     if item == _STRING:
         return cursor.texts(count, what)
-    return list(cursor.numbers(f"{count}{_SCALARS[item]}", what))
+    return cursor.array(_SCALARS[item], count, what)
 
 
 def _parse_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

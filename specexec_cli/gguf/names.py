@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.gguf.container import GgufFile, GgufTensor
+from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<leaf>weight|bias)")
-_OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d+)")  # Mixtral files of 2023
+_OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
 _EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down)_exps")
 # factors of the rotary frequencies: config.py makes parameters of the config of them
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -91,13 +91,22 @@ def translate(
     Args:
         config: that gguf.config made of the same file.
     Raises:
-        CheckpointError: a stack of experts is not as large as the config says.
+        CheckpointError: a stack of experts is not as large as the config says, or two tensors
+            have one name.
     """
     family = FAMILIES[str(config["model_type"])]
     tensors: dict[str, GgufTensor] = {}
     for tensor in file.tensors.values():
-        if tensor.name not in ROPE_FACTORS:
-            tensors |= _translated(tensor, family, config)
+        if tensor.name in ROPE_FACTORS:
+            continue
+        own = _translated(tensor, family, config)
+        if twice := own.keys() & tensors.keys():
+            name = min(twice)
+            raise CheckpointError(
+                f"{tensor.path}: tensors {shown(tensors[name].name)} and {shown(tensor.name)} are "
+                f"both {shown(name)}: the file is damaged, download it again"
+            )
+        tensors |= own
     heads = {
         "q_proj": int(str(config["num_attention_heads"])),
         "k_proj": int(str(config["num_key_value_heads"])),

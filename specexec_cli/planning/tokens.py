@@ -32,7 +32,8 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     if decision.draft is None:
         return None
     target, draft = decision.target.entry, decision.draft.entry
-    rates = sorted(run.tokens_per_pass for run in load_runs(runs_file(target.repo, draft.repo)))
+    runs = load_runs(runs_file(target.weights, draft.weights))
+    rates = sorted(run.tokens_per_pass for run in runs)
     if rates:
         count = f"{len(rates)} run{'s' if len(rates) > 1 else ''} here"
         return TokensPerPass(rates[0], rates[len(rates) // 2], rates[-1], count)

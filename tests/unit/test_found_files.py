@@ -88,6 +88,14 @@ def test_manifests_that_cannot_be_read_are_passed_over(places: Path, content: st
     assert names == ["ollama:someone/own:latest"]
 
 
+@pytest.mark.parametrize("digest", ["sha256:" + "a" * 300, "sha256:a\0"])
+def test_digests_that_no_file_can_have_are_passed_over(places: Path, digest: str) -> None:
+    manifest = write_ollama(places / "ollama", "registry.ollama.ai/library/odd/1", "sha256:ef")
+    manifest.write_text(manifest.read_text().replace('"sha256:ef"', json.dumps(digest)))
+    names = [each.name for each in others.found_files() if each.program == "ollama"]
+    assert names == ["ollama:llama3.2:3b", "ollama:someone/own:latest"]
+
+
 def test_a_digest_leads_to_no_other_folder(places: Path) -> None:
     (places / "ollama" / "away").write_bytes(GGUF)
     write_ollama(places / "ollama", "registry.ollama.ai/library/sly/1", "sha256:ef")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gguf import GGUFWriter
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.config import MODEL_TYPES, gguf_config
 from specexec_cli.gguf.container import read_gguf
+from specexec_cli.gguf.names import translate
 
 # each value tells which key it is of
 VALUES: dict[str, Any] = {
@@ -24,6 +28,7 @@ VALUES: dict[str, Any] = {
     "expert_feed_forward_length": 24,
 }  # fmt: skip
 _EXPERTS = {"expert_count": 4, "expert_used_count": 3}
+_STACK = {"blk.0.ffn_gate_exps.weight": np.zeros((4, 2, 2), np.float32)}
 
 
 def write(
@@ -43,8 +48,10 @@ def write(
             writer.add_string(name, value)
         else:
             writer.add_uint32(name, value)
+    layers = min(values.get("block_count", 0), 100)
     for name, tensor in {
         "token_embd.weight": np.zeros((40, 64), np.float32),
+        **{f"blk.{layer}.attn_norm.weight": np.ones(64, np.float32) for layer in range(layers)},
         **(tensors or {}),
     }.items():
         writer.add_tensor(name, tensor)
@@ -58,7 +65,8 @@ def write(
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_it_says_what_transformers_table_says(tmp_path: Path, architecture: str) -> None:
     values = {**VALUES, **(_EXPERTS if architecture.endswith("moe") else {})}
-    config = gguf_config(read_gguf(write(tmp_path / "m.gguf", architecture, values)))
+    tensors = _STACK if architecture.endswith("moe") else {}
+    config = gguf_config(read_gguf(write(tmp_path / "m.gguf", architecture, values, tensors)))
     table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING[MODEL_TYPES[architecture]]
     said = {name: values[key] for key, name in table.items() if name and key in values}
     theta = said.pop("rope_theta")
@@ -79,6 +87,9 @@ def test_it_says_what_transformers_table_says(tmp_path: Path, architecture: str)
         ({"attention.layer_norm_rms_epsilon": float("nan")}, "says nan as"),
         ({"rope.freq_base": 0.0}, "gives no frequencies"),
         ({"rope.scaling.type": "spiral", "rope.scaling.factor": 2.0}, "'spiral' are not supported"),
+        ({"rope.dimension_count": 8}, "turns 8 of the 16 numbers of a head .* for llama"),
+        ({"block_count": 4000}, "says 4000 layers, the file has tensors of 100 layers"),
+        ({"expert_count": 2**30, "expert_used_count": 1}, "1073741824 experts, .* of 0 experts"),
     ],
 )
 def test_absurd_values_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -106,3 +117,58 @@ def test_the_large_gemmas_scale_queries_by_another_size(tmp_path: Path) -> None:
             values = {**VALUES, "block_count": count}
             found = gguf_config(read_gguf(write(tmp_path / "m.gguf", architecture, values)))
             assert found["query_pre_attn_scalar"] == scale
+
+
+def test_counts_are_those_of_the_tensors(tmp_path: Path) -> None:
+    norm = np.ones(64, np.float32)
+    cases: list[tuple[str, dict[str, np.ndarray], str]] = [
+        ("llama", {"blk.3.attn_norm.weight": norm}, "says 3 layers, the file has tensors of 4"),
+        ("llama", {"blk.9.attn_norm.weight": norm}, "says 3 layers, the file lacks some"),
+        ("qwen3moe", {"blk.0.ffn_up_exps.weight": np.zeros((5, 2, 2), np.float32)}, "4 experts"),
+        ("qwen3moe", {"blk.0.ffn_up_exps.weight": np.zeros((4, 0, 2), np.float32)}, "4 experts"),
+        ("llama", {f"blk.0.ffn_up.{n}.weight": norm for n in (0, 1, 2, 4)}, "lacks some"),
+    ]
+    for architecture, tensors, message in cases:
+        experts = _EXPERTS if "ffn_up" in str(tensors.keys()) else {}
+        path = write(tmp_path / "m.gguf", architecture, {**VALUES, **experts}, tensors)
+        with pytest.raises(CheckpointError, match=message):
+            gguf_config(read_gguf(path))
+    old = {f"blk.0.ffn_up.{n}.weight": norm for n in range(4)}
+    path = write(tmp_path / "m.gguf", "llama", {**VALUES, **_EXPERTS}, old)
+    assert gguf_config(read_gguf(path))["num_local_experts"] == 4
+
+
+def test_factors_for_long_texts_need_those_for_short_ones(tmp_path: Path) -> None:
+    for which in ("long", "short"):
+        factors = {f"rope_factors_{which}.weight": np.ones(8, np.float32)}
+        path = write(tmp_path / "m.gguf", "phi3", VALUES, factors)
+        with pytest.raises(CheckpointError, match="long and short texts it has but one"):
+            gguf_config(read_gguf(path))
+
+
+@pytest.mark.parametrize(("factor", "own"), [(4.0, 0.1 * math.log(4) + 1), (0.5, 1.0)])
+def test_yarn_scales_attention_as_llama_cpp_does(tmp_path: Path, factor: float, own: float) -> None:
+    scaling = {"rope.scaling.type": "yarn", "rope.scaling.factor": factor,
+               "rope.scaling.original_context_length": 64,
+               "rope.scaling.yarn_attn_factor": 0.25}  # fmt: skip
+    for attn_factor in (None, 0.5):
+        told = {} if attn_factor is None else {"rope.scaling.attn_factor": attn_factor}
+        path = write(tmp_path / "m.gguf", "llama", {**VALUES, **scaling, **told})
+        config = LlamaConfig.from_dict(gguf_config(read_gguf(path)))
+        _, found = ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
+        assert found == pytest.approx(own * (attn_factor or 1.0))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("output_norm.weight", "model.norm.weight"),
+        ("blk.0.ffn_gate.0.weight", "blk.0.ffn_gate_exps.weight"),
+    ],
+)
+def test_two_tensors_of_one_name_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    experts = _EXPERTS if "ffn" in names[0] else {}
+    tensors = {name: np.zeros((4, 2, 2), np.float32) for name in names}
+    file = read_gguf(write(tmp_path / "m.gguf", "llama", {**VALUES, **experts}, tensors))
+    with pytest.raises(CheckpointError, match=f"'{names[0]}' and '{names[1]}' are both 'model"):
+        translate(file, gguf_config(file))

@@ -1,4 +1,5 @@
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,29 @@ def test_a_split_file_is_whole_from_any_of_its_parts(tmp_path: Path) -> None:
 
 def test_a_part_that_cannot_be_is_refused(tmp_path: Path) -> None:
     assert "there is no part 3 of 2" in refusal(tmp_path / "m-00003-of-00002.gguf")
+
+
+def test_a_long_array_of_numbers_takes_little_more_than_its_bytes(tmp_path: Path) -> None:
+    """No model has so many, and nothing reads them: they are passed over."""
+    size = 8 << 20
+    long = entry("k", ARRAY, struct.pack("<IQ", 0, size) + bytes(size))
+    few = entry("few", ARRAY, struct.pack("<IQ2B", 0, 2, 3, 4))
+    path = write(tmp_path / "a.gguf", [], [long, few])
+    tracemalloc.start()
+    try:
+        found = read_gguf(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert found.metadata == {"few": [3, 4]}
+    assert peak < 5 * size
+    assert "'k' is there twice" in refusal(write(path, [], [long, long]))
+    vocabulary = long.replace(text("k"), text("tokenizer.k"), 1)
+    assert "more numbers than vocabularies" in refusal(write(path, [], [vocabulary]))
+
+
+def test_arrays_as_long_as_vocabularies_are_numbers(tmp_path: Path) -> None:
+    scores = entry("s", ARRAY, struct.pack("<IQ600000f", 6, 600_000, *[0.5] * 600_000))
+    kinds = entry("t", ARRAY, struct.pack("<IQ600000i", 5, 600_000, *[3] * 600_000))
+    found = read_gguf(write(tmp_path / "a.gguf", [], [scores, kinds])).metadata
+    assert found == {"s": [0.5] * 600_000, "t": [3] * 600_000}

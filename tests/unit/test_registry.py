@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -397,6 +398,31 @@ def test_pair_for_target_knows_the_model_by_any_of_its_names(
         )
     )
     assert merged.pair_for_target(str(folder)) == merged.pair("mine")
+
+
+def test_a_file_of_a_repository_has_pairs_of_its_own(
+    shipped: Registry, write: Callable[[str], Path]
+) -> None:
+    pair = shipped.pair("llama3-70b-instruct")
+    target, draft = shipped.resolve(pair.target), shipped.resolve(pair.draft)
+    assert shipped.pair_of(target, draft) == pair
+    assert shipped.pair_of(replace(target, file="a-Q2_K.gguf"), draft) is None
+    merged = load_registry(
+        write(
+            '[models.small]\nrepo = "o/m"\nfile = "m-Q2_K.gguf"\n'
+            '[pairs.small]\ntarget = "small"\ndraft = "o/d@v1:d.gguf"\n'
+            '[pairs.large]\ntarget = "o/m:m-Q8_0.gguf"\ndraft = "o/d@v1:d.gguf"\n'
+        )
+    )
+    draft = merged.resolve("o/d@v1:d.gguf")
+    for reference, name in (
+        ("small", "small"), ("o/m", "small"), ("o/m:m-Q2_K.gguf", "small"),
+        ("o/m:m-Q8_0.gguf", "large"),
+    ):  # fmt: skip
+        assert merged.pair_for_target(reference) == merged.pair(name)
+        assert merged.pair_of(merged.resolve(reference), draft) == merged.pair(name)
+    assert merged.pair_for_target("o/m:m-Q4_0.gguf") is None
+    assert merged.pair_of(merged.resolve("o/m:m-Q4_0.gguf"), draft) is None
 
 
 def test_drafts_for_lists_smaller_models_of_the_same_tokenizer(shipped: Registry) -> None:

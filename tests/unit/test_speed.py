@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,23 @@ def test_tokens_per_pass_are_the_papers_until_something_was_learned_here() -> No
     keep_run(runs_file(decision.target.entry.repo, decision.draft.entry.repo), RUN)
     learned = predicted(decision).tokens_per_pass
     assert learned == TokensPerPass(6.0, 6.0, 6.0, "1 run here")
+
+
+def test_files_of_one_repository_share_no_runs() -> None:
+    site = described_site(vram_bytes=24 * 10**9, ram_bytes=64 * 10**9)
+    decision = resolve(Request(pair="llama2-70b-chat-gptq"), site)
+    assert decision.draft is not None
+    draft = decision.draft.entry.weights
+    for file, passes in (("a-Q2_K.gguf", 10), ("a-Q8_0.gguf", 20)):
+        entry = replace(decision.target.entry, file=file)
+        keep_run(runs_file(entry.weights, draft), replace(RUN, passes=passes))
+        own = replace(decision, target=replace(decision.target, entry=entry))
+        rate = RUN.tokens / passes
+        expected = TokensPerPass(rate, rate, rate, "1 run here")
+        assert predicted(own).tokens_per_pass == expected
+    others = predicted(decision).tokens_per_pass
+    assert others is not None
+    assert others.typical == 12.1
 
 
 def test_every_figure_of_the_registry_names_its_source() -> None:

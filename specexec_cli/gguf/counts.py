@@ -1,0 +1,39 @@
+"""How many layers and experts the tensors of a GGUF file make up, whatever its metadata says.
+
+transformers builds as many as a config names before it is noticed that their weights are missing,
+so a damaged count has to be held against the tensors first.
+"""
+
+from __future__ import annotations
+
+import re
+
+from specexec_cli.gguf.container import GgufFile
+
+_LAYER = re.compile(r"blk\.(\d{1,9})\..+", re.ASCII)
+_EXPERTS = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)_exps\.weight", re.ASCII)
+_OLD_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,9})\.weight", re.ASCII)
+
+
+def layer_count(file: GgufFile) -> int | None:
+    """The number of layers; None where one between others has no tensors."""
+    found = (_LAYER.fullmatch(name) for name in file.tensors)
+    return _count({int(each[1]) for each in found if each})
+
+
+def expert_count(file: GgufFile) -> int | None:
+    """The number of experts of a layer; None where layers differ, or one has no tensors."""
+    stacks = {
+        tensor.shape[0] if len(tensor.shape) == 3 and tensor.stop > tensor.start else 0
+        for name, tensor in file.tensors.items()
+        if _EXPERTS.fullmatch(name)
+    }
+    if stacks:
+        return stacks.pop() if len(stacks) == 1 else None
+    found = (_OLD_EXPERT.fullmatch(name) for name in file.tensors)
+    return _count({int(each[1]) for each in found if each})
+
+
+def _count(numbers: set[int]) -> int | None:
+    """How many there are, if they are the numbers from 0 up."""
+    return len(numbers) if len(numbers) == max(numbers, default=-1) + 1 else None
