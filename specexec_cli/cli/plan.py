@@ -98,8 +98,8 @@ def _experts_json(decision: Decision) -> dict[str, Any] | None:
 
 def _runs(decision: Decision) -> list[Run]:
     """What earlier sessions of these models reached on this machine."""
-    draft = decision.draft.entry.repo if decision.draft else None
-    return list(load_runs(runs_file(decision.target.entry.repo, draft)))
+    draft = decision.draft.entry.weights if decision.draft else None
+    return list(load_runs(runs_file(decision.target.entry.weights, draft)))
 
 
 def dsi_advice(decision: Decision) -> str | None:

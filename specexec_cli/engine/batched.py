@@ -159,6 +159,8 @@ class Batched:
 
     def _admit(self) -> None:
         """Gives free seats to those that have waited longest."""
+        if not self._texts:
+            self._seats[0].target.recover()
         with self._changed:
             while self._queue and len(self._texts) < self._slots:
                 running, request = self._queue.popleft()

@@ -26,6 +26,10 @@ class LayerSource(Protocol):
     def layer(self, index: int) -> AbstractContextManager[Mapping[str, Tensor]]:
         """The layer's tensors by checkpoint name; valid inside the `with`."""
 
+    @property
+    def failed(self) -> bool:
+        """Whether reading ahead has met an error."""
+
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass."""
 

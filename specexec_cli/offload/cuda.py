@@ -224,10 +224,14 @@ class DeviceStream:
             self._held = None
             held.__exit__(None, None, None)
 
+    @property
+    def failed(self) -> bool:
+        """Whether reading ahead has met an error."""
+        return self._host is not None and self._host.failed
+
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass; copies under way are waited for."""
-        failed = self._host is not None and self._host.failed
-        if not (self._next_layer or self._in_use or self._copying or failed):
+        if not (self._next_layer or self._in_use or self._copying or self.failed):
             return  # a pass has just ended: what was copied ahead is right
         self._drain()
         if self._host is not None:

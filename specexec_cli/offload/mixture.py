@@ -40,6 +40,11 @@ class MixtureStream:
         """Experts of a layer; see ExpertStore.take."""
         return self._experts.take(layer, wanted, rows)
 
+    @property
+    def failed(self) -> bool:
+        """Whether reading ahead has met an error."""
+        return self._dense.failed
+
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass."""
         self._dense.restart()

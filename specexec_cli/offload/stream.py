@@ -156,9 +156,6 @@ class LayerStream:
                 + (", the one before is still in use" if self._in_use else "")
                 + (", the stream is closed" if self._closing else "")
             )
-        if index == 0 and isinstance(self._error, StreamError):
-            # met while reading ahead for this pass, perhaps long ago: the disk may be back
-            self.restart()
         following = (index + 1) % len(self.layouts)
         resident = self._resident.get(index)
         if resident is not None:

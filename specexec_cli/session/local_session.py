@@ -64,11 +64,11 @@ class LocalSession(TextSession):
         """
         experts = self._target.model.experts
         if experts is not None:
-            self._expert_counts = ExpertCounts(self.pair.target.repo, notice)
+            self._expert_counts = ExpertCounts(self.pair.target.weights, notice)
             self._expert_counts.load(experts)
         if self._draft is not None:
             assert self.pair.draft is not None
-            runs = runs_file(self.pair.target.repo, self.pair.draft.repo)
+            runs = runs_file(self.pair.target.weights, self.pair.draft.weights)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
             self._learned_file.load(self.learned)
 
@@ -146,6 +146,7 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # what the cache shares with the prompt, whose last token must be run again, is kept
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
+        self._target.recover()
         self._experts_before = self._experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)

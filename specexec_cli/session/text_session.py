@@ -145,7 +145,7 @@ class TextSession(PromptEncoder, ABC):
     def pair_folder(self) -> Path:
         """Where what is learned about this target and draft model is kept."""
         assert self.pair.draft is not None
-        return pair_folder(self.pair.target.repo, self.pair.draft.repo)
+        return pair_folder(self.pair.target.weights, self.pair.draft.weights)
 
     def classifier(self) -> Classifier:
         """The classifier of the policy disco that was trained for this pair.

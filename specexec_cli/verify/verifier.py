@@ -101,6 +101,11 @@ class LocalTarget:
         del self.tokens[length:]
         self._cache.crop(len(self.tokens))
 
+    def recover(self) -> None:
+        """Reads anew what was read ahead with an error, perhaps long ago: the disk may be back."""
+        if self.model.source is not None and self.model.source.failed:
+            self.model.source.restart()
+
     def close(self) -> None:
         """Gives the model's threads, files and memory back."""
         self.model.close()
