@@ -29,7 +29,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
@@ -125,6 +125,7 @@ def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
 
 def _block_sums(x: Tensor, block: int) -> Tensor:
     """(rows, inputs) to (rows, blocks) float32, added two by two: one order for any rows."""
+    assert has_halves(block), f"a block of {block} inputs has no order of halves"
     whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % block))
     sums = whole.view(x.shape[0], -1, block)
     while sums.shape[2] > 1:

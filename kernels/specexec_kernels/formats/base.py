@@ -61,6 +61,17 @@ def block_of(group: int, unit: int) -> int:
     return max(unit, 128) if group % max(unit, 128) == 0 else unit
 
 
+def fits_units(group: int, unit: int) -> bool:
+    """Whether units are parts of a group of inputs (0: all), or several whole ones; of single
+    inputs they are not, since two at a time are multiplied."""
+    return group % unit == 0 or (group > 1 and unit % group == 0)
+
+
+def has_halves(block: int) -> bool:
+    """Whether a block's inputs are halves of halves down to one: a power of two."""
+    return block & (block - 1) == 0
+
+
 class RowFormat(ABC):
     """A format of row-packed weights; a frozen dataclass, since kernels are kept by it."""
 
@@ -222,6 +233,8 @@ class Stored:
         return self.tensors[leaf]
 
 
+# beside attention or its projections where a cache is to be of float8; here it never is
+CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain numbers
 
 _NAMES = {
