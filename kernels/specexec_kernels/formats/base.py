@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
 
 
-_AT_ONCE = 1 << 22  # weights that `unpack_to` unpacks together
+_AT_ONCE = 1 << 22  # weights that `slabs` unpacks together
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,16 @@ class RowWeight:
         return self.format.unpack(self._matrices(), self.out_features, self.in_features)
 
     def unpack_to(self, dtype: torch.dtype) -> Tensor:
-        """As `unpack`, rounded to a dtype; some outputs at a time, where tensors can be cut.
+        """As `unpack`, rounded to a dtype slab by slab."""
+        device = next(iter(self.tensors.values())).device
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
+        for start, slab in self.slabs():
+            out[start : start + len(slab)] = slab.to(dtype)
+        return out
+
+    def slabs(self) -> Iterator[tuple[int, Tensor]]:
+        """As `unpack`, some outputs at a time where tensors can be cut: the first output of each
+        slab, and its weights.
 
         Definitions hold integers of 8 bytes for each weight, which of a whole matrix would be
         several times the result.
@@ -157,12 +166,9 @@ class RowWeight:
         tall = math.lcm(*(part.outputs or 1 for part in self.format.parts))
         step = max(_AT_ONCE // self.in_features // tall, 1) * tall
         if step >= self.out_features or any(part.run for part in self.format.parts):
-            return self.unpack().to(dtype)
+            yield 0, self.unpack()
+            return
         matrices = self._matrices()
-        out = torch.empty(
-            self.out_features, self.in_features, dtype=dtype,
-            device=next(iter(matrices.values())).device,
-        )  # fmt: skip
         for start in range(0, self.out_features, step):
             stop = min(start + step, self.out_features)
             cut = {}
@@ -170,8 +176,7 @@ class RowWeight:
                 rows, whole = part.shape(stop - start, self.in_features)[0], matrices[part.leaf]
                 first = start * part.row_items // part.outputs if part.outputs else 0
                 cut[part.leaf] = whole[first : first + rows]
-            out[start:stop] = self.format.unpack(cut, stop - start, self.in_features).to(dtype)
-        return out
+            yield start, self.format.unpack(cut, stop - start, self.in_features)
 
     def _matrices(self) -> dict[str, Tensor]:
         """The tensors in the shapes that the format's parts have."""
