@@ -29,7 +29,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
@@ -55,7 +55,7 @@ def matmul(x: Tensor, weight: RowWeight) -> Tensor:
     format's `pairs` says; all else as float32.
     """
     if not supports(weight):
-        return cpu_linear.product(x.float(), weight.unpack())
+        return _unpacked_product(x.float(), weight)
     dot = x.dtype == torch.bfloat16 and cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)
     spec = _spec(x.shape[0], weight, dot)
     x = x if dot else x.float()
@@ -82,6 +82,15 @@ def matmul(x: Tensor, weight: RowWeight) -> Tensor:
     args = torch.tensor([values[at] for at in range(len(values))], dtype=torch.int64)
     cpu_jit.run(_kernel(spec), args.data_ptr(), -(-strips // at_once))
     return _in_order(out[: x.shape[0]], spec, weight.out_features)
+
+
+def _unpacked_product(x: Tensor, weight: RowWeight) -> Tensor:
+    """As `matmul` by the format's definition; a whole matrix of float32 may be too much for the
+    RAM. How outputs are cut changes no sum."""
+    out = torch.empty(x.shape[0], weight.out_features)
+    for start, slab in weight.slabs():
+        out[:, start : start + len(slab)] = cpu_linear.product(x, slab)
+    return out
 
 
 def chunk_rows(rows: int) -> int:
@@ -125,6 +134,7 @@ def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
 
 def _block_sums(x: Tensor, block: int) -> Tensor:
     """(rows, inputs) to (rows, blocks) float32, added two by two: one order for any rows."""
+    assert has_halves(block), f"a block of {block} inputs has no order of halves"
     whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % block))
     sums = whole.view(x.shape[0], -1, block)
     while sums.shape[2] > 1:

@@ -1,7 +1,7 @@
 """Bring a checkpoint folder within reach: a local one as it is, a hub id through the hub's cache.
 
-Only configuration, tokenizer and safetensors files are fetched: never pickled weights, never code.
-huggingface_hub is imported where it is used, so that no command pays for it without need.
+Only configuration, tokenizer, safetensors and GGUF files are fetched: never pickled weights, never
+code. huggingface_hub is imported where it is used, so that no command pays for it without need.
 """
 
 from __future__ import annotations

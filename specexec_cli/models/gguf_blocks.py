@@ -12,7 +12,7 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.models.quantized import RowLinear
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 
-_TABLE = "embed_tokens.weight"  # its rows are looked up, not multiplied; see PackedEmbedding
+_TABLE = "embed_tokens.weight"  # its rows are looked up, not multiplied; see MixedEmbedding
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that keep their weights in the file's dtype.
+"""Linear layers that keep their weights in the file's dtype.
 
 Weights are streamed in the checkpoint's dtype and computed in the session's. Converting a whole
 matrix first would write it to memory in the wider dtype and read it back: on a CPU kernels take

@@ -45,7 +45,7 @@ def read_packing(checkpoint: Checkpoint, notice: Notice) -> Packing | None:
     if method is None:
         return Quantization.read(checkpoint, notice)
     rows = RowQuantization(checkpoint, source, settings, method)
-    if not rows.leaves:
+    if not rows.packed:
         raise CheckpointError(
             f"{source} says {method.name}, but {checkpoint.folder} has no packed weights. Are both "
             "files of the same model?"
@@ -91,28 +91,43 @@ class RowQuantization:
     method: Method
 
     @cached_property
-    def leaves(self) -> Mapping[str, tuple[str, str]]:
-        """See Packing; what products do not need is in no linear and so of no use."""
-        linears: dict[str, dict[str, str]] = {}
+    def modules(self) -> Mapping[str, Mapping[str, str]]:
+        """Tensors that the method knows: name in the checkpoint by module and leaf."""
+        modules: dict[str, dict[str, str]] = {}
         known = sorted({*self.method.leaves, *self.method.unused}, key=len, reverse=True)
         for stored in self.checkpoint:
             leaf = next((leaf for leaf in known if stored.endswith(f".{leaf}")), None)
             if leaf is not None:
-                linears.setdefault(stored.removesuffix(f".{leaf}"), {})[leaf] = stored
-        packed = {}
-        for name, tensors in linears.items():
-            if not self._is_packed(tensors):
-                continue
+                modules.setdefault(stored.removesuffix(f".{leaf}"), {})[leaf] = stored
+        return modules
+
+    @cached_property
+    def packed(self) -> Mapping[str, Mapping[str, str]]:
+        """Those of packed linears."""
+        return {name: found for name, found in self.modules.items() if self._is_packed(found)}
+
+    @cached_property
+    def leaves(self) -> Mapping[str, tuple[str, str]]:
+        """See Packing. What products do not need belongs to a linear too, and is not asked for:
+        beside plain ones to these, and beside attention to the first linear in it."""
+        found = {}
+        for name, tensors in self.modules.items():
+            owner = name
+            if not set(tensors) & set(self.method.leaves):
+                inside = (other for other in self.modules if other.startswith(f"{name}."))
+                owner = next(inside, name)
             for leaf, stored in tensors.items():
-                packed[stored] = name, leaf
-            if f"{name}.bias" in self.checkpoint:
-                packed[f"{name}.bias"] = name, "bias"
-        return packed
+                if name in self.packed or leaf in self.method.unused:
+                    found[stored] = owner, leaf
+            if name in self.packed and f"{name}.bias" in self.checkpoint:
+                found[f"{name}.bias"] = name, "bias"
+        return found
 
     def _is_packed(self, tensors: Mapping[str, str]) -> bool:
         """Whether more than a plain weight is there, or a weight that is none."""
-        if set(tensors) & set(self.method.leaves) != {"weight"}:
-            return True
+        needed = set(tensors) & set(self.method.leaves)
+        if needed != {"weight"}:
+            return bool(needed)
         return self.checkpoint[tensors["weight"]].dtype not in ("F16", "BF16", "F32", "F64")
 
     def linear(self, name: str, in_features: int, out_features: int) -> RowLinear | None:
@@ -121,13 +136,9 @@ class RowQuantization:
         Raises:
             CheckpointError: its tensors do not fit each other, the config, or the layer.
         """
-        tensors = {
-            leaf: self.checkpoint[stored]
-            for stored, (linear, leaf) in self._of_linear.get(name, {}).items()
-            if linear == name and leaf != "bias"
-        }
-        if not tensors:
+        if name not in self.packed:
             return None
+        tensors = {leaf: self.checkpoint[stored] for leaf, stored in self.packed[name].items()}
 
         def load(leaf: str) -> Tensor:
             return next(iter(read_tensors([tensors[leaf]]).values()))
@@ -148,14 +159,6 @@ class RowQuantization:
         }
         bias = f"{name}.bias" in self.checkpoint
         return RowLinear(in_features, out_features, fmt, stored, bias=bias)
-
-    @cached_property
-    def _of_linear(self) -> dict[str, dict[str, tuple[str, str]]]:
-        """The leaves by linear."""
-        found: dict[str, dict[str, tuple[str, str]]] = {}
-        for stored, (name, leaf) in self.leaves.items():
-            found.setdefault(name, {})[stored] = name, leaf
-        return found
 
 
 def _check(part: Part, tensor: TensorRange | None, name: str, outputs: int, inputs: int) -> None:

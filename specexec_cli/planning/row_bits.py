@@ -25,7 +25,7 @@ def row_bits(quantization: Mapping[str, Any], inputs: int) -> float | None:
         return None
     try:
         bits = _METHODS[name](quantization, inputs)
-    except (TypeError, ValueError, AttributeError, LookupError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(
             f"quantization_config of method {name} makes no sense: {error}"
         ) from error

@@ -105,9 +105,55 @@ def test_damaged_tensors(recipe: str, change: object, message: str, tmp_path: Pa
     assert "q_proj" in str(error.value)
 
 
-def weights(**changes: object) -> dict[str, object]:
-    settings = RECIPES["w4a16"].settings["config_groups"]["group_0"]
+@pytest.mark.parametrize("recipe", ["fp8", "fp8-channels"])
+@pytest.mark.parametrize("place", ["model.layers.1.self_attn", Q_PROJ])
+def test_scales_of_what_is_not_quantized_here_change_nothing(
+    recipe: str, place: str, tmp_path: Path
+) -> None:
+    """A float8 cache's, and one of activations beside a linear that is plain."""
+    packed = save_row_packed(tmp_path, recipe)[1]
+
+    def plain(tensors: dict[str, torch.Tensor]) -> None:
+        for leaf in ("weight", "weight_scale", "weight_scale_inv"):
+            tensors.pop(f"{Q_PROJ}.{leaf}", None)
+        rng = torch.Generator().manual_seed(1)
+        tensors[f"{Q_PROJ}.weight"] = torch.randn(64, 64, generator=rng)
+
+    def scales(tensors: dict[str, torch.Tensor]) -> None:
+        for leaf in ("q_scale", "k_scale", "v_scale"):
+            tensors[f"{place}.{leaf}"] = torch.tensor(0.5)
+        tensors[f"{Q_PROJ}.input_scale"] = torch.tensor(0.5)
+
+    edit_tensors(packed, plain)
+    before = open_float32(packed)
+    expected = chain_logits(before, TOKENS)
+    before.close()
+    edit_tensors(packed, scales)
+    after = open_float32(packed, "ssd")
+    try:
+        assert not isinstance(
+            after.skeleton.layers[1].layer.get_submodule("self_attn.q_proj"), RowLinear
+        )
+        assert torch.equal(chain_logits(after, TOKENS), expected)
+    finally:
+        after.close()
+
+
+def test_scales_of_a_module_that_there_is_not(tmp_path: Path) -> None:
+    packed = save_row_packed(tmp_path, "fp8")[1]
+    edit_tensors(packed, put("model.layers.1.other.k_scale", torch.ones(1)))
+    with pytest.raises(CheckpointError, match=r"other\.k_scale' belongs to nothing"):
+        open_float32(packed)
+
+
+def weights(recipe: str = "w4a16", **changes: object) -> dict[str, object]:
+    settings = RECIPES[recipe].settings["config_groups"]["group_0"]
     return {"group_0": {**settings, "weights": {**settings["weights"], **changes}}}
+
+
+def rotated(*locations: str) -> dict[str, object]:
+    applied = [{"targets": ["Linear"], "location": each} for each in locations]
+    return {"config_groups": {"u": {"type": "hadamard", "apply": applied}}}
 
 
 @pytest.mark.parametrize(
@@ -123,6 +169,13 @@ def weights(**changes: object) -> dict[str, object]:
         ("w4a16", {"config_groups": weights(group_size=48)}, "whole groups of 48"),
         ("w4a16", {"config_groups": weights(group_size=64)}, r"says? \["),
         ("w4a16", {"config_groups": weights(strategy="block")}, "'block' is not supported"),
+        ("w4a16", {"config_groups": weights(symmetric=False)}, "weight_zero_point' is missing"),
+        ("w8a8", {"config_groups": weights("w8a8", symmetric=False)}, "zero_point' is missing"),
+        ("w8a8", {"config_groups": weights("w8a8", symmetric=0)}, "symmetric must be a bool"),
+        ("mxfp4", {"config_groups": weights("mxfp4", symmetric=False)}, "floats that are not symm"),
+        ("w4a16", {"transform_config": rotated("weight_input", "input")}, "at 'input' while"),
+        ("w8a8", {"transform_config": rotated("output")}, "at 'output' while"),
+        ("w8a8", {"transform_config": {"config_groups": {"u": []}}}, "makes no sense"),
         ("w4a16", {"ignore": ["re:("]}, "is no regex"),
         ("w4a16", {"ignore": ["re:.*q_proj"]}, "no group of quantization_config has it"),
     ],
@@ -135,6 +188,18 @@ def test_damaged_configs(
     with pytest.raises(CheckpointError, match=message) as error:
         open_float32(packed)
     assert "\n" not in str(error.value)
+
+
+def test_rotations_that_weights_already_have_change_nothing(tmp_path: Path) -> None:
+    packed = save_row_packed(tmp_path, "w8a8")[1]
+    before = open_float32(packed)
+    edit_quantization(packed, transform_config=rotated("weight_input", "weight_output"))
+    after = open_float32(packed)
+    try:
+        assert torch.equal(chain_logits(after, TOKENS), chain_logits(before, TOKENS))
+    finally:
+        before.close()
+        after.close()
 
 
 def test_config_without_packed_weights(tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """GGUF's block formats against the `gguf` package's own dequantize, and kernels against both."""
 
+from collections.abc import Mapping
+
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf_files import PACKED_KINDS, random_blocks
 from specexec_kernels import cpu_jit, cpu_rows
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats import base
+from specexec_kernels.formats.base import RowFormat, RowWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 from specexec_cli.gguf.types import GGML_TYPES
@@ -45,6 +48,30 @@ def test_what_the_gguf_package_quantizes_is_read_as_it_reads_it(name: str) -> No
     raw = gguf.quants.quantize(rng.normal(size=(5, 256)).astype(np.float32), kind)
     packed = RowWeight(GGUF_FORMATS[name], 256, 5, {"weight": torch.from_numpy(raw)})
     np.testing.assert_array_equal(packed.unpack().numpy(), gguf.quants.dequantize(raw, kind))
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("name", [name for name in GGUF_FORMATS if name not in COMPILED])
+def test_what_has_no_kernel_is_unpacked_in_slabs_that_change_no_bit(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slabs of 24 outputs are no whole strips of the products, nor are the 4 that are left."""
+    packed = weight(name, 100, 768)
+    x = torch.randn(rows, 768, generator=torch.Generator().manual_seed(0))
+    whole = cpu_rows.matmul(x, packed)
+    unpacked = []
+    unpack = type(packed.format).unpack
+
+    def counted(
+        fmt: RowFormat, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
+    ) -> torch.Tensor:
+        unpacked.append(outputs)
+        return unpack(fmt, tensors, outputs, inputs)
+
+    monkeypatch.setattr(base, "_AT_ONCE", 24 * 768)
+    monkeypatch.setattr(type(packed.format), "unpack", counted)
+    assert torch.equal(cpu_rows.matmul(x, packed), whole)
+    assert unpacked == [24, 24, 24, 24, 4]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 17])

@@ -15,7 +15,10 @@ from specexec_kernels.row_quantize import RECIPES
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.row_bits import row_bits
 
-NONSENSE = (None, True, 0, -1, 3, 2**40, 1.5, "x", [], [None], ["x", 2], {}, {"x": None}, [[]])
+NONSENSE = (
+    None, True, 0, -1, 3, 2**40, 1.5, float("inf"), float("nan"), "x", [], [None], ["x", 2], {},
+    {"x": None}, [[]],
+)  # fmt: skip
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
 
 
-_AT_ONCE = 1 << 22  # weights that `unpack_to` unpacks together
+_AT_ONCE = 1 << 22  # weights that `slabs` unpacks together
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,17 @@ def block_of(group: int, unit: int) -> int:
     if 0 < group <= 256:
         return group
     return max(unit, 128) if group % max(unit, 128) == 0 else unit
+
+
+def fits_units(group: int, unit: int) -> bool:
+    """Whether units are parts of a group of inputs (0: all), or several whole ones; of single
+    inputs they are not, since two at a time are multiplied."""
+    return group % unit == 0 or (group > 1 and unit % group == 0)
+
+
+def has_halves(block: int) -> bool:
+    """Whether a block's inputs are halves of halves down to one: a power of two."""
+    return block & (block - 1) == 0
 
 
 class RowFormat(ABC):
@@ -138,7 +149,16 @@ class RowWeight:
         return self.format.unpack(self._matrices(), self.out_features, self.in_features)
 
     def unpack_to(self, dtype: torch.dtype) -> Tensor:
-        """As `unpack`, rounded to a dtype; some outputs at a time, where tensors can be cut.
+        """As `unpack`, rounded to a dtype slab by slab."""
+        device = next(iter(self.tensors.values())).device
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
+        for start, slab in self.slabs():
+            out[start : start + len(slab)] = slab.to(dtype)
+        return out
+
+    def slabs(self) -> Iterator[tuple[int, Tensor]]:
+        """As `unpack`, some outputs at a time where tensors can be cut: the first output of each
+        slab, and its weights.
 
         Definitions hold integers of 8 bytes for each weight, which of a whole matrix would be
         several times the result.
@@ -146,12 +166,9 @@ class RowWeight:
         tall = math.lcm(*(part.outputs or 1 for part in self.format.parts))
         step = max(_AT_ONCE // self.in_features // tall, 1) * tall
         if step >= self.out_features or any(part.run for part in self.format.parts):
-            return self.unpack().to(dtype)
+            yield 0, self.unpack()
+            return
         matrices = self._matrices()
-        out = torch.empty(
-            self.out_features, self.in_features, dtype=dtype,
-            device=next(iter(matrices.values())).device,
-        )  # fmt: skip
         for start in range(0, self.out_features, step):
             stop = min(start + step, self.out_features)
             cut = {}
@@ -159,8 +176,7 @@ class RowWeight:
                 rows, whole = part.shape(stop - start, self.in_features)[0], matrices[part.leaf]
                 first = start * part.row_items // part.outputs if part.outputs else 0
                 cut[part.leaf] = whole[first : first + rows]
-            out[start:stop] = self.format.unpack(cut, stop - start, self.in_features).to(dtype)
-        return out
+            yield start, self.format.unpack(cut, stop - start, self.in_features)
 
     def _matrices(self) -> dict[str, Tensor]:
         """The tensors in the shapes that the format's parts have."""
@@ -222,6 +238,8 @@ class Stored:
         return self.tensors[leaf]
 
 
+# beside attention or its projections where a cache is to be of float8; here it never is
+CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
 SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain numbers
 
 _NAMES = {

@@ -8,6 +8,7 @@ times a float32 for every 256 of them, plus an offset. int8 (arXiv:2208.07339): 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+_ROWS = 0  # of weight_format; bitsandbytes' functional.py has the others: col32 and the like
 _PER_CODE = 1 / 127  # of the int8 scales
 
 
@@ -92,6 +94,7 @@ class Table4(RowFormat):
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     if "SCB" in stored.tensors:
+        _check_rows(stored)
         return Int8(
             stored.unit_of(0, 16, 4), "SCB", stored.dtype("SCB", *SCALES), (1, 0), _PER_CODE
         )
@@ -100,10 +103,10 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
         return None
     try:
         state = json.loads(bytes(stored.load(leaf).tolist()))
-        run, shape = int(state["blocksize"]), list(state["shape"])
-        nested = int(state.get("nested_blocksize", 0))
-        offset = float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError) as error:
+        run, shape = _whole(state["blocksize"]), list(state["shape"])
+        nested = _whole(state.get("nested_blocksize", 0))
+        offset = _finite(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ValueError(f"its quant_state cannot be read ({error}): download it again") from None
     if shape != [stored.outputs, stored.inputs]:
         raise ValueError(f"its quant_state says {shape}: are all files of the same model?")
@@ -116,6 +119,30 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     if len(table) != 16:
         raise ValueError(f"its quant_map has {len(table)} values in place of 16")
     return Table4(stored.unit_of(run), table, run, nested, offset)
+
+
+def _check_rows(stored: Stored) -> None:
+    """int8 codes lie in rows, unless `weight_format` names an order made for some tensor core."""
+    if "weight_format" not in stored.tensors:
+        return
+    number = stored.load("weight_format").reshape(-1).tolist()
+    if number != [_ROWS]:
+        raise ValueError(
+            f"its weight_format is {number}, and only [{_ROWS}], rows, is supported: save the "
+            "model again with a newer bitsandbytes"
+        )
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
+
+
+def _finite(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{value!r} is no finite number")
+    return float(value)
 
 
 METHOD = Method(

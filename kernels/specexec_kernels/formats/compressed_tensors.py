@@ -11,15 +11,18 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import SCALES, Method, RowFormat, Stored
+from specexec_kernels.formats.base import CACHE_SCALES, SCALES, Method, RowFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 from specexec_kernels.formats.integers import Int8, PackedIntegers
 
+_EXACT, _REGEX, _CLASS, _NONE = range(4)  # how a target names a linear
 _CLASSES = ("Linear",)
+_FOLDED = ("weight_input", "weight_output")  # locations whose transforms are in stored weights
 
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+    _check_transforms(settings)
     group = _group(stored.name, settings)
     if "weight_packed" in stored.tensors:
         if group is None:
@@ -30,19 +33,28 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
     if "weight" not in stored.tensors or group is None:
         return None
     if stored.dtype("weight") in KINDS:
+        _check_symmetric(group)
         return read_fp8(stored, {"weight_block_size": group.get("block_structure")})
     return _int8(stored, group) if stored.dtype("weight") == "I8" else None
 
 
 def _group(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The `weights` of the group that a linear is in; None where it stays plain."""
-    if any(_matches(name, target, of_class=False) for target in _names(settings, "ignore")):
+    """The `weights` of the group that a linear is in; None where it stays plain.
+
+    Of several groups that have it, the one that says so most exactly; of equals, the first.
+    """
+    ignored = [_match(name, target) for target in _names(settings, "ignore")]
+    if any(match in (_EXACT, _REGEX) for match in ignored):
         return None
-    for group in _groups(settings):
-        if any(_matches(name, target) for target in _names(group, "targets")):
-            weights = group.get("weights")
-            return weights if isinstance(weights, Mapping) else None
-    return None
+    groups = _groups(settings)
+    matches = [
+        min((_match(name, target) for target in _names(group, "targets")), default=_NONE)
+        for group in groups
+    ]
+    if min(matches) == _NONE:
+        return None
+    weights = groups[matches.index(min(matches))].get("weights")
+    return weights if isinstance(weights, Mapping) else None
 
 
 def _groups(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -60,13 +72,16 @@ def _names(settings: Mapping[str, Any], key: str) -> list[str]:
     return names
 
 
-def _matches(name: str, target: str, *, of_class: bool = True) -> bool:
+def _match(name: str, target: str) -> int:
+    """How exactly a target names a linear."""
     if target.startswith("re:"):
         try:
-            return re.match(target[3:], name) is not None
+            return _REGEX if re.match(target[3:], name) else _NONE
         except re.error as error:
             raise ValueError(f"quantization_config: '{target}' is no regex: {error}") from None
-    return name == target or (of_class and target in _CLASSES)
+    if name == target:
+        return _EXACT
+    return _CLASS if target in _CLASSES else _NONE
 
 
 def _number(weights: Mapping[str, Any], key: str) -> int:
@@ -74,6 +89,42 @@ def _number(weights: Mapping[str, Any], key: str) -> int:
     if type(value) is not int:
         raise ValueError(f"quantization_config: {key} must be a whole number, not {value!r}")
     return value
+
+
+def _has_zeros(stored: Stored, weights: Mapping[str, Any]) -> bool:
+    """Whether zero points lie beside; asymmetric weights mean nothing without them."""
+    symmetric = weights.get("symmetric", True)
+    if type(symmetric) is not bool:
+        raise ValueError(f"quantization_config: symmetric must be a bool, not {symmetric!r}")
+    if not symmetric:
+        stored.dtype("weight_zero_point")
+    return "weight_zero_point" in stored.tensors
+
+
+def _check_symmetric(weights: Mapping[str, Any]) -> None:
+    """Floats have no zero points."""
+    if weights.get("symmetric", True) is not True:
+        raise ValueError("floats that are not symmetric are not supported")
+
+
+def _check_transforms(settings: Mapping[str, Any]) -> None:
+    """Rotations of weights are already in the stored weights; those of activations are not.
+
+    Raises:
+        ValueError: activations are to be rotated while the model runs.
+    """
+    transforms = settings.get("transform_config") or {}
+    try:
+        schemes = (transforms.get("config_groups") or {}).values()
+        places = [apply["location"] for scheme in schemes for apply in scheme.get("apply") or ()]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"quantization_config: transform_config makes no sense: {error}") from None
+    for place in places:
+        if place not in _FOLDED:
+            raise ValueError(
+                f"quantization_config: transform_config rotates at '{place}' while the model runs, "
+                "which is not supported: take a checkpoint without online transforms"
+            )
 
 
 def _scale_group(stored: Stored, weights: Mapping[str, Any]) -> int:
@@ -95,7 +146,7 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> PackedIntegers:
         raise ValueError(f"words of {bits} bits of type '{weights.get('type')}' are not supported")
     return PackedIntegers(
         bits, _scale_group(stored, weights), stored.dtype("weight_scale", *SCALES),
-        zeros="weight_zero_point" in stored.tensors,
+        zeros=_has_zeros(stored, weights),
         # groups of inputs that lie together need no index
         shuffled="weight_g_idx" in stored.tensors and _is_shuffled(stored, weights),
         unit=stored.unit_of(_scale_group(stored, weights)),
@@ -119,11 +170,12 @@ def _int8(stored: Stored, weights: Mapping[str, Any]) -> Int8:
     unit = stored.unit_of(tile[1], 16, 4)
     return Int8(
         unit, "weight_scale", stored.dtype("weight_scale", *SCALES), tile,
-        zeros="weight_zero_point" in stored.tensors,
+        zeros=_has_zeros(stored, weights),
     )  # fmt: skip
 
 
 def _fp4(stored: Stored, weights: Mapping[str, Any]) -> Fp4:
+    _check_symmetric(weights)
     group = _scale_group(stored, weights)
     if group not in (16, 32):
         raise ValueError(f"groups of {group} 4-bit floats are not supported, 16 and 32 are")
@@ -141,7 +193,8 @@ METHOD = Method(
     name="compressed-tensors",
     leaves=("weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx",
             "weight_global_scale"),
-    unused=("weight_shape", "input_scale", "input_zero_point", "input_global_scale"),
+    unused=("weight_shape", "input_scale", "input_zero_point", "input_global_scale",
+            "output_scale", *CACHE_SCALES),
     read=_read,
     quantizes_rows=lambda settings: any(
         group.get("input_activations") for group in _groups(settings)

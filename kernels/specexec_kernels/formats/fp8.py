@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch import Tensor
 
-from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
+from specexec_kernels.formats.base import (
+    CACHE_SCALES,
+    SCALES,
+    Method,
+    Part,
+    RowFormat,
+    Stored,
+    block_of,
+)
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
@@ -48,7 +56,7 @@ class Fp8(RowFormat):
         return block_of(self.tile[1], self.unit)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        return lanes.item(self.scale), None
+        return lanes.item(self.scale, number), None
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -110,7 +118,7 @@ def _is_block(block: Any) -> TypeGuard[Sequence[int]]:
 METHOD = Method(
     name="fp8",
     leaves=("weight", "weight_scale_inv", "weight_scale"),
-    unused=("input_scale", "activation_scale", "input_scale_ub"),
+    unused=("input_scale", "activation_scale", "input_scale_ub", *CACHE_SCALES),
     read=read_fp8,
     quantizes_rows=lambda settings: True,
 )

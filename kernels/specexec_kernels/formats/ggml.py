@@ -1,4 +1,4 @@
-"""What the block formats of GGUF files have in common, and the table of them.
+"""What the block formats of GGUF files have in common; the table of them is in gguf.
 
 Rows are runs of blocks, each of a fixed number of weights with scales of its own:
 W = scale * level + offset, of which scale and offset belong to a group within the block. Layouts

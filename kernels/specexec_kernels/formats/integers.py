@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat, block_of
+from specexec_kernels.formats.base import Part, RowFormat, block_of, fits_units, has_halves
 from specexec_kernels.packing import unpack_rows
 
 if TYPE_CHECKING:
@@ -47,10 +47,9 @@ class PackedIntegers(RowFormat):
     @property
     def compiled(self) -> bool:  # type: ignore[override]
         """Not where zero points straddle words, or sums over a block have no order of halves."""
-        block = self.block
-        in_order = self.group % self.unit == 0 or self.unit % self.group == 0
-        fits = 32 % self.bits == 0 and (self.shuffled or block & (block - 1) == 0)
-        return self.unit % 32 == 0 and in_order and (fits or not self.zeros)
+        fits = 32 % self.bits == 0 and (self.shuffled or has_halves(self.block))
+        whole = self.unit % 32 == 0 and fits_units(self.group, self.unit)
+        return whole and (fits or not self.zeros)
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -146,6 +145,11 @@ class Int8(RowFormat):
         return self.zeros
 
     @property
+    def compiled(self) -> bool:  # type: ignore[override]
+        """Not where units cut groups, or sums over a block have no order of halves."""
+        return fits_units(self.tile[1], self.unit) and (not self.zeros or has_halves(self.block))
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         tile = {"outputs": self.tile[0], "inputs": self.tile[1]}
         parts = (Part("weight", "I8"), Part(self.scale, self.scale_dtype, **tile))
@@ -172,10 +176,10 @@ class Int8(RowFormat):
                 yield lanes.to_float(lanes.signed_byte(word, number))
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        scale = lanes.item(self.scale)
+        scale = lanes.item(self.scale, number)
         if self.factor != 1.0:
             scale = lanes.b.fmul(scale, lanes.constant(self.factor))
         if not self.zeros:
             return scale, None
-        zero = lanes.to_float(lanes.signed_byte(lanes.item("weight_zero_point"), 0))
+        zero = lanes.to_float(lanes.signed_byte(lanes.item("weight_zero_point", number), 0))
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))

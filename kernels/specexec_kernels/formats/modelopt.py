@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import Method, RowFormat, Stored
+from specexec_kernels.formats.base import CACHE_SCALES, Method, RowFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 
@@ -33,7 +33,7 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
 METHOD = Method(
     name="modelopt",
     leaves=("weight", "weight_scale", "weight_scale_2"),
-    unused=("input_scale", "k_scale", "v_scale"),
+    unused=("input_scale", *CACHE_SCALES),
     read=_read,
     quantizes_rows=lambda settings: True,
 )
