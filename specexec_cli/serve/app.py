@@ -46,14 +46,15 @@ def create_app(service: Service, access: Access) -> Any:
         known = chat_completions.dialect(service, tools)
         count = body.max_completion_tokens or body.max_tokens
         top = (body.top_logprobs or 0) if body.logprobs else None
+        grammar = await chat_completions.grammar(service, body, tools, known)
 
         def encode() -> tuple[Prompt, list[Any]]:
             prompt = service.chat_prompt(
                 chat_completions.template_messages(body.messages),
                 [tool.model_dump(exclude_none=True) for tool in tools] or None,
                 chat_completions.thinking(body),
+                answer_at_once=grammar is not None,
             )
-            grammar = chat_completions.grammar(service, body, tools, known)
             return prompt, service.texts(body, [prompt], count, top, grammar)
 
         prompt, requests = await service.encoding(encode)
@@ -67,10 +68,10 @@ def create_app(service: Service, access: Access) -> Any:
         service.check_model(body.model)
         given: Any = body.prompt
         many = isinstance(given, list) and not isinstance(given[0], int)
+        grammar = await chat_completions.json_grammar(service, body)
 
         def encode() -> list[Any]:
             prompts = [service.raw_prompt(one) for one in (given if many else [given])]
-            grammar = chat_completions.json_grammar(service, body)
             return service.texts(body, prompts, body.max_tokens, body.logprobs, grammar)
 
         texts = service.submit(await service.encoding(encode))
@@ -93,7 +94,7 @@ def _guarded(app: FastAPI, access: Access) -> Any:
     if access.origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=access.origins, allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # clients send some of their own
         )  # fmt: skip
     return guarded
 

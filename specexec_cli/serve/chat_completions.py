@@ -6,13 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from llguidance import LLMatcher
 from starlette.requests import Request
 
 from specexec_cli.core import StepResult
 from specexec_cli.engine.text import Running
 from specexec_cli.serve import answers
 from specexec_cli.serve.api_errors import ApiError
-from specexec_cli.serve.bodies import ChatBody, ChatMessage, NamedTool, Tool
+from specexec_cli.serve.bodies import ChatBody, ChatMessage, CompletionBody, NamedTool, Tool
 from specexec_cli.serve.completions import Answer
 from specexec_cli.serve.reply import ReplyText, Said
 from specexec_cli.serve.service import Prompt, Service
@@ -105,13 +106,13 @@ def dialect(service: Service, tools: Sequence[Tool]) -> Dialect | None:
     return found
 
 
-def grammar(
+async def grammar(
     service: Service, body: ChatBody, tools: Sequence[Tool], known: Dialect | None
-) -> str | None:
-    """What the reply must follow; in the encoder's thread.
+) -> LLMatcher | None:
+    """What the reply must follow.
 
     Raises:
-        ConfigError, ApiError: it cannot be followed, or two things are asked for at once.
+        ApiError: it cannot be followed, or two things are asked for at once.
     """
     wanted = body.response_format
     structured = wanted is not None and wanted.type != "text"
@@ -123,32 +124,32 @@ def grammar(
             )  # fmt: skip
         choice = body.tool_choice
         must = _chosen(choice, tools) if isinstance(choice, NamedTool) else tools
-        return service.grammars.lark(known.grammar(must))
-    return json_grammar(service, body) if structured else None
+        return await service.grammar(lambda maker: maker.lark(known.grammar(must)))
+    return await json_grammar(service, body) if structured else None
 
 
 def _is_named(body: ChatBody) -> bool:
     return isinstance(body.tool_choice, NamedTool)
 
 
-def json_grammar(service: Service, body: Any) -> str | None:
-    """What response_format asks for; in the encoder's thread.
+async def json_grammar(service: Service, body: ChatBody | CompletionBody) -> LLMatcher | None:
+    """What response_format asks for.
 
     Raises:
-        ConfigError, ApiError: the schema is missing or cannot be used.
+        ApiError: the schema is missing or cannot be used.
     """
     wanted = body.response_format
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return service.grammars.json_schema({"type": "object"})
+        return await service.grammar(lambda maker: maker.json_schema({"type": "object"}))
     schema = (wanted.json_schema or {}).get("schema")
     if not isinstance(schema, dict | bool):
         raise ApiError(
             400, "response_format asks for a schema, which is to stand in json_schema.schema",
             param="response_format.json_schema.schema",
         )  # fmt: skip
-    return service.grammars.json_schema(schema)
+    return await service.grammar(lambda maker: maker.json_schema(schema))
 
 
 class ChatAnswer(Answer):
@@ -167,8 +168,11 @@ class ChatAnswer(Answer):
         tools: Sequence[Tool],
     ) -> None:
         super().__init__(service, request, body, texts)
-        self._spelling = answers.Spelling(service.tokenizer)
-        self._replies = [ReplyText(prompt.text, known, tools) for _ in texts]
+        # a grammar leaves no room for thinking
+        self._replies = [
+            ReplyText(prompt.text if text.request.constraint is None else None, known, tools)
+            for text in texts
+        ]
         self._said = [Said() for _ in texts]
 
     def begun(self, index: int) -> dict[str, Any] | None:
@@ -199,7 +203,7 @@ class ChatAnswer(Answer):
             delta["tool_calls"] = answers.tool_calls(calls, streamed=True)
         if not delta and not logprobs:
             return None
-        told = self._spelling.chat(logprobs) if logprobs else None
+        told = self._spelling().chat(logprobs) if logprobs else None
         return {"index": index, "delta": delta, "logprobs": told, "finish_reason": None}
 
     def last(self, index: int) -> dict[str, Any]:
@@ -222,6 +226,6 @@ class ChatAnswer(Answer):
         return {
             "index": index,
             "message": message,
-            "logprobs": self._spelling.chat(logprobs) if logprobs else None,
+            "logprobs": self._spelling().chat(logprobs) if logprobs else None,
             "finish_reason": answers.finish_reason(self._texts[index], bool(said.calls)),
         }

@@ -132,6 +132,11 @@ class Answer(ABC):
                 yield self._chunk([], usage=answers.usage(self._texts, self._body.n or 1))
         yield answers.END
 
+    def _spelling(self) -> answers.Spelling:
+        """Of texts with log-probabilities, for which the service made it."""
+        assert self._service.spelling is not None
+        return self._service.spelling
+
     def _waiting(self) -> int:
         return self._service.engine.figures().waiting
 
@@ -150,7 +155,6 @@ class CompletionAnswer(Answer):
         self, service: Service, request: Request, body: CompletionBody, texts: Sequence[Running]
     ) -> None:
         super().__init__(service, request, body, texts)
-        self._spelling = answers.Spelling(service.tokenizer)
         self._said = ["" for _ in texts]
 
     def begun(self, index: int) -> dict[str, Any] | None:
@@ -166,7 +170,7 @@ class CompletionAnswer(Answer):
         self._logprobs[index] += logprobs
         if not text and not logprobs:
             return None
-        told = self._spelling.completion(logprobs, before) if logprobs else None
+        told = self._spelling().completion(logprobs, before) if logprobs else None
         return {"index": index, "text": text, "logprobs": told, "finish_reason": None}
 
     def last(self, index: int) -> dict[str, Any]:
@@ -180,5 +184,5 @@ class CompletionAnswer(Answer):
         return {
             **self.last(index),
             "text": self._said[index],
-            "logprobs": self._spelling.completion(logprobs, 0) if logprobs else None,
+            "logprobs": self._spelling().completion(logprobs, 0) if logprobs else None,
         }

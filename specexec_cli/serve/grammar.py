@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import llguidance.hf
@@ -19,6 +22,14 @@ from specexec_cli.errors import ConfigError
 
 # White space between two tokens of JSON. Without an end a model may write nothing else for ever.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+# llguidance's own limits leave out some of its work on regular expressions, which a small schema
+# can make exponential; nothing but the end of its process stops that.
+_MOST_CHECK_S = 5.0
+_CHECK = (
+    "import sys; from llguidance import LLMatcher; "
+    "sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))"
+)
+_KEPT = 16  # grammars, since most requests of a program have the same one
 
 
 class GrammarMaker:
@@ -43,9 +54,10 @@ class GrammarMaker:
         size = max(vocab_size, len(tokenizer))
         self._eos_ids = sorted(eos_ids)
         self._tokens = llguidance.hf.from_tokenizer(tokenizer, size, list(self._eos_ids))
+        self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
-    def json_schema(self, schema: Mapping[str, Any] | bool) -> str:
-        """The grammar of JSON that a schema allows.
+    def json_schema(self, schema: Mapping[str, Any] | bool) -> LLMatcher:
+        """The grammar of JSON that a schema allows; may take seconds.
 
         Raises:
             ConfigError: the schema cannot be used; says why.
@@ -56,26 +68,42 @@ class GrammarMaker:
             )
         except ValueError as error:
             raise ConfigError(f"the JSON schema cannot be used: {error}") from error
-        return self._checked(grammar, "the JSON schema")
+        return self._compiled(grammar, "the JSON schema")
 
-    def lark(self, text: str) -> str:
-        """The grammar of a text in llguidance's dialect of Lark.
+    def lark(self, text: str) -> LLMatcher:
+        """The grammar of a text in llguidance's dialect of Lark; may take seconds.
 
         Raises:
             ConfigError: it cannot be used; says why.
         """
-        return self._checked(LLMatcher.grammar_from_lark(text), "the tools' parameters")
+        return self._compiled(LLMatcher.grammar_from_lark(text), "the tools' parameters")
 
-    def constraint(self, grammar: str, prompt_tokens: int) -> GrammarConstraint:
+    def constraint(self, grammar: LLMatcher, prompt_tokens: int) -> GrammarConstraint:
         """A constraint for one text behind a prompt of so many tokens."""
-        matcher = LLMatcher(self._tokens, grammar, log_level=0)
-        return GrammarConstraint(matcher, self._eos_ids, prompt_tokens)
+        return GrammarConstraint(grammar.deep_copy(), self._eos_ids, prompt_tokens)
 
-    def _checked(self, grammar: str, what: str) -> str:
-        failure = LLMatcher.validate_grammar(grammar, self._tokens)
-        if failure:
-            raise ConfigError(f"{what} cannot be used: {' '.join(failure.split())[:300]}")
-        return grammar
+    def _compile(self, grammar: str, what: str) -> LLMatcher:
+        failure = _checked_apart(grammar)
+        if not failure:
+            matcher = LLMatcher(self._tokens, grammar, log_level=0)
+            if not matcher.is_error():
+                return matcher
+            failure = matcher.get_error()
+        raise ConfigError(f"{what} cannot be used: {' '.join(failure.split())[:300]}")
+
+
+def _checked_apart(grammar: str) -> str:
+    """What is wrong with a grammar, found in a process that can be ended; empty if nothing is."""
+    try:
+        found = subprocess.run(
+            [sys.executable, "-P", "-c", _CHECK],
+            input=grammar, capture_output=True, encoding="utf-8", timeout=_MOST_CHECK_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return f"it takes more than {_MOST_CHECK_S:g} s to read: make its patterns simpler"
+    if found.returncode:
+        return f"reading it failed: {found.stderr.strip()[-200:] or f'exit {found.returncode}'}"
+    return found.stdout
 
 
 class GrammarConstraint:

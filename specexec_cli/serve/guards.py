@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specexec_cli.errors import ConfigError
 from specexec_cli.serve.api_errors import error_body
 
 MOST_BODY_BYTES = 8 << 20
@@ -30,11 +31,25 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may ask."""
+    """Who may ask.
+
+    Raises:
+        ConfigError: no request could bring this key.
+    """
 
     host: str  # that the server listens on
     api_key: str | None = None
-    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask
+    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask; kept as browsers write them
+
+    def __post_init__(self) -> None:
+        key = self.api_key
+        if key is not None and (not key.isascii() or not key.isprintable() or key != key.strip()):
+            raise ConfigError(
+                "the API key has white space at its ends, or letters that HTTP headers cannot "
+                "carry: use printable ASCII in --api-key or SPECEXEC_API_KEY"
+            )
+        origins = tuple(origin.strip().rstrip("/").lower() for origin in self.origins)
+        object.__setattr__(self, "origins", origins)
 
     @property
     def loopback(self) -> bool:

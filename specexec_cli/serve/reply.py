@@ -23,12 +23,13 @@ class ReplyText:
     """Splits a chat reply.
 
     Args:
-        prompt: as the chat template rendered it; some open the thinking part themselves.
+        prompt: as the chat template rendered it; some open the thinking part themselves. None where
+            the reply has no thinking, and its marks are text like any other.
         dialect: how calls are written; None where there are no tools.
     """
 
-    def __init__(self, prompt: str, dialect: Dialect | None, tools: Sequence[Tool]) -> None:
-        self._split = ThinkSplitter(prompt)
+    def __init__(self, prompt: str | None, dialect: Dialect | None, tools: Sequence[Tool]) -> None:
+        self._split = None if prompt is None else ThinkSplitter(prompt)
         self._dialect = dialect
         self._tools = tools
         self._held = ""  # a call, or what may turn out to be one
@@ -36,11 +37,12 @@ class ReplyText:
 
     def push(self, text: str) -> Said:
         """Takes text; returns what it releases."""
-        return self._said(self._split.push(text), ended=False)
+        parts = [Part(text, thinking=False)] if self._split is None else self._split.push(text)
+        return self._said(parts, ended=False)
 
     def finish(self) -> Said:
         """What was held back, once the text is over."""
-        return self._said(self._split.finish(), ended=True)
+        return self._said([] if self._split is None else self._split.finish(), ended=True)
 
     def _said(self, parts: Sequence[Part], *, ended: bool) -> Said:
         thinking = "".join(part.text for part in parts if part.thinking)

@@ -12,10 +12,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llguidance import LLMatcher
+
+from specexec_cli.chat.thinking import CLOSE, OPEN
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.text import Engine, Running, TextRequest
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.channels import has_channels
+from specexec_cli.serve.answers import Spelling
 from specexec_cli.serve.api_errors import ApiError, api_error
 from specexec_cli.serve.bodies import ChatBody, CompletionBody
 from specexec_cli.serve.grammar import GrammarMaker
@@ -45,7 +49,11 @@ class Service:
     """One open session behind an engine.
 
     Tokenizers are not made for several threads, so prompts are encoded in one thread, by a copy
-    that the engine does not use.
+    that the engine does not use. Grammars, which may take seconds each, have threads of their own.
+
+    Attributes:
+        spelling: of log-probabilities, for the event loop's thread alone; None until a request
+            asks for them.
     """
 
     def __init__(self, session: TextSession, engine: Engine, defaults: Defaults) -> None:
@@ -64,6 +72,10 @@ class Service:
         self._encoder = PromptEncoder(self.tokenizer, self.model)
         self._vocab_size, self._eos_ids = session.vocab_size, session.eos_ids
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-encoder")
+        self._grammar_threads = ThreadPoolExecutor(
+            max_workers=2, thread_name_prefix="specexec-grammar"
+        )
+        self.spelling: Spelling | None = None
 
     async def encoding(self, work: Callable[[], _T]) -> _T:
         """Runs what uses the tokenizer in the one thread that may.
@@ -71,8 +83,20 @@ class Service:
         Raises:
             ApiError: in place of the errors of the rooms below.
         """
+        return await self._within(self._thread, work)
+
+    async def grammar(self, work: Callable[[GrammarMaker], LLMatcher]) -> LLMatcher:
+        """Compiles a grammar where others do not wait for it.
+
+        Raises:
+            ApiError: it cannot be used, or this model has none.
+        """
+        maker = await self.encoding(lambda: self.grammars)
+        return await self._within(self._grammar_threads, lambda: work(maker))
+
+    async def _within(self, threads: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
         except ConfigError as error:
             raise api_error(error) from error
 
@@ -92,9 +116,17 @@ class Service:
         messages: Sequence[dict[str, Any]],
         tools: Sequence[dict[str, Any]] | None,
         thinking: Mapping[str, Any] | None = None,
+        *,
+        answer_at_once: bool = False,
     ) -> Prompt:
-        """The conversation in the model's template; in the encoder's thread."""
+        """The conversation in the model's template; in the encoder's thread.
+
+        Args:
+            answer_at_once: end the thinking part where the template opens it.
+        """
         text = self._encoder.render_chat(messages, tools, thinking)
+        if answer_at_once and text.rstrip().endswith(OPEN):
+            text = f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as Qwen3's template does
         return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
 
     def raw_prompt(self, prompt: str | Sequence[int]) -> Prompt:
@@ -135,13 +167,17 @@ class Service:
         prompts: Sequence[Prompt],
         max_tokens: int | None,
         top_logprobs: int | None,
-        grammar: str | None,
+        grammar: LLMatcher | None,
     ) -> list[TextRequest]:
         """The texts of a request: for each prompt as many as it wants, seeds one apart.
+
+        In the encoder's thread.
 
         Raises:
             ConfigError: a value is out of range.
         """
+        if top_logprobs is not None and self.spelling is None:
+            self.spelling = Spelling(copy.deepcopy(self.tokenizer))
         sampling = sampling_of(body, self.defaults.sampling)
         generation = GenerationConfig(
             max_tokens=max_tokens or self.defaults.max_tokens, stop=body.stops
@@ -170,6 +206,19 @@ class Service:
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
+        # texts enter the engine here alone, in the event loop's thread: what is free stays free
+        now, count = self.engine.figures(), len(requests)
+        most = now.slots + now.most_waiting
+        if count > most:
+            raise ApiError(
+                400, f"the request asks for {count} texts (prompts times n), this server takes "
+                f"{most} at once: ask for fewer, or start it with a larger --queue",
+            )  # fmt: skip
+        if count > 1 and count > most - now.running - now.waiting:
+            raise ApiError(
+                429, f"{now.waiting} texts are waiting, and {count} more are too many: try again "
+                "later", code="queue_full",
+            )  # fmt: skip
         begun: list[Running] = []
         try:
             for request in requests:
@@ -186,8 +235,9 @@ class Service:
         self.engine.close()
 
     def close(self) -> None:
-        """Ends the engine and the encoder; idempotent."""
+        """Ends the engine and the threads; idempotent. Waits for no grammar."""
         self.stop()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 

@@ -37,20 +37,16 @@ class Dialect:
         """Exactly one call of one of the tools, in llguidance's dialect of Lark."""
         calls = []
         for tool in tools:
+            # the parameters are a schema of their own, since their references begin at their root
             schema = {
-                "type": "object",
-                "properties": {
-                    "name": {"const": tool.function.name},
-                    self.arguments: tool.function.parameters or {"type": "object"},
-                },
-                "required": ["name", self.arguments],
-                "additionalProperties": False,
+                **(tool.function.parameters or {"type": "object"}),
                 # JSON as templates write it, and as models have learned it
                 "x-guidance": {
                     "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
                 },
             }  # fmt: skip
-            calls.append(f"%json {json.dumps(schema)}")
+            before = f'{{"name": {json.dumps(tool.function.name)}, "{self.arguments}": '
+            calls.append(f'{json.dumps(before)} %json {json.dumps(schema)} "}}"')
         rules = "\n".join(f"call{index}: {call}" for index, call in enumerate(calls))
         either = " | ".join(f"call{index}" for index in range(len(calls)))
         opens = f'"{self.opens}" "\\n" ' if self.opens else ""

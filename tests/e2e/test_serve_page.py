@@ -100,6 +100,32 @@ def test_stop_regenerate_and_edit(page: Browser, server: Served) -> None:
     assert replied(page, 2)[0] == "goodbye"
 
 
+def test_a_conversation_deleted_while_its_reply_comes_stays_deleted(
+    page: Browser, server: Served
+) -> None:
+    settle(page, max_tokens=3000, temperature=1.8)
+    send(page, "hello")
+    page.wait(f"{MESSAGES}.length === 2 && {MESSAGES}[1].querySelector('.body').textContent")
+    page.run("document.querySelector('#chat-list [aria-label^=\"Delete hello\"]').click()")
+    page.wait(READY)
+    wait_until_idle(server.url)
+    page.open(server.url)
+    page.wait("document.getElementById('model').textContent.startsWith('demo')")
+    kept = "Object.keys(localStorage).filter((key) => key.startsWith('specexec.chat.')).length"
+    assert page.run(kept) == 0
+
+
+def test_a_message_edited_while_its_reply_comes(page: Browser, server: Served) -> None:
+    settle(page, max_tokens=3000, temperature=1.8)
+    send(page, "hello")
+    page.wait(f"{MESSAGES}.length === 2 && {MESSAGES}[1].querySelector('.body').textContent")
+    page.run(f"{MESSAGES}[0].querySelector('.after button').click()")
+    page.wait(f"{READY} && {MESSAGES}[0].querySelector('textarea') === document.activeElement")
+    page.press("Escape")
+    assert "stopped" in page.run(f"{MESSAGES}[1].querySelector('.after').textContent")
+    wait_until_idle(server.url)
+
+
 def test_what_goes_wrong_is_said(page: Browser) -> None:
     settle(page, top_p=7)
     send(page, "hello")
@@ -133,6 +159,28 @@ def test_markdown_is_never_html(page: Browser) -> None:
         page.run(
             f"import('/page/markdown.js').then((m) => m.rendered({json.dumps(text[:length])}) && 1)"
         )
+
+
+def test_markdown_nested_without_end_is_shown(page: Browser) -> None:
+    lists = "\n".join(f"{'  ' * depth}- x" for depth in range(300))
+    for text in (">" * 4000, ">" * 4000 + " x\n" * 3, lists):
+        shown = page.run(
+            f"import('/page/markdown.js').then((m) => m.rendered({json.dumps(text)}).textContent)"
+        )
+        assert shown.count(">") >= text.count(">") - 40
+        assert shown.count("x") == text.count("x")
+
+
+@pytest.mark.parametrize("clipboard", [True, False])
+def test_code_is_copied_where_there_is_a_clipboard(page: Browser, clipboard: bool) -> None:
+    hide = "Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })"
+    if not clipboard:
+        page.run(f"{hide} && 1")
+    html = page.run(
+        "import('/page/markdown.js').then((m) => { const d = document.createElement('div');"
+        " d.append(m.rendered('```\\ncode\\n```')); return d.innerHTML; })"
+    )
+    assert ("Copy</button>" in html) is clipboard
 
 
 @pytest.mark.parametrize("width", [360, 1200])

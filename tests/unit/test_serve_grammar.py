@@ -15,7 +15,10 @@ from specexec_cli.drafting.scoring import DraftScorer
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.sampling import Sampler
+from specexec_cli.serve import grammar
+from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.grammar import GrammarMaker
+from specexec_cli.serve.tools import dialect_of
 
 DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo" / "target"
 TOKENIZER = load_tokenizer(DEMO)
@@ -78,6 +81,41 @@ def test_a_smaller_or_larger_vocabulary() -> None:
 def test_schemas_that_cannot_be_used(schema: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="the JSON schema cannot be used"):
         MAKER.json_schema(schema)
+
+
+def test_a_schema_that_takes_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty of these patterns take llguidance minutes, whatever limits it is given."""
+    monkeypatch.setattr(grammar, "_MOST_CHECK_S", 1.0)
+    patterns = [{"type": "string", "pattern": f"a.*{number}"} for number in range(30)]
+    with pytest.raises(ConfigError, match="more than 1 s to read"):
+        MAKER.json_schema({"allOf": patterns})
+
+
+def fits(constraint: grammar.GrammarConstraint, text: str) -> bool:
+    tokens = TOKENIZER.encode(text, add_special_tokens=False)
+    return all(
+        token in set(constraint.allowed(tokens[:at]).nonzero().flatten().tolist())
+        for at, token in enumerate(tokens)
+    )
+
+
+@pytest.mark.parametrize("template", ["<tool_call>", '"parameters":'])
+def test_references_in_parameters_begin_at_their_root(template: str) -> None:
+    dialect = dialect_of("{% if tools %}" + template)
+    assert dialect is not None
+    parameters = {
+        "type": "object",
+        "properties": {"n": {"$ref": "#/$defs/I"}, "rest": {"$ref": "#"}},
+        "$defs": {"I": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    function = {"name": "sum-up.2", "parameters": parameters}
+    tool = Tool.model_validate({"type": "function", "function": function})
+    calls = MAKER.lark(dialect.grammar([tool]))
+    opens, closes = (f"{dialect.opens}\n", f"\n{dialect.closes}") if dialect.opens else ("", "")
+    for arguments, right in (('{"n": 1, "rest": {"n": 2}}', True), ('{"n": "x"}', False)):
+        call = f'{opens}{{"name": "sum-up.2", "{dialect.arguments}": {arguments}}}{closes}'
+        assert fits(MAKER.constraint(calls, 0), call) is right
 
 
 def test_white_space_ends() -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from specexec_cli.engine.text import EngineFigures
+from specexec_cli.errors import ConfigError
 from specexec_cli.serve.app import create_app
 from specexec_cli.serve.guards import MOST_BODY_BYTES, Access, is_loopback
 
@@ -87,6 +88,29 @@ def test_pages_of_other_origins_are_refused_unless_named() -> None:
     assert "access-control-allow-origin" not in closed.headers
     asked = {"Origin": "https://chat.example", "Access-Control-Request-Method": "POST"}
     assert ask(access, "OPTIONS", "/v1/completions", {**host, **asked}).status_code == 200
+
+
+@pytest.mark.parametrize("named", ["https://chat.example/", "https://Chat.Example"])
+def test_origins_are_kept_as_browsers_write_them(named: str) -> None:
+    access = Access(host="127.0.0.1", origins=(named,))
+    page = {"Host": "127.0.0.1:8000", "Origin": "https://chat.example"}
+    found = ask(access, "GET", "/v1/models", page)
+    assert found.status_code == 200
+    assert found.headers["access-control-allow-origin"] == "https://chat.example"
+    # the openai client in a browser has headers of its own
+    wanted = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+    asked = ask(access, "OPTIONS", "/v1/chat/completions", {**page, **wanted})
+    assert asked.status_code == 200
+    assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
+
+
+@pytest.mark.parametrize("key", ["schlüssel", "key ", " key", "key\n", "a\tb", " "])
+def test_keys_that_no_request_can_bring_are_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="--api-key"):
+        Access(host="127.0.0.1", api_key=key)
 
 
 def test_a_form_of_another_page_cannot_send_a_request() -> None:

@@ -24,7 +24,7 @@ CALL = '{"name": "weather", "arguments": {"day": "heute"}}'
 OTHER = '{"name": "clock", "arguments": {}}'
 
 
-def told(pieces: list[str], dialect: object, prompt: str = "") -> Said:
+def told(pieces: list[str], dialect: object, prompt: str | None = "") -> Said:
     reply = ReplyText(prompt, dialect, TOOLS if dialect else [])  # type: ignore[arg-type]
     parts = [*(reply.push(piece) for piece in pieces), reply.finish()]
     return Said(
@@ -97,6 +97,13 @@ def test_nothing_is_lost(text: str, at: list[int]) -> None:
 def test_a_template_may_open_the_thinking() -> None:
     found = told(["reasons</think>", "\n\nanswer"], None, prompt="<|assistant|><think>\n")
     assert (found.thinking, found.content) == ("reasons", "answer")
+
+
+def test_a_reply_that_follows_a_grammar_has_no_thinking() -> None:
+    text = '{"tags": ["<think>", "</think>"]}'
+    for pieces in ([text], list(text)):
+        assert told(pieces, None, prompt=None) == Said(text)
+    assert told([f"<tool_call>\n{CALL}\n</tool_call>"], HERMES, prompt=None).calls
 
 
 def test_the_page_ships_with_the_package() -> None:

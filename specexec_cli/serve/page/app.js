@@ -11,6 +11,7 @@ let settings = chats.loadSettings();
 let chat = chats.allChats()[0] || chats.newChat();
 let model = null; // facts about it, once the server has told them
 let running = null; // AbortController of the reply that is coming, or null
+let replied = Promise.resolve(); // when that reply, or the one before, has been put away
 
 function show() {
   $("messages").replaceChildren(...chat.messages.map(messageNode));
@@ -72,10 +73,10 @@ function messageNode(message, index) {
   }
   const body = document.createElement("div");
   body.className = "body";
-  body.append(message.role === "user" ? message.content : rendered(message.content));
+  body.append(message.role === "user" ? message.content : formatted(message.content));
   const after = document.createElement("div");
   after.className = "after";
-  if (message.role === "user") after.append(button("Edit", () => edit(item, index)));
+  if (message.role === "user") after.append(button("Edit", () => edit(index)));
   if (message.stats) after.append(message.stats);
   if (message.cut) {
     const cut = document.createElement("span");
@@ -87,8 +88,22 @@ function messageNode(message, index) {
   return item;
 }
 
-function edit(item, index) {
+// A reply that cannot be formatted is shown as it is: it must not break the page, at every load.
+function formatted(text) {
+  try {
+    return rendered(text);
+  } catch (error) {
+    console.warn(error);
+    return text;
+  }
+}
+
+async function edit(index) {
+  const mine = chat;
   stop();
+  await replied; // the reply that was stopped shows every message anew
+  const item = $("messages").children[index];
+  if (chat !== mine || !item?.querySelector(".body")) return;
   const field = document.createElement("textarea");
   field.value = chat.messages[index].content;
   field.rows = Math.min(12, field.value.split("\n").length + 1);
@@ -116,7 +131,11 @@ function edit(item, index) {
 
 // Asks for a reply to the conversation as it stands, and shows it as it comes. `replaced` is the
 // text of the one that it stands in for.
-async function reply(replaced = null) {
+function reply(replaced = null) {
+  replied = streamReply(replaced);
+}
+
+async function streamReply(replaced) {
   const [mine, control] = [chat, new AbortController()];
   const message = { role: "assistant", content: "", thinking: "" };
   const body = requestBody(mine);
@@ -164,7 +183,10 @@ async function reply(replaced = null) {
     }
     keep(mine);
     if (chat === mine) show();
-    else showChats();
+    else {
+      showChats();
+      showButtons();
+    }
   }
 }
 

@@ -2,6 +2,7 @@
 
 const CHAT = "specexec.chat.";
 const SETTINGS = "specexec.settings";
+const deleted = new Set(); // ids: a reply that is still coming must not bring its conversation back
 
 export function newChat() {
   return { id: crypto.getRandomValues(new Uint32Array(2)).join("-"), messages: [], changed: Date.now() };
@@ -24,13 +25,15 @@ export function allChats() {
   return found.sort((one, other) => other.changed - one.changed);
 }
 
-// Throws where the browser's room is used up.
+// Throws where the browser's room is used up. Deleted ones stay deleted.
 export function saveChat(chat) {
+  if (deleted.has(chat.id)) return;
   chat.changed = Date.now();
   localStorage.setItem(CHAT + chat.id, JSON.stringify(chat));
 }
 
 export function deleteChat(chat) {
+  deleted.add(chat.id);
   localStorage.removeItem(CHAT + chat.id);
 }
 

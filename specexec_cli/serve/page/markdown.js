@@ -7,10 +7,11 @@ export function rendered(text) {
   return into;
 }
 
+const DEEPEST = 20; // of quotes and lists in each other; what is deeper is text
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
 
-function blocks(lines, into) {
+function blocks(lines, into, depth = 0) {
   let at = 0;
   while (at < lines.length) {
     const line = lines[at];
@@ -30,10 +31,10 @@ function blocks(lines, into) {
     } else if (/^ {0,3}([-*_])( *\1){2,} *$/.test(line)) {
       into.append(document.createElement("hr"));
       at += 1;
-    } else if (/^ {0,3}>/.test(line)) {
-      at = quote(lines, at, into);
-    } else if (ITEM.test(line)) {
-      at = list(lines, at, into);
+    } else if (/^ {0,3}>/.test(line) && depth < DEEPEST) {
+      at = quote(lines, at, into, depth);
+    } else if (ITEM.test(line) && depth < DEEPEST) {
+      at = list(lines, at, into, depth);
     } else if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[at + 1] || "")) {
       at = table(lines, at, into);
     } else {
@@ -47,16 +48,16 @@ function closes(line, fence) {
   return stripped.length >= fence.length && stripped.replaceAll(fence[0], "") === "";
 }
 
-function quote(lines, at, into) {
+function quote(lines, at, into, depth) {
   const inner = [];
   while (at < lines.length && /^ {0,3}>/.test(lines[at])) inner.push(lines[at++].replace(/^ {0,3}> ?/, ""));
   const node = document.createElement("blockquote");
-  blocks(inner, node);
+  blocks(inner, node, depth + 1);
   into.append(node);
   return at;
 }
 
-function list(lines, at, into) {
+function list(lines, at, into, depth) {
   const [, indent, mark] = ITEM.exec(lines[at]);
   const ordered = /\d/.test(mark);
   const node = document.createElement(ordered ? "ol" : "ul");
@@ -79,7 +80,7 @@ function list(lines, at, into) {
     }
     const entry = document.createElement("li");
     if (inner.length === 1) entry.append(inline(inner[0]));
-    else blocks(inner, entry);
+    else blocks(inner, entry, depth + 1);
     node.append(entry);
     if (!(lines[at] || "").trim() && ITEM.test(lines[at + 1] || "")) at += 1;
   }
@@ -113,19 +114,25 @@ function paragraph(lines, at, into) {
 
 function code(text, language) {
   const head = document.createElement("div");
-  const copy = element("button", "Copy");
-  copy.type = "button";
-  copy.addEventListener("click", async () => {
-    await navigator.clipboard.writeText(text);
-    copy.textContent = "Copied";
-  });
-  head.append(element("span", language || "code"), copy);
+  head.append(element("span", language || "code"));
+  // browsers give pages of other machines no clipboard without TLS
+  if (navigator.clipboard) head.append(copyButton(text));
   const box = element("pre", element("code", text));
   box.tabIndex = 0; // it may be wider than the screen, and is moved by keys then
   const node = element("div", head);
   node.className = "code";
   node.append(box);
   return node;
+}
+
+function copyButton(text) {
+  const copy = element("button", "Copy");
+  copy.type = "button";
+  copy.addEventListener("click", async () => {
+    await navigator.clipboard.writeText(text);
+    copy.textContent = "Copied";
+  });
+  return copy;
 }
 
 const INLINE = [

@@ -1,0 +1,120 @@
+"""The way from a request to an engine: what is refused before any of it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.engine.text import EngineFigures, Running, TextRequest
+from specexec_cli.models.tokenizer import load_tokenizer
+from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.bodies import CompletionBody
+from specexec_cli.serve.service import Defaults, Prompt, Service
+
+DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo" / "target"
+TEXT = TextRequest(prompt=(1,), sampling=SamplingConfig(), generation=GenerationConfig())
+
+
+class Busy:
+    """An engine of 2 slots and 3 places to wait, which notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.asked: list[TextRequest] = []
+
+    def figures(self) -> EngineFigures:
+        return EngineFigures(
+            slots=2, running=self.running, waiting=0, most_waiting=3, passes=0,
+            generated_tokens=0, bytes_streamed=0, texts={},
+        )  # fmt: skip
+
+    def submit(self, request: TextRequest) -> Running:
+        self.asked.append(request)
+        return Running(request)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def engine() -> Busy:
+    return Busy()
+
+
+@pytest.fixture
+def service(engine: Busy) -> Iterator[Service]:
+    tokenizer = load_tokenizer(DEMO)
+    tokenizer.chat_template = "{{ messages[0].content }}<|assistant|><think>{{ '\\n' }}"
+    session: Any = SimpleNamespace(
+        context_length=64, settings={}, layers=2, vocab_size=4096, eos_ids=[tokenizer.eos_token_id],
+        tokenizer=tokenizer,
+        pair=SimpleNamespace(name="toy", target=SimpleNamespace(name="toy"), draft=None),
+    )  # fmt: skip
+    defaults = Defaults(sampling=SamplingConfig(), max_tokens=4)
+    service = Service(session, engine, defaults)  # type: ignore[arg-type]
+    yield service
+    service.close()
+
+
+def test_more_texts_than_ever_fit_are_refused_for_good(service: Service, engine: Busy) -> None:
+    with pytest.raises(ApiError, match="asks for 6 texts") as refused:
+        service.submit([TEXT] * 6)
+    assert refused.value.status == 400
+    assert engine.asked == []
+    assert len(service.submit([TEXT] * 5)) == 5
+
+
+def test_texts_that_do_not_fit_now_leave_the_queue_alone(service: Service, engine: Busy) -> None:
+    engine.running = 2
+    with pytest.raises(ApiError, match="try again") as refused:
+        service.submit([TEXT] * 4)
+    assert refused.value.status == 429
+    assert engine.asked == []
+    assert len(service.submit([TEXT] * 3)) == 3
+
+
+def test_a_grammar_holds_nobody_else_up(service: Service) -> None:
+    """Others are encoded while one waits for its schema."""
+    hold = threading.Event()
+
+    async def both() -> None:
+        def slow(maker: Any) -> Any:
+            assert hold.wait(30)
+            return maker.json_schema({"type": "object"})
+
+        waiting = asyncio.ensure_future(service.grammar(slow))
+        found = await asyncio.wait_for(service.encoding(lambda: service.raw_prompt("x")), 30)
+        assert found.tokens
+        assert not waiting.done()
+        hold.set()
+        assert await waiting
+
+    asyncio.run(both())
+
+
+def test_with_a_grammar_the_thinking_that_a_template_opens_is_ended(service: Service) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    assert service.chat_prompt(messages, None).text.endswith("<think>\n")
+    at_once = service.chat_prompt(messages, None, answer_at_once=True)
+    assert at_once.text == "hi<|assistant|><think>\n\n</think>\n\n"
+    tokens = service.tokenizer.encode(at_once.text, add_special_tokens=False)
+    assert at_once.tokens == tuple(tokens)
+
+
+def test_tokens_are_spelled_by_a_tokenizer_of_their_own(service: Service) -> None:
+    body, prompt = CompletionBody(prompt="x"), Prompt(text="x", tokens=(1,))
+    service.texts(body, [prompt], 1, None, None)
+    assert service.spelling is None, "nobody asked for log-probabilities"
+    service.texts(body, [prompt], 1, 2, None)
+    made = service.spelling
+    assert made is not None
+    assert made._tokenizer is not service.tokenizer
+    service.texts(body, [prompt], 1, 2, None)
+    assert service.spelling is made
