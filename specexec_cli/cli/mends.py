@@ -20,9 +20,9 @@ _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
 # Settings whose options have other names, and those of single commands.
 _RENAMED = {"max_depth": "depth"}
 _SINGLE = {
-    "acceptance", "baseline_tokens", "bits", "chat", "cors_origin", "data", "dataset", "draft_ms",
-    "figures", "group_size", "host", "json", "max_tokens", "points", "port", "row_ms", "slots",
-    "speculation_length", "stop", "target_ms",
+    "acceptance", "api_key", "baseline_tokens", "bits", "chat", "cors_origin", "data", "dataset",
+    "draft_ms", "figures", "group_size", "host", "json", "max_tokens", "points", "port", "queue",
+    "row_ms", "slots", "speculation_length", "stop", "target_ms",
 }  # fmt: skip
 _OPTIONS = _SINGLE | {
     field.name

@@ -261,7 +261,10 @@ class ModelDrafter:
         """
         if frontier.ids[0] == ROOT:
             self.fed()
-        logits = logits[:, : self._vocab_size]
+        return self._children(frontier, logits[:, : self._vocab_size], width)
+
+    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """Each node's children, best first, from its (vocab,) row of logits."""
         positions = (len(self._context) + frontier.depths).tolist()
         paths = self._paths_to(frontier) if self._scorer.constrained else None
         utilities = self._scorer.utilities(logits, positions, self._context, paths)

@@ -121,7 +121,6 @@ class SampledDrafter(ModelDrafter):
         """What a pass over the last tree commits; see SampledChildren.walk."""
         return self._sampled.walk(tree, logits, sampler, context, limit, eos_ids)
 
-    def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """Each node's children, drawn in the place of being ranked."""
+    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         with torch.no_grad():
             return self._sampled.children(frontier, logits, self._context, width)

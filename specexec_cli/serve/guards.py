@@ -46,7 +46,7 @@ class Access:
         if key is not None and (not key.isascii() or not key.isprintable() or key != key.strip()):
             raise ConfigError(
                 "the API key has white space at its ends, or letters that HTTP headers cannot "
-                "carry: use printable ASCII in --api-key or SPECEXEC_API_KEY"
+                "carry: use printable ASCII in `api_key` or SPECEXEC_API_KEY"
             )
         origins = tuple(origin.strip().rstrip("/").lower() for origin in self.origins)
         object.__setattr__(self, "origins", origins)

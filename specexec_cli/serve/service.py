@@ -212,7 +212,7 @@ class Service:
         if count > most:
             raise ApiError(
                 400, f"the request asks for {count} texts (prompts times n), this server takes "
-                f"{most} at once: ask for fewer, or start it with a larger --queue",
+                f"{most} at once: ask for fewer, or start it with a larger `queue`",
             )  # fmt: skip
         if count > 1 and count > most - now.running - now.waiting:
             raise ApiError(

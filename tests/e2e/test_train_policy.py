@@ -88,7 +88,8 @@ def test_mistakes_get_one_line(cache: Path, argv: tuple[str, ...], words: str) -
 
 
 def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
-    path, text = tmp_path / "labels.jsonl", Text(np.zeros((1, 11)), np.ones(1, dtype=bool))
+    path = tmp_path / "labels.jsonl"
+    text = Text(np.zeros((1, 11)), np.ones(1, dtype=bool), np.ones(1))
     LabelsFile(path).add("first", text)
     with path.open("a") as file:
         file.write('{"key": "torn", "sig')
@@ -101,6 +102,6 @@ def test_a_line_torn_by_a_crash_is_dropped(tmp_path: Path) -> None:
 
 def test_a_damaged_label_names_its_line(tmp_path: Path) -> None:
     path = tmp_path / "labels.jsonl"
-    path.write_text('{"key": "a", "signals": [], "accepted": []}\nnot json\n')
+    path.write_text('{"key": "a", "signals": [], "accepted": [], "conformity": []}\nnot json\n')
     with pytest.raises(ConfigError, match=r"labels.jsonl, line 2: not a label"):
         LabelsFile(path)
