@@ -24,8 +24,8 @@ import time
 from pathlib import Path
 
 PLATFORMS = {
-    "Linux x86-64": "x86_64-manylinux_2_28",
-    "Linux aarch64": "aarch64-manylinux_2_28",
+    "Linux x86-64": "x86_64-manylinux_2_31",
+    "Linux aarch64": "aarch64-manylinux_2_31",
     "macOS arm64": "aarch64-apple-darwin",
     "Windows x86-64": "x86_64-pc-windows-msvc",
 }

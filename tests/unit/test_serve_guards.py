@@ -109,7 +109,7 @@ def test_origins_are_kept_as_browsers_write_them(named: str) -> None:
 
 @pytest.mark.parametrize("key", ["schlüssel", "key ", " key", "key\n", "a\tb", " "])
 def test_keys_that_no_request_can_bring_are_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match="--api-key"):
+    with pytest.raises(ConfigError, match="`api_key`"):
         Access(host="127.0.0.1", api_key=key)
 
 
