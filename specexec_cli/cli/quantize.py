@@ -58,7 +58,10 @@ def quantize(
     from specexec_cli.models.quantize import plan_quantization, write_quantized
     from specexec_cli.offload.store import read_checkpoint
 
-    plan = plan_quantization(read_checkpoint(folder), bits, group_size)
+    try:
+        plan = plan_quantization(read_checkpoint(folder), bits, group_size)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: choose other --bits, or a --group-size that suits") from error
     bar = LoadingBar(shown=not quiet, title="quantizing")
     try:
         write_quantized(plan, out, bar)

@@ -18,7 +18,7 @@ from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<leaf>weight|bias)")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
 _EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down)_exps")
-# factors of the rotary frequencies: config.py makes parameters of the config of them
+# factors of the rotary frequencies: rotary.py makes parameters of the config of them
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 _OUTSIDE = {

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from specexec_cli.errors import NotFetchedError
+from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.models.quantize import Progress, plan_quantization, write_quantized
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
@@ -40,7 +40,12 @@ def own_copy(
     folder = own_folder(target, bits)
     if folder.is_dir():
         return read_checkpoint(folder)
-    plan = plan_quantization(target, bits, GROUP_SIZE)
+    try:
+        plan = plan_quantization(target, bits, GROUP_SIZE)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the target has no {bits}-bit copy to draft with: {error}. Give another `draft`"
+        ) from error
     with _alone(folder, notice):
         if folder.is_dir():  # made while this process waited
             return read_checkpoint(folder)

@@ -87,7 +87,7 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
     Raises:
         CheckpointError: it is quantized already, its architecture is not known, or its linears are
             not tensors of their own.
-        ConfigError: a linear's sizes do not suit bits or group size.
+        ConfigError: a linear's sizes do not suit bits or group size; the caller knows the mend.
     """
     if checkpoint.config.get("quantization_config") is not None or any(
         name.endswith(".qweight") for name in checkpoint
@@ -222,13 +222,12 @@ def _check_sizes(module: MixedLinear, name: str, fmt: PackedFormat, group_size: 
     inputs, outputs = module.in_features, module.out_features
     if inputs % group_size:
         raise ConfigError(
-            f"'{name}' has {inputs} inputs, which are no whole number of groups of {group_size}: "
-            "set `group_size` to a divisor of them"
+            f"'{name}' has {inputs} inputs, which are no whole number of groups of {group_size}"
         )
     if inputs % fmt.input_multiple or outputs % fmt.output_multiple:
         raise ConfigError(
-            f"'{name}' with {inputs} inputs and {outputs} outputs cannot be packed in {fmt.bits} "
-            "bits: use another number of `bits`"
+            f"'{name}' with {inputs} inputs and {outputs} outputs cannot be packed in "
+            f"{fmt.bits} bits"
         )
 
 

@@ -67,7 +67,7 @@ class Service:
         # a target may be named by its folder, which is nobody's business
         self.model = Path(pair.name).name
         self.models = {self.model, Path(pair.target.name).name}
-        self.draft = Path(pair.draft.name).name if pair.draft is not None else None
+        self.draft = Path(pair.draft_name).name if pair.draft_name is not None else None
         self.tokenizer = copy.deepcopy(session.tokenizer)
         self._encoder = PromptEncoder(self.tokenizer, self.model)
         self._vocab_size, self._eos_ids = session.vocab_size, session.eos_ids

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,13 @@ from torch.overrides import _get_current_function_mode_stack
 
 from specexec_cli import loading
 from specexec_cli.config import BenchMethod, GenerationConfig, Method, SamplingConfig, TreeConfig
+from specexec_cli.decoding import loop
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import graphs, kv_cache
 from specexec_cli.planning import resolve
 from specexec_cli.planning.tiers import Plan, plan_of
-from specexec_cli.session import Session, TextSession
+from specexec_cli.session import Session, TextSession, cost_prior, local_session
 from specexec_cli.verify.verifier import LocalTarget
 
 TREE = TreeConfig(budget=4, max_depth=2, batch=2)
@@ -189,8 +192,16 @@ def test_a_session_on_the_cpu(
 
 @pytest.mark.parametrize(("kind", "every"), [(NoMemory, 9), (Interruption, 41)])
 def test_what_iterations_cost_is_measured_first(
-    sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int
+    sessions: tuple[TextSession, TextSession],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[NoMemory],
+    every: int,
 ) -> None:
+    # what is measured decides how large trees are, and so which points are reached
+    ticks = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1024)
+    for module in (cost_prior, local_session, loop):
+        monkeypatch.setattr(module, "time", clock)
     conversation = Conversation(*sessions, "specexec", 0.8, policy="cost")
     break_everywhere(conversation, kind, [], every, ["cost_prior.py"])
 

@@ -1,0 +1,56 @@
+"""The metadata of a GGUF file, of which nothing is believed that has not been checked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.gguf.container import GgufFile, shown
+
+_MOST = 1 << 31  # no size of a model is larger
+
+
+class Metadata:
+    """The metadata of one architecture, of which every value is checked as it is asked for."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self.architecture = file.metadata.get("general.architecture")
+
+    def refusal(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._file.path}: {reason}: get another file of the model")
+
+    def value(self, key: str) -> Any:
+        return self._file.metadata.get(f"{self.architecture}.{key}")
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        """A whole number from 0 up; a list of equal ones counts as one."""
+        value = self.value(key)
+        if isinstance(value, list) and value and all(each == value[0] for each in value):
+            value = value[0]
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or not 0 <= value < _MOST:
+            what = "has no" if value is None else f"says {shown(value)} as"
+            raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.value(key)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            what = "has no" if value is None else f"says {shown(value)} as"
+            raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
+        return float(value)
+
+    def words(self) -> dict[str, int]:
+        """The vocabulary: token -> its number."""
+        tokens = self._file.metadata.get("tokenizer.ggml.tokens")
+        return {word: n for n, word in enumerate(tokens)} if isinstance(tokens, list) else {}
+
+    def token(self, key: str) -> int | None:
+        value = self._file.metadata.get(f"tokenizer.ggml.{key}")
+        return value if type(value) is int else None

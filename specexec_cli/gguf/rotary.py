@@ -1,0 +1,131 @@
+"""The rotary frequencies of a GGUF file, as transformers' config has them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
+from specexec_cli.gguf.metadata import Metadata
+
+# Llama 3.1 and later: of the wavelengths in a context of so many tokens, the shortest quarter stays
+_LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_FACTOR_ERROR = 1e-4  # float32's, where a list of factors is that of Llama 3
+
+Config = dict[str, Any]
+
+
+def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, Any]) -> Config:
+    """The rotary frequencies: plain, or scaled as metadata or tensors of factors say."""
+    theta = metadata.number("rope.freq_base", 10000.0)
+    if theta <= 0:
+        raise metadata.refusal(f"a rotary base of {theta} gives no frequencies")
+    if "rope_freqs.weight" in file.tensors:
+        factors = _floats(file.tensors["rope_freqs.weight"])
+        return {"rope_theta": theta, **_factored(factors, theta, config)}
+    long, short = (file.tensors.get(f"rope_factors_{each}.weight") for each in ("long", "short"))
+    if long is not None or short is not None:
+        if long is None or short is None:
+            raise metadata.refusal("of its rotary factors for long and short texts it has but one")
+        rope = {
+            "rope_type": "longrope",
+            "long_factor": _floats(long),
+            "short_factor": _floats(short),
+            "original_max_position_embeddings": metadata.whole(
+                "rope.scaling.original_context_length"
+            ),
+            "rope_theta": theta,
+        }
+        if metadata.value("rope.scaling.attn_factor") is not None:
+            rope["attention_factor"] = metadata.number("rope.scaling.attn_factor")
+        return rope
+    kind = metadata.value("rope.scaling.type") or "none"
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    factor = metadata.number("rope.scaling.factor")
+    rope = {"rope_type": kind, "rope_theta": theta, "factor": factor}
+    if kind == "linear":
+        return rope
+    if kind != "yarn":
+        raise metadata.refusal(f"rotary frequencies scaled by {shown(kind)} are not supported")
+    rope["original_max_position_embeddings"] = metadata.whole(
+        "rope.scaling.original_context_length"
+    )
+    for key, name in (("yarn_beta_fast", "beta_fast"), ("yarn_beta_slow", "beta_slow")):
+        if metadata.value(f"rope.scaling.{key}") is not None:
+            rope[name] = metadata.number(f"rope.scaling.{key}")
+    if metadata.value("rope.scaling.attn_factor") is not None:
+        # llama.cpp multiplies YaRN's own factor by it (src/llama-context.cpp), and overwrites
+        # yarn_attn_factor; transformers puts its attention_factor in the place of YaRN's own
+        own = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+        rope["attention_factor"] = own * metadata.number("rope.scaling.attn_factor")
+    return rope
+
+
+def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> Config:
+    """Parameters under which transformers divides each frequency by its factor.
+
+    llama.cpp's converter writes Llama 3's rule as a list of what it comes to.
+    """
+    factor = max(factors)
+    expected = [
+        _llama3_factor(theta, index / len(factors), factor) for index in range(len(factors))
+    ]
+    if all(
+        abs(one - other) <= _FACTOR_ERROR * other
+        for one, other in zip(factors, expected, strict=True)
+    ):
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    # any list, in the one form of transformers' that takes one
+    return {
+        "rope_type": "longrope",
+        "long_factor": factors,
+        "short_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": config["max_position_embeddings"],
+    }
+
+
+def _llama3_factor(theta: float, share: float, factor: float) -> float:
+    """What Llama 3 divides a frequency by. Source: Llama 3.1's reference code, `apply_scaling`."""
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**share)
+    if turns >= high:
+        return 1.0
+    if turns <= low:
+        return factor
+    smooth = (turns - low) / (high - low)
+    return float(1 / ((1 - smooth) / factor + smooth))
+
+
+def _floats(tensor: GgufTensor) -> list[float]:
+    """The factors in a short tensor in float32.
+
+    Raises:
+        CheckpointError: it is not short, of another type, or what it has are no factors.
+    """
+    count = (tensor.stop - tensor.start) // 4
+    if tensor.type.name != "F32" or len(tensor.shape) != 1 or count > 4096:
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{tensor.name}' is no short list of float32: "
+            "the file is damaged, download it again"
+        )
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.start)
+            factors = list(struct.unpack(f"<{count}f", file.read(4 * count)))
+    except (OSError, struct.error) as error:
+        raise CheckpointError(f"cannot read {tensor.path}: {error}") from None
+    if not factors or not all(0 < factor < math.inf for factor in factors):
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{tensor.name}' has factors that are not above 0: "
+            "the file is damaged, download it again"
+        )
+    return factors
