@@ -180,8 +180,10 @@ class Batched:
         if seat.drafter is not None:
             seat.drafter.configure(sampler, request.tree, self._session.learned)
         running.began()
-        running.stats = GenerationStats(prompt_tokens=len(request.prompt))
         session = self._session
+        running.stats = GenerationStats(
+            prompt_tokens=len(request.prompt), link_bytes_per_s=session.link_bytes_per_s
+        )
         return _Text(
             running,
             BatchText(seat, sampler, request.prompt, request.max_tokens, session.eos_ids),
@@ -191,6 +193,7 @@ class Batched:
     def _pass(self) -> None:
         """One pass, and what it brings to those who wait for it."""
         texts = list(self._texts)
+        asked_before, held_before = self._session.experts_counted()
         try:
             with clear_shortage("it ran out while tokens were drafted or chosen"):
                 outcomes = self._batch.step([text.batched for text in texts])
@@ -202,6 +205,10 @@ class Batched:
                 self._end(text, "failed", error)
             return
         self._passes += 1
+        asked, held = self._session.experts_counted()
+        for text in texts:  # each has its share of the pass, as of the bytes
+            text.running.stats.experts_asked += (asked - asked_before) // len(texts)
+            text.running.stats.experts_held += (held - held_before) // len(texts)
         for text, outcome in zip(texts, outcomes, strict=True):
             if isinstance(outcome, SpecexecError):
                 self._end(text, "failed", outcome)
@@ -218,6 +225,7 @@ class Batched:
         step = with_text(replace(plain, logprobs=logprobs), text.stream)
         assert running.began_s is not None
         count_step(running.stats, step, time.perf_counter() - running.began_s)
+        running.stats.peak_vram_bytes = self._session.peak_vram_bytes()
         self._tokens += len(step.tokens)
         running.put(step)
         if step.finish_reason is not None:

@@ -45,7 +45,7 @@ class LocalSession(TextSession):
 
     def __init__(self, found: Prepared, target: LocalTarget, draft: StreamedModel | None) -> None:
         super().__init__(found, target.model.context_length, found.settings)
-        self._link_bytes_per_s = found.decision.link_bytes_per_s
+        self.link_bytes_per_s = found.decision.link_bytes_per_s
         self._target = target
         self._draft = draft
         self._decision = found.decision
@@ -147,7 +147,7 @@ class LocalSession(TextSession):
         # what the cache shares with the prompt, whose last token must be run again, is kept
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._target.recover()
-        self._experts_before = self._experts_counted()
+        self._experts_before = self.experts_counted()
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         position = len(request.prompt)
@@ -198,15 +198,20 @@ class LocalSession(TextSession):
         super()._count(step, elapsed_s)
         if self._drafter is not None and self._drafter.rested and not step.tree_nodes:
             self.stats.add_rest(step)
-        asked, held = self._experts_counted()
+        asked, held = self.experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
         self.stats.experts_held = held - self._experts_before[1]
-        if self._target.model.device.type == "cuda":
-            self.stats.peak_vram_bytes = torch.cuda.max_memory_allocated(self._target.model.device)
+        self.stats.peak_vram_bytes = self.peak_vram_bytes()
 
-    def _experts_counted(self) -> tuple[int, int]:
+    def experts_counted(self) -> tuple[int, int]:
+        """Of a mixture whose experts come one by one: those asked for, and held by then, so far."""
         experts = self._target.model.experts
         return (experts.touched, experts.hits) if experts is not None else (0, 0)
+
+    def peak_vram_bytes(self) -> int:
+        """The most that PyTorch has held on the GPU since the process began; 0 without one."""
+        device = self._target.model.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's half of `score`; its cache is not touched."""

@@ -90,7 +90,7 @@ class TextSession(PromptEncoder, ABC):
         # about the pair, by all generations so far
         self.learned = Learned(self.classifier, self.cost_prior)
         self._window = window
-        self._link_bytes_per_s: float | None = None  # probed, where one link feeds every pass
+        self.link_bytes_per_s: float | None = None  # probed, where one link feeds every pass
         self._running: Steps | None = None  # the one generation that may go on
         self._closed = False
 
@@ -262,7 +262,7 @@ class TextSession(PromptEncoder, ABC):
         self._running = steps
         self.context = list(request.prompt)
         self.stats = stats = GenerationStats(
-            prompt_tokens=len(request.prompt), link_bytes_per_s=self._link_bytes_per_s
+            prompt_tokens=len(request.prompt), link_bytes_per_s=self.link_bytes_per_s
         )
         stream = TextStream(self.tokenizer, request.prompt, request.stop)
         started = time.perf_counter()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoints import byte_llama, save_pair
+from checkpoints import BYTE_VOCAB, architecture, byte_llama, save_pair
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import StepResult
@@ -303,3 +304,25 @@ def test_without_a_draft_model(pair: dict[str, str], drafts: dict[str, str]) -> 
         finally:
             engine.close()
         assert any(step.tree_nodes for step in steps[0]) == (drafts != {"method": "autoregressive"})
+
+
+def test_texts_share_the_experts_of_their_passes(tmp_path: Path) -> None:
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    target, draft = map(str, save_pair(tmp_path, target=config))
+    with Session.open(target=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
+        assert isinstance(opened, LocalSession)
+        engine = Batched(opened, slots=2, most_waiting=0)
+        try:
+            texts = [engine.submit(text(opened, prompt, 8)) for prompt in ("one", "two")]
+            for running in texts:
+                list(running)
+        finally:
+            engine.close()
+        asked, held = opened.experts_counted()
+    assert 0 < held <= asked
+    # each pass leaves a remainder of less than one expert per text
+    passes = sum(running.stats.target_passes for running in texts)
+    assert asked - 2 * passes < sum(running.stats.experts_asked for running in texts) <= asked
+    assert held - 2 * passes < sum(running.stats.experts_held for running in texts) <= held
+    assert all(running.stats.link_bytes_per_s == opened.link_bytes_per_s for running in texts)
