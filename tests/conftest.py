@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
-
-# Read when Triton is first imported, which many a test does long before those of the kernels. Only
-# `pytest -m gpu` compiles them: other tests hand them tensors in ordinary memory.
-if "gpu" not in sys.argv:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 # What sessions learn about a pair must not pass from one run of the tests to the next.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specexec-tests-cache-")
@@ -23,6 +19,17 @@ sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
 # A runner in the background ignores SIGINT, and so would every program that the tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Lets Triton compile kernels where tests with a GPU are asked for, and interpret them else.
+
+    Triton reads the variable when it is first imported, which many a test does long before those of
+    the kernels. Without a GPU, tests hand the kernels tensors in ordinary memory.
+    """
+    if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
+        os.environ["TRITON_INTERPRET"] = "1"
+
 
 SHARED = Path(__file__).parents[2] / "shared"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from specexec_cli.offload.store import TensorRange
 BLOCK_BYTES = 4096  # offsets, lengths and addresses of O_DIRECT reads are multiples of it
 MAX_GAP_BYTES = 256 << 10  # reading through a smaller gap is cheaper than another request
 PIECE_BYTES = 8 << 20  # one read; see docs/experiments.md
+_O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
 READER_THREADS = 2  # one reads while the other books its piece; see docs/experiments.md
 
 Notice = Callable[[str], None]
@@ -89,7 +91,7 @@ class DirectFile:
         self.path = path
         self._notice = notice
         self._lock = threading.Lock()
-        self._direct = hasattr(os, "O_DIRECT")
+        self._direct = _O_DIRECT != 0
         if not self._direct:
             notice("this system has no O_DIRECT: files are read with the page cache's help")
         try:
@@ -103,7 +105,7 @@ class DirectFile:
     def _open(self) -> int:
         if self._direct:
             try:
-                return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -160,7 +162,7 @@ class DirectFile:
                 raise
             self._fall_back()
             count = os.preadv(self._fd, [target], offset)
-        if not self._direct and hasattr(os, "posix_fadvise"):
+        if sys.platform != "darwin" and not self._direct and hasattr(os, "posix_fadvise"):
             # The page cache would evict what the next layers need and count against the cgroup.
             os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
         return count
