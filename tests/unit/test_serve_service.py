@@ -55,7 +55,7 @@ def service(engine: Busy) -> Iterator[Service]:
     session: Any = SimpleNamespace(
         context_length=64, settings={}, layers=2, vocab_size=4096, eos_ids=[tokenizer.eos_token_id],
         tokenizer=tokenizer,
-        pair=SimpleNamespace(name="toy", target=SimpleNamespace(name="toy"), draft=None),
+        pair=SimpleNamespace(name="toy", target=SimpleNamespace(name="toy"), draft_name=None),
     )  # fmt: skip
     defaults = Defaults(sampling=SamplingConfig(), max_tokens=4)
     service = Service(session, engine, defaults)  # type: ignore[arg-type]
