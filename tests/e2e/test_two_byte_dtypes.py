@@ -157,7 +157,7 @@ OTHER_ATTENTION: dict[str, PretrainedConfig] = {
     "gemma2": Gemma2Config(**_SMALL, attn_logit_softcapping=1.0, final_logit_softcapping=2.0),
     "gpt_oss": GptOssConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2),
     "deepseek_v3": DeepseekV3Config(
-        **_SMALL | {"num_key_value_heads": 4, "head_dim": 16},
+        **_SMALL | {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": None},
         qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=64, q_lora_rank=16,
         kv_lora_rank=16, first_k_dense_replace=1, n_routed_experts=4,
         num_experts_per_tok=2, n_group=1, topk_group=1,
