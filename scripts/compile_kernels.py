@@ -49,6 +49,12 @@ GPUS = {
 }
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
+# what attention is asked for beside plain scores, in the heads of the models that ask for it
+FORMS: dict[str, dict[str, Any]] = {
+    "Gemma-2's cap and window": {"head_dim": 256, "softcap": 50.0, "window": True},
+    "gpt-oss' sinks and window": {"head_dim": 64, "sinks": True, "window": True},
+    "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +103,8 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 )
         if quick and dtype != torch.float16:
             continue
+        for form, options in FORMS.items():
+            yield f"tree attention, {form}, {name}", attention(64, dtype=dtype, **options)
         for bits in (4,) if quick else (2, 3, 4, 8):
             weight = random_weight(1024, 1024, bits, CPU)
             x = torch.zeros(16, 1024, dtype=dtype)
@@ -122,11 +130,25 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
 
-def attention(rows: int, head_dim: int, dtype: torch.dtype) -> Callable[[], object]:
+def attention(
+    rows: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    kv_heads: int = 8,
+    value_dim: int | None = None,
+    softcap: float | None = None,
+    sinks: bool = False,
+    window: bool = False,
+) -> Callable[[], object]:
     queries = torch.zeros(rows, 32, head_dim, dtype=dtype)
-    cache = torch.zeros(8, 300, head_dim, dtype=dtype)
+    keys = torch.zeros(kv_heads, 300, head_dim, dtype=dtype)
+    values = torch.zeros(kv_heads, 300, value_dim or head_dim, dtype=dtype)
     ancestors = torch.zeros(rows, 2, dtype=torch.int32)
-    return lambda: triton_tree_attention.tree_attention(queries, cache, cache, ancestors, 236)
+    return lambda: triton_tree_attention.tree_attention(
+        queries, keys, values, ancestors, 236, None, softcap,
+        torch.zeros(32) if sinks else None, ancestors[:, 0] if window else None,
+    )  # fmt: skip
 
 
 def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:

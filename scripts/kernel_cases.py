@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from specexec_kernels import cpu_quant, dispatch
+from specexec_kernels import cpu_attention, cpu_quant, dispatch
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.formats import METHODS
@@ -187,12 +187,20 @@ def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.d
         )  # fmt: skip
 
     runs: dict[str, Run] = {"SDPA, dense mask": dense}
-    if device.type == "cuda":
-        from specexec_kernels.triton_tree_attention import tree_attention
+    runs["PyTorch reference"] = lambda: tree_attention_ref(queries, keys, values, words, prefix)
+    sinks = torch.zeros(heads, device=device)
+    forms = {"": (None, None), ", soft-capped": (50.0, None), ", sinks": (None, sinks)}
+    for form, options in forms.items():
+        if device.type == "cuda":
+            from specexec_kernels.triton_tree_attention import tree_attention
 
-        runs["Triton"] = lambda: tree_attention(queries, keys, values, words, prefix)
-    else:
-        runs["PyTorch reference"] = lambda: tree_attention_ref(queries, keys, values, words, prefix)
+            runs[f"Triton{form}"] = partial(
+                tree_attention, queries, keys, values, words, prefix, None, *options
+            )
+        else:
+            runs[f"compiled{form}"] = partial(
+                cpu_attention.attend, queries.transpose(0, 1), keys, values, seen, None, *options
+            )
     return Case(name="tree attention", runs=runs,
                 n_bytes=2 * keys.numel() * keys.element_size(),
                 flops=4 * nodes * (prefix + nodes) * heads * head_dim,

@@ -4,7 +4,8 @@
 
 With it, end-to-end tokens/s of a 13 GB model can be measured with an honest acceptance of drafts
 and without a download. The text a rig writes is the small model's own. How its tensors come about
-is told in rig_tensors.py.
+is told in rig_tensors.py; rigs of architectures that cannot hold the small model are random, and
+only their passes tell anything (rig_random.py).
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rig_gptq import GptqRig
+from rig_random import RandomRig
 from rig_routing import Routers, Routing
 from rig_rows import RowRig
-from rig_shapes import SHAPES, parse_shape
+from rig_shapes import MODELS, SHAPES, Shape, parse_shape
 from rig_tensors import RandomPool, Rig, Source
 from specexec_kernels.packing import BITS
 from specexec_kernels.row_quantize import RECIPES
@@ -45,6 +47,7 @@ SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
+AnyRig = Rig | GptqRig | RowRig | RandomRig
 TEXTS = DEMO.parent / "heldout_prompts.json"
 
 
@@ -66,7 +69,7 @@ class Entry:
         return self.start + self.n_bytes
 
 
-def cut_shards(rig: Rig | GptqRig | RowRig, shard_bytes: int) -> list[list[Entry]]:
+def cut_shards(rig: AnyRig, shard_bytes: int) -> list[list[Entry]]:
     """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
@@ -86,9 +89,7 @@ def cut_shards(rig: Rig | GptqRig | RowRig, shard_bytes: int) -> list[list[Entry
     return shards
 
 
-def write_shard(
-    path: Path, entries: list[Entry], rig: Rig | GptqRig | RowRig, done: Callable[[int], None]
-) -> None:
+def write_shard(path: Path, entries: list[Entry], rig: AnyRig, done: Callable[[int], None]) -> None:
     """One safetensors file, tensor after tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -127,7 +128,7 @@ def write_rig(
     """Write the checkpoint to `out`, which appears when it is complete.
 
     Args:
-        shape_name: see parse_shape().
+        shape_name: see parse_shape(), or one of rig_random.MODELS.
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
         row_format: one of specexec_kernels.row_quantize.RECIPES, in place of `bits`.
@@ -136,25 +137,26 @@ def write_rig(
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
         CheckpointError: the source cannot be used.
     """
-    shape = parse_shape(shape_name)
-    if layers is not None:
-        shape = replace(shape, layers=layers)
     if out.exists():
         raise ConfigError(f"{out} exists: give another --out, or remove it first")
     source, pool = Source(source_folder), RandomPool(seed)
-    routers = None
-    if routing is not None:
-        if shape.experts == 1:
-            raise ConfigError(f"--shape {shape_name} has no experts to choose: leave --skew away")
-        texts = [prompt["prompt"] for prompt in json.loads(TEXTS.read_text("utf-8"))]
-        routers = Routers(source_folder, texts, shape.experts, shape.chosen, routing, seed)
-    rig: Rig | GptqRig | RowRig
-    if row_format is not None:
-        rig = RowRig(source, shape, pool, row_format, routers)
-    elif bits == 16:
-        rig = Rig(source, shape, pool, routers)
+    rig: AnyRig
+    if shape_name in MODELS:
+        if bits != 16 or row_format is not None or routing is not None:
+            raise ConfigError(
+                f"--shape {shape_name} is random, in bfloat16: leave --bits, --format, --skew away"
+            )
+        rig = RandomRig(source, shape_name, pool, layers)
     else:
-        rig = GptqRig(source, shape, pool, bits, routers)
+        shape = parse_shape(shape_name)
+        shape = shape if layers is None else replace(shape, layers=layers)
+        routers = _routers(source_folder, shape_name, shape, routing, seed)
+        if row_format is not None:
+            rig = RowRig(source, shape, pool, row_format, routers)
+        elif bits == 16:
+            rig = Rig(source, shape, pool, routers)
+        else:
+            rig = GptqRig(source, shape, pool, bits, routers)
     shards = cut_shards(rig, shard_bytes)
     total = sum(entry.n_bytes for shard in shards for entry in shard)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -175,8 +177,20 @@ def write_rig(
     return out
 
 
+def _routers(
+    source: Path, shape_name: str, shape: Shape, routing: Routing | None, seed: int
+) -> Routers | None:
+    """Routers that follow `routing` on the held-out prompts, None without one."""
+    if routing is None:
+        return None
+    if shape.experts == 1:
+        raise ConfigError(f"--shape {shape_name} has no experts to choose: leave --skew away")
+    texts = [prompt["prompt"] for prompt in json.loads(TEXTS.read_text("utf-8"))]
+    return Routers(source, texts, shape.experts, shape.chosen, routing, seed)
+
+
 def _write_folder(
-    rig: Rig | GptqRig | RowRig,
+    rig: AnyRig,
     shape_name: str,
     shards: list[list[Entry]],
     folder: Path,
@@ -208,8 +222,8 @@ def _write_folder(
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--shape", required=True, metavar="NAME",
-                        help=f"{', '.join(SHAPES)}, or hidden=1024,layers=4,heads=8,kv_heads=8,"
-                             "head_dim=128,intermediate=2048")  # fmt: skip
+                        help=f"{', '.join((*SHAPES, *MODELS))}, or hidden=1024,layers=4,heads=8,"
+                             "kv_heads=8,head_dim=128,intermediate=2048")  # fmt: skip
     parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
     parser.add_argument("--source", type=Path, default=DEMO, metavar="FOLDER",

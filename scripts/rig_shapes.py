@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +67,24 @@ SHAPES = {
     "gpt-oss-120b": Shape(hidden=2880, layers=36, heads=32, kv_heads=4, head_dim=128,
                           intermediate=2880, experts=128, chosen=4, model_type="mixtral"),
 }  # fmt: skip
+# Models whose layers cannot hold the source's weights (rig_random.py): what differs from the
+# defaults of transformers' config class.
+MODELS: dict[str, dict[str, Any]] = {
+    # github.com/google/gemma_pytorch, gemma/config.py, get_config_for_27b_v3
+    "gemma-3-27b": {
+        "model_type": "gemma3_text", "hidden_size": 5376, "num_hidden_layers": 62,
+        "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+        "head_dim": 128, "query_pre_attn_scalar": 168, "sliding_window": 1024,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    # arXiv:2508.10925, table 1 and section 2; the defaults are those of gpt-oss-120b
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32,
+    },
+}  # fmt: skip
 
 
 def parse_shape(text: str) -> Shape:
@@ -76,8 +95,9 @@ def parse_shape(text: str) -> Shape:
     """
     if "=" not in text:
         if text not in SHAPES:
-            raise ConfigError(f"no shape '{text}'.{nearest(text, list(SHAPES))} "
-                              f"Known: {', '.join(SHAPES)}, or hidden=...,layers=...")  # fmt: skip
+            known = [*SHAPES, *MODELS]
+            raise ConfigError(f"no shape '{text}'.{nearest(text, known)} "
+                              f"Known: {', '.join(known)}, or hidden=...,layers=...")  # fmt: skip
         return SHAPES[text]
     pairs = dict(part.partition("=")[::2] for part in text.split(","))
     try:

@@ -112,7 +112,7 @@ def save_checkpoint(
             takes the first rows.
     """
     torch.manual_seed(seed)
-    eager = getattr(config, "attn_logit_softcapping", None) is not None
+    eager = config.model_type in ("gemma2", "gpt_oss")  # PyTorch's attention is not theirs
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if eager else "sdpa", dtype=torch.float32
     )

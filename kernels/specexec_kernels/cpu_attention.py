@@ -26,44 +26,57 @@ _names = itertools.count()
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel reads keys and values (kv_heads, slots, head_dim)."""
-    lanes, head_dim = cpu_jit.lanes(), keys.shape[-1]
-    return (
-        keys.device.type == "cpu"
-        and keys.dtype in _STORED
-        and values.dtype == keys.dtype
-        and values.shape == keys.shape
-        and values.stride() == keys.stride()
-        and keys.stride(2) == 1
-        and head_dim % lanes == 0
-        and head_dim // lanes <= _MOST_VECTORS
+    """Whether the kernel reads keys and values (kv_heads, slots, dimensions of a head)."""
+    lanes = cpu_jit.lanes()
+    return values.dtype == keys.dtype and all(
+        each.device.type == "cpu"
+        and each.dtype in _STORED
+        and each.stride(2) == 1
+        and each.shape[2] % lanes == 0
+        and each.shape[2] // lanes <= _MOST_VECTORS
+        for each in (keys, values)
     )
 
 
 def attend(
-    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float | None = None
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Softmax attention with float32 scores, weights and sums, rounded once.
 
     Args:
         queries: (heads, rows, head_dim); consecutive heads share a key/value head.
-        keys, values: (kv_heads, slots, head_dim) that `supports` accepts, finite.
+        keys: (kv_heads, slots, head_dim) that `supports` accepts, finite.
+        values: (kv_heads, slots, value_dim), likewise.
         mask: (rows, slots) bool, True = attend; every row sees a slot.
         scale: of the scores; 1 / sqrt(head_dim) unless told.
+        softcap: the scores become softcap * tanh(score / softcap).
+        sinks: (heads,) logits that take part in the softmax and in nothing else.
     Returns:
-        (rows, heads, head_dim) in the dtype of `queries`. A row's bits depend on the slots that it
+        (rows, heads, value_dim) in the dtype of `queries`. A row's bits depend on the slots that it
         sees, in their order, alone.
     """
-    (heads, rows, head_dim), (kv_heads, slots) = queries.shape, keys.shape[:2]
+    (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
     size = next((size for size in _TILES if size >= each), _TILES[-1])
     tiles = -(-each // size)
-    spec = AttentionSpec(_STORED[keys.dtype], size, head_dim // lanes, lanes)
+    spec = AttentionSpec(
+        _STORED[keys.dtype], size, head_dim // lanes, value_dim // lanes, lanes,
+        capped=softcap is not None, sinks=sinks is not None,
+    )  # fmt: skip
     packed = queries.new_zeros(kv_heads, tiles * size, head_dim, dtype=torch.float32)
     packed[:, :each] = queries.reshape(kv_heads, each, head_dim)
+    sunk = torch.zeros(kv_heads, tiles * size if sinks is not None else 0)
+    if sinks is not None:
+        sunk[:, :each] = sinks.view(kv_heads, -1).repeat_interleave(rows, dim=1)
     padded = -(-slots // lanes) * lanes
     seen = torch.nn.functional.pad(mask, (0, padded - slots)).contiguous()
-    out = torch.empty_like(packed)
+    out = torch.empty(kv_heads, tiles * size, value_dim)
     threads = max(1, min(torch.get_num_threads(), kv_heads * tiles))
     scores = torch.empty(threads, size, padded)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
@@ -74,6 +87,7 @@ def attend(
         Arg.KEYS: keys.data_ptr(),
         Arg.VALUES: values.data_ptr(),
         Arg.MASK: seen.data_ptr(),
+        Arg.SINKS: sunk.data_ptr(),
         Arg.OUT: out.data_ptr(),
         Arg.SCORES: scores.data_ptr(),
         Arg.KV_HEADS: kv_heads,
@@ -81,14 +95,22 @@ def attend(
         Arg.PASS_ROWS: rows,
         Arg.SLOTS: slots,
         Arg.MASK_STRIDE: padded,
-        Arg.HEAD_STRIDE: keys.stride(0),
-        Arg.SLOT_STRIDE: keys.stride(1),
-        Arg.SCALE: struct.unpack("<I", struct.pack("<f", scale))[0],
+        Arg.KEY_HEAD_STRIDE: keys.stride(0),
+        Arg.KEY_SLOT_STRIDE: keys.stride(1),
+        Arg.VALUE_HEAD_STRIDE: values.stride(0),
+        Arg.VALUE_SLOT_STRIDE: values.stride(1),
+        Arg.SCALE: _bits(scale if softcap is None else scale / softcap),
+        Arg.SOFTCAP: _bits(softcap or 0.0),
     }
     args = torch.tensor([values_of[arg] for arg in Arg], dtype=torch.int64)
     cpu_jit.run(_kernel(spec), args.data_ptr(), kv_heads * tiles)
-    attended = out[:, :each].reshape(heads, rows, head_dim)
+    attended = out[:, :each].reshape(heads, rows, value_dim)
     return attended.transpose(0, 1).to(queries.dtype)
+
+
+def _bits(number: float) -> int:
+    """Those of the nearest float32."""
+    return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 
 @cache

@@ -7,7 +7,8 @@ Every sum is a single chain: a score over the head's dimensions, the softmax's d
 output over the slots, in rising order. A slot that a row does not see adds exactly zero. So a row's
 bits depend on what it sees and in which order, and not on other rows, nor on the slots of other
 branches of a tree that lie in between; the online softmax of FlashAttention (arXiv:2205.14135),
-which rescales at the ends of blocks of slots, would not have that.
+which rescales at the ends of blocks of slots, would not have that. A sink's weight is the first
+term of the denominator.
 
 Knows nothing of torch or thread pools.
 """
@@ -21,7 +22,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I64, Emitter, ScaleType, build_module
+from specexec_kernels.cpu_ir_emit import F32, I32, I64, Emitter, ScaleType, build_module
 
 UNROLL = 4  # dimensions per turn of the loop over scores; divides every head's
 _SUMS = 24  # registers that hold the sums of outputs
@@ -34,18 +35,22 @@ class Arg(IntEnum):
     THREADS = auto()  # threads that have begun; set to 0 before a call
     QUERIES = auto()  # float32 (kv_heads, tiles * rows, head_dim)
     KEYS = auto()  # (kv_heads, slots, head_dim) by the strides below
-    VALUES = auto()  # likewise
+    VALUES = auto()  # (kv_heads, slots, value_dim), likewise
     MASK = auto()  # bytes (PASS_ROWS, MASK_STRIDE), not 0 = attend
-    OUT = auto()  # float32, as QUERIES
+    SINKS = auto()  # float32 (kv_heads, tiles * rows), where there are any
+    OUT = auto()  # float32 (kv_heads, tiles * rows, value_dim)
     SCORES = auto()  # float32 (threads, rows, MASK_STRIDE)
     KV_HEADS = auto()
     TILES = auto()  # of query rows for each key/value head
     PASS_ROWS = auto()  # query row n of a head is row n % PASS_ROWS of the pass
     SLOTS = auto()
     MASK_STRIDE = auto()  # slots, rounded up to whole vectors
-    HEAD_STRIDE = auto()  # elements from a head's keys, or values, to the next head's
-    SLOT_STRIDE = auto()
-    SCALE = auto()  # of the scores, the bits of a float32
+    KEY_HEAD_STRIDE = auto()  # elements from a head's keys to the next head's
+    KEY_SLOT_STRIDE = auto()
+    VALUE_HEAD_STRIDE = auto()
+    VALUE_SLOT_STRIDE = auto()
+    SCALE = auto()  # of the scores, the bits of a float32; over the cap where there is one
+    SOFTCAP = auto()  # likewise: the largest size of a score
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +59,21 @@ class AttentionSpec:
 
     stored: ScaleType  # of keys and values
     rows: int  # query rows of a tile
-    vectors: int  # of a head's dimensions
+    vectors: int  # of the dimensions of a head's keys
+    value_vectors: int
     lanes: int
+    capped: bool = False  # whether scores are soft-capped
+    sinks: bool = False  # whether the softmax has a sink in each head
 
     @property
     def head_dim(self) -> int:
-        """Dimensions of a head."""
+        """Dimensions of a head's keys."""
         return self.vectors * self.lanes
+
+    @property
+    def value_dim(self) -> int:
+        """Dimensions of a head's values."""
+        return self.value_vectors * self.lanes
 
 
 class Kernel(Emitter):
@@ -77,8 +90,10 @@ class Kernel(Emitter):
         begun = self.ptr(self.base, I64(Arg.THREADS), 8)
         thread = b.atomic_rmw("add", begun, I64(1), "monotonic")
         self.scores = b.mul(thread, b.mul(I64(spec.rows), self.arg[Arg.MASK_STRIDE]))
-        bits = b.trunc(self.arg[Arg.SCALE], ir.IntType(32))
-        self.scale = self.splat(b.bitcast(bits, F32), spec.lanes)
+        self.scale, self.softcap = (
+            self.splat(b.bitcast(b.trunc(self.arg[arg], I32), F32), spec.lanes)
+            for arg in (Arg.SCALE, Arg.SOFTCAP)
+        )
 
     def emit(self) -> None:
         """Claim units until none is left."""
@@ -89,9 +104,10 @@ class Kernel(Emitter):
             first_row = b.mul(b.urem(unit, self.arg[Arg.TILES]), I64(self.spec.rows))
             masks = self.mask_rows(first_row)
             end = self.seen_end(masks)
-            maxima = self.score(unit, head, masks, end)
-            self.exponentiate(maxima, end)
-            self.sum_values(unit, head, self.minimum(end, self.arg[Arg.SLOTS]))
+            sinks = self.sinks(unit)
+            maxima = self.score(unit, head, masks, end, sinks)
+            totals = self.exponentiate(maxima, end, sinks)
+            self.sum_values(unit, head, self.minimum(end, self.arg[Arg.SLOTS]), totals)
 
         units = b.mul(self.arg[Arg.KV_HEADS], self.arg[Arg.TILES])
         self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, I64(1), work)
@@ -133,11 +149,21 @@ class Kernel(Emitter):
         b.position_at_end(found)
         return end
 
-    def score(self, unit: Any, head: Any, masks: list[Any], end: Any) -> list[Any]:
+    def sinks(self, unit: Any) -> list[Any]:
+        """For each row the score of its head's sink in every lane, minus infinity without one."""
+        if not self.spec.sinks:
+            return [self.constant(float("-inf"))] * self.spec.rows
+        first = self.b.mul(unit, I64(self.spec.rows))
+        places = [self.b.add(first, I64(m)) for m in range(self.spec.rows)]
+        return [self.splat(self.load(self.arg[Arg.SINKS], at, F32), self.lanes) for at in places]
+
+    def score(
+        self, unit: Any, head: Any, masks: list[Any], end: Any, sinks: list[Any]
+    ) -> list[Any]:
         """Write the tile's scores of slots before `end`, minus infinity for those not seen.
 
         Returns:
-            For each row the largest scores, lane by lane.
+            For each row the largest scores, its sink's among them, lane by lane.
         """
         b, spec = self.b, self.spec
         queries = b.mul(unit, I64(spec.rows * spec.head_dim))
@@ -164,24 +190,25 @@ class Kernel(Emitter):
                 mask = self.load(self.arg[Arg.MASK], b.add(masks[m], slot), seen_type, 1)
                 seen = b.icmp_unsigned("!=", mask, ir.Constant(seen_type, [0] * spec.lanes))
                 scaled = b.fmul(sums[m], self.scale)
+                if spec.capped:
+                    scaled = b.fmul(self.tanh(scaled), self.softcap)
                 shown = b.select(seen, scaled, self.constant(float("-inf")))
                 self.store(shown, self.arg[Arg.SCORES], self.score_at(m, slot))
                 larger = b.fcmp_ordered(">", shown, maxima[m])
                 found.append(b.select(larger, shown, maxima[m]))
             return found
 
-        nothing = [self.constant(float("-inf"))] * spec.rows
-        return self.loop(I64(0), end, spec.lanes, nothing, block)
+        return self.loop(I64(0), end, spec.lanes, sinks, block)
 
     def transpose_keys(self, head: Any, slot: Any) -> None:
         """Put the keys of as many slots as there are lanes into the block."""
         b, spec = self.b, self.spec
         last = b.sub(self.arg[Arg.SLOTS], I64(1))
-        start = b.mul(head, self.arg[Arg.HEAD_STRIDE])
+        start = b.mul(head, self.arg[Arg.KEY_HEAD_STRIDE])
         places = []
         for lane in range(spec.lanes):  # behind the last slot it is read again, and masked
             one = self.minimum(b.add(slot, I64(lane)), last)
-            places.append(b.add(start, b.mul(one, self.arg[Arg.SLOT_STRIDE])))
+            places.append(b.add(start, b.mul(one, self.arg[Arg.KEY_SLOT_STRIDE])))
 
         def dimensions(d: Any, _: list[Any]) -> list[Any]:
             rows = [
@@ -194,11 +221,19 @@ class Kernel(Emitter):
 
         self.loop(I64(0), I64(spec.head_dim), spec.lanes, [], dimensions)
 
-    def exponentiate(self, maxima: list[Any], end: Any) -> None:
-        """Scores to e to the (score - the row's largest)."""
+    def exponentiate(self, maxima: list[Any], end: Any, sinks: list[Any]) -> list[Any]:
+        """Scores to e to the (score - the row's largest).
+
+        Returns:
+            For each row the same of its sink, in every lane.
+        """
+        totals = []
         for m, lanes in enumerate(maxima):
             largest = self.splat(self.largest(lanes), self.lanes)
             self.loop(I64(0), end, self.lanes, [], self.exponentiate_row(m, largest))
+            sink = self.b.fsub(sinks[m], largest)
+            totals.append(self.exp(sink) if self.spec.sinks else self.constant(0.0))
+        return totals
 
     def exponentiate_row(self, row: int, largest: Any) -> Callable[[Any, list[Any]], list[Any]]:
         """The body of the loop over slots."""
@@ -219,21 +254,24 @@ class Kernel(Emitter):
             found = self.b.select(self.b.fcmp_ordered(">", other, found), other, found)
         return found
 
-    def sum_values(self, unit: Any, head: Any, end: Any) -> None:
-        """Write the tile's outputs: values weighted by the scores, over the scores' sum."""
+    def sum_values(self, unit: Any, head: Any, end: Any, totals: list[Any]) -> None:
+        """Write the tile's outputs: values weighted by the scores, over the scores' sum.
+
+        Args:
+            totals: for each row what its scores are added to.
+        """
         b, spec = self.b, self.spec
-        start = b.mul(head, self.arg[Arg.HEAD_STRIDE])
-        together = max(1, min(_SUMS // spec.rows - 1, spec.vectors))
-        totals: list[Any] = []
-        for first in range(0, spec.vectors, together):
-            vectors = range(first, min(first + together, spec.vectors))
-            counts = not totals  # the first group sums the weights themselves as well
+        start = b.mul(head, self.arg[Arg.VALUE_HEAD_STRIDE])
+        together = max(1, min(_SUMS // spec.rows - 1, spec.value_vectors))
+        for first in range(0, spec.value_vectors, together):
+            vectors = range(first, min(first + together, spec.value_vectors))
+            counts = first == 0  # the first group sums the weights themselves as well
 
             def slot(
                 s: Any, sums: list[Any], vectors: range = vectors, counts: bool = counts
             ) -> list[Any]:
                 sums = list(sums)
-                row = b.add(start, b.mul(s, self.arg[Arg.SLOT_STRIDE]))
+                row = b.add(start, b.mul(s, self.arg[Arg.VALUE_SLOT_STRIDE]))
                 values = [
                     self.load_scales(
                         spec.stored, self.arg[Arg.VALUES], b.add(row, I64(v * spec.lanes)),
@@ -252,11 +290,11 @@ class Kernel(Emitter):
                         sums[at] = b.fadd(sums[at], weight)
                 return sums
 
-            count = spec.rows * (len(vectors) + counts)
-            sums = self.loop(I64(0), end, 1, [self.constant(0.0)] * count, slot)
-            totals = totals or sums[spec.rows * len(vectors) :]
+            zeros = [self.constant(0.0)] * (spec.rows * len(vectors))
+            sums = self.loop(I64(0), end, 1, zeros + totals if counts else zeros, slot)
+            totals = sums[len(zeros) :] if counts else totals
             for m in range(spec.rows):
-                at = b.mul(b.add(b.mul(unit, I64(spec.rows)), I64(m)), I64(spec.head_dim))
+                at = b.mul(b.add(b.mul(unit, I64(spec.rows)), I64(m)), I64(spec.value_dim))
                 for i, v in enumerate(vectors):
                     output = b.fdiv(sums[m * len(vectors) + i], totals[m])
                     self.store(output, self.arg[Arg.OUT], b.add(at, I64(v * spec.lanes)))

@@ -23,6 +23,7 @@ _LN2 = (
     -2.12194440e-4,
 )  # high part exact in 9 bits, and the rest (Cody and Waite, 1980)
 _SMALLEST = -87.0  # below it e to the x is taken as zero
+_NEAR = 0.5  # |x| below which tanh is a fraction of polynomials
 _ROUND = 12582912.0  # 1.5 * 2**23: a float32 plus this has no bits behind the point
 
 
@@ -198,6 +199,24 @@ class Emitter:
         power = b.shl(b.bitcast(shifted, self.words), self.ints([23] * self.lanes))
         scaled = b.bitcast(b.add(b.bitcast(result, self.words), power), self.vector)
         return b.select(is_zero, self.constant(0.0), scaled)
+
+    def tanh(self, x: Any) -> Any:
+        """The hyperbolic tangent, to a few units in the last place.
+
+        By e to the -2|x|, which cancels where x is small: there by Lambert's continued fraction,
+        x / (1 + x**2 / (3 + x**2 / (5 + ...))), cut off behind 9.
+        """
+        b, one = self.b, self.constant(1.0)
+        negative = b.fcmp_ordered("<", x, self.constant(0.0))
+        power = self.exp(b.fmul(b.select(negative, x, b.fneg(x)), self.constant(2.0)))
+        above = b.fsub(one, power)
+        square = b.fmul(x, x)
+        near = self.fma(square, b.fadd(square, self.constant(105.0)), self.constant(945.0))
+        below = self.fma(square, self.constant(15.0), self.constant(420.0))
+        is_near = b.fcmp_ordered("<", square, self.constant(_NEAR**2))
+        above = b.select(is_near, b.fmul(x, near), b.select(negative, b.fneg(above), above))
+        below = b.select(is_near, self.fma(square, below, self.constant(945.0)), b.fadd(one, power))
+        return b.fdiv(above, below)
 
     def to_float(self, codes: Any) -> Any:
         """int32 lanes as float32, exactly where they are below 2**24."""

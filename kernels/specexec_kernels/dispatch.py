@@ -96,13 +96,17 @@ def tree_attention(
     ancestors: Tensor,
     prefix_len: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    first_seen: Tensor | None = None,
 ) -> Tensor:
     """Attention over the prefix and each row's ancestors; see tree_attention_ref."""
+    attend = tree_attention_ref
     if uses_triton(queries.device):
-        from specexec_kernels import triton_tree_attention as kernel
+        from specexec_kernels import triton_tree_attention
 
-        return kernel.tree_attention(queries, keys, values, ancestors, prefix_len, scale)
-    return tree_attention_ref(queries, keys, values, ancestors, prefix_len, scale)
+        attend = triton_tree_attention.tree_attention
+    return attend(queries, keys, values, ancestors, prefix_len, scale, softcap, sinks, first_seen)
 
 
 def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

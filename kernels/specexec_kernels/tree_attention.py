@@ -1,10 +1,11 @@
 """Attention of draft-tree rows over the cached prefix and their own ancestors: the reference.
 
-Row r sees every slot below `prefix_len`, and slot prefix_len + j where bit j of its ancestor mask
-is set. Bits instead of a float mask: 256 nodes take 8 KB instead of (prefix + 256) * 256 * 4 bytes,
-and the prefix needs no mask at all.
+Row r sees every slot below `prefix_len` from its first one on, and slot prefix_len + j where bit j
+of its ancestor mask is set. Bits instead of a float mask: 256 nodes take 8 KB instead of
+(prefix + 256) * 256 * 4 bytes, and the prefix needs no mask at all.
 Source: tree attention of SpecInfer, arXiv:2305.09781, section 4; online softmax of FlashAttention,
-arXiv:2205.14135.
+arXiv:2205.14135; soft-capped scores of Gemma 2, arXiv:2408.00118, section 2; sinks of gpt-oss,
+arXiv:2508.10925, section 2.
 """
 
 from __future__ import annotations
@@ -44,22 +45,37 @@ def tree_attention_ref(
     ancestors: Tensor,
     prefix_len: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    first_seen: Tensor | None = None,
 ) -> Tensor:
     """Dense masked attention.
 
     Args:
         queries: (rows, heads, head_dim); consecutive heads share a key/value head.
-        keys, values: (kv_heads, slots, head_dim), slots > prefix_len.
+        keys: (kv_heads, slots, head_dim), slots > prefix_len.
+        values: (kv_heads, slots, value_dim).
         ancestors: (rows, words) int32, see `pack_ancestors`; a row sees at least one slot.
-        prefix_len: slots that every row sees.
+        prefix_len: slots that every row sees, but for those that `first_seen` hides.
         scale: of the scores; 1 / sqrt(head_dim) unless told.
+        softcap: the scores become softcap * tanh(score / softcap).
+        sinks: (heads,) logits that take part in the softmax and in nothing else.
+        first_seen: (rows,) int32, the first slot of the prefix that a row sees; 0 unless told.
     Returns:
-        (rows, heads, head_dim) in the dtype of `queries`.
+        (rows, heads, value_dim) in the dtype of `queries`.
     """
-    slots, group = keys.shape[1], queries.shape[1] // keys.shape[0]
+    rows, slots, group = queries.shape[0], keys.shape[1], queries.shape[1] // keys.shape[0]
     tree = unpack_ancestors(ancestors, slots - prefix_len)
-    mask = torch.cat([tree.new_ones(queries.shape[0], prefix_len), tree], dim=1)
+    first = torch.zeros_like(ancestors[:, 0]) if first_seen is None else first_seen
+    prefix = torch.arange(prefix_len, device=keys.device) >= first[:, None]
+    mask = torch.cat([prefix, tree], dim=1)
     scores = torch.einsum("rhd,hsd->hrs", queries, keys.repeat_interleave(group, 0))
     scores = scores.float() * (scale or 1 / math.sqrt(queries.shape[2]))
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(values.dtype)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, -torch.inf)
+    if sinks is not None:
+        column = sinks.float()[:, None, None].expand(-1, rows, 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)[..., :slots].to(values.dtype)
     return torch.einsum("hrs,hsd->rhd", weights, values.repeat_interleave(group, 0))

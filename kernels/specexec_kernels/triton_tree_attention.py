@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,13 +24,23 @@ def _accumulate(scores, values, top, total, output):
     return new_top, total, output
 
 
+@triton.jit
+def _scores(query, key, scale, softcap, CAPPED: tl.constexpr):
+    """Scores of a block; those of a capped kernel have been divided by the cap in `scale`."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+    if CAPPED:  # tanh, whose exponential may be infinite
+        scores = (1 - 2 / (tl.exp(2 * scores) + 1)) * softcap
+    return scores
+
+
 # sizes that differ from pass to pass must not be compiled into it
 @triton.jit(do_not_specialize=["rows", "prefix_len", "tree_slots", "words"])
 def _tree_attention_kernel(
-    queries, keys, values, ancestors, out, rows, prefix_len, tree_slots, words, scale,
-    key_head_stride, value_head_stride,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr,
+    queries, keys, values, ancestors, sinks, first_seen, out,
+    rows, prefix_len, tree_slots, words, scale, softcap, key_head_stride, value_head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # a program's rows are (row, query head) pairs that share one key/value head
@@ -39,41 +48,53 @@ def _tree_attention_kernel(
     row = pair // GROUP
     head = kv_head * GROUP + pair % GROUP
     heads = tl.num_programs(1) * GROUP
-    d = tl.arange(0, BLOCK_D)
-    inside = (row < rows)[:, None] & (d < HEAD_DIM)[None, :]
-    place = (row * heads + head)[:, None] * HEAD_DIM + d[None, :]
-    query = tl.load(queries + place, mask=inside, other=0.0)
+    d, v = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    real, in_key, in_value = row < rows, (d < HEAD_DIM)[None, :], (v < VALUE_DIM)[None, :]
+    place = row * heads + head
+    query = tl.load(queries + place[:, None] * HEAD_DIM + d[None, :],
+                    mask=real[:, None] & in_key, other=0.0)  # fmt: skip
     keys += kv_head.to(tl.int64) * key_head_stride
     values += kv_head.to(tl.int64) * value_head_stride
     top = tl.full((BLOCK_ROWS,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_ROWS,), dtype=tl.float32)
-    output = tl.zeros((BLOCK_ROWS, BLOCK_D), dtype=tl.float32)
+    if sinks is not None:  # as a slot without a value, seen before all others
+        top = tl.load(sinks + head, mask=real, other=0.0)
+        total = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
+    output = tl.zeros((BLOCK_ROWS, BLOCK_V), dtype=tl.float32)
+    begin = 0
+    if first_seen is not None:  # slots that none of the rows sees are not read
+        first = tl.load(first_seen + row, mask=real, other=prefix_len)
+        begin = tl.min(first)
 
-    for start in range(0, prefix_len, BLOCK_SLOTS):
+    for start in range(begin, prefix_len, BLOCK_SLOTS):
         slot = start + tl.arange(0, BLOCK_SLOTS)
-        seen = slot < prefix_len
-        at = slot[:, None] * HEAD_DIM + d[None, :]
-        here = seen[:, None] & (d < HEAD_DIM)[None, :]
-        key = tl.load(keys + at, mask=here, other=0.0)
-        value = tl.load(values + at, mask=here, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, float("-inf"))
+        here = (slot < prefix_len)[:, None]
+        key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :],
+                      mask=here & in_key, other=0.0)  # fmt: skip
+        value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
+                        mask=here & in_value, other=0.0)  # fmt: skip
+        seen = (slot < prefix_len)[None, :]
+        if first_seen is not None:
+            seen = seen & (slot[None, :] >= first[:, None])
+        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
     for start in range(0, tree_slots, 32):  # one word of ancestors per row and step
         slot = start + tl.arange(0, 32)
-        at = (prefix_len + slot)[:, None] * HEAD_DIM + d[None, :]
-        here = (slot < tree_slots)[:, None] & (d < HEAD_DIM)[None, :]
-        key = tl.load(keys + at, mask=here, other=0.0)
-        value = tl.load(values + at, mask=here, other=0.0)
-        word = tl.load(ancestors + row * words + start // 32, mask=row < rows, other=0)
+        here = (slot < tree_slots)[:, None]
+        key = tl.load(keys + (prefix_len + slot)[:, None] * HEAD_DIM + d[None, :],
+                      mask=here & in_key, other=0.0)  # fmt: skip
+        value = tl.load(values + (prefix_len + slot)[:, None] * VALUE_DIM + v[None, :],
+                        mask=here & in_value, other=0.0)  # fmt: skip
+        word = tl.load(ancestors + row * words + start // 32, mask=real, other=0)
         seen = ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        scores = tl.where(seen & (slot < tree_slots)[None, :], scores, float("-inf"))
+        seen = seen & (slot < tree_slots)[None, :]
+        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(out + place, output.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + place[:, None] * VALUE_DIM + v[None, :], output.to(out.dtype.element_ty),
+             mask=real[:, None] & in_value)  # fmt: skip
 
 
 def tree_attention(
@@ -83,24 +104,35 @@ def tree_attention(
     ancestors: Tensor,
     prefix_len: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    first_seen: Tensor | None = None,
 ) -> Tensor:
-    """As tree_attention_ref; keys and values may be views of a larger cache, rows contiguous."""
+    """As tree_attention_ref; keys and values may be views of a larger cache.
+
+    Where their slots do not lie one behind the other (values that a latent was expanded to, beside
+    their keys) they are copied first.
+    """
     rows, heads, head_dim = queries.shape
-    kv_heads, slots = keys.shape[:2]
-    for cache in (keys, values):
-        if cache.stride(1) != head_dim or cache.stride(2) != 1:
-            raise ValueError(f"cache rows must be contiguous, not of strides {cache.stride()}")
+    (kv_heads, slots), value_dim = keys.shape[:2], values.shape[2]
+    keys, values = (
+        cache if cache.stride()[1:] == (cache.shape[2], 1) else cache.contiguous()
+        for cache in (keys, values)
+    )
     queries, ancestors = queries.contiguous(), ancestors.contiguous()
-    out = torch.empty_like(queries)
+    out = queries.new_empty(rows, heads, value_dim)
     group = heads // kv_heads
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_rows, block_slots = _blocks(rows * group, block_d, queries.element_size())
+    block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
+    block_rows, block_slots = _blocks(rows * group, max(block_d, block_v), queries.element_size())
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
+    scale = scale or 1 / math.sqrt(head_dim)
     _tree_attention_kernel[grid](
-        queries, keys, values, ancestors, out, rows, prefix_len, slots - prefix_len,
-        ancestors.shape[1], scale or 1 / math.sqrt(head_dim), keys.stride(0), values.stride(0),
-        GROUP=group, HEAD_DIM=head_dim, BLOCK_D=block_d, BLOCK_ROWS=block_rows,
-        BLOCK_SLOTS=block_slots, num_stages=2, enable_fp_fusion=True,
+        queries, keys, values, ancestors, None if sinks is None else sinks.float(), first_seen, out,
+        rows, prefix_len, slots - prefix_len, ancestors.shape[1],
+        scale / (softcap or 1.0), softcap or 1.0, keys.stride(0), values.stride(0),
+        GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
+        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, CAPPED=softcap is not None, num_stages=2,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

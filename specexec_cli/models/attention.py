@@ -2,8 +2,9 @@
 
 transformers' layers hand queries, keys, values and the mask to a function named in the config. For
 devices with a tree-attention kernel ours takes a TreeMask, ancestor bits without any mask over the
-prefix, to the kernel, and every other mask to transformers' own function for PyTorch's attention.
-On a CPU a kernel attends whose sums run in one order: a row's bits are its own there.
+prefix, to the kernel, and the masks of captured draft steps to PyTorch's attention. On a CPU a
+kernel attends whose sums run in one order: a row's bits are its own there. Both kernels know sinks,
+soft-capped scores, and values of another size than their keys.
 
 The GPU's kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums
 are grouped differently in passes of different shape: on such a device tokens may differ between
@@ -13,7 +14,7 @@ methods where two candidates are nearly tied, as with any half-precision arithme
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from specexec_cli.models.pass_rows import Chunks, PassRows, Span
+from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import KeysByText, MaskByText
 
 NAME = "specexec_tree"
@@ -35,15 +36,20 @@ _WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Rows that all see the first `prefix_len` slots, and of the others their ancestors."""
+    """Rows that see the first `prefix_len` slots, and of the others their ancestors."""
 
     prefix_len: int
     ancestors: Tensor  # (rows, words) int32, see pack_ancestors
-    dense: Callable[[], Tensor]  # the same as (1, 1, rows, slots) bool, for what has no kernel
+    first_seen: Tensor | None  # (rows,) int32, the first of the prefix; None: slot 0 for all rows
+
+    def with_hidden_slots(self, count: int) -> TreeMask:
+        """The mask for so many more slots, which no row sees."""
+        words = nn.functional.pad(self.ancestors, (0, -(-count // 32)))
+        return replace(self, ancestors=words)
 
 
 def implementation(device: torch.device) -> str:
-    """transformers' name for how layers without soft-capping attend."""
+    """transformers' name for how layers attend."""
     if dispatch.uses_triton(device):
         return NAME
     return _CPU_NAME if device.type == "cpu" else DENSE
@@ -51,17 +57,15 @@ def implementation(device: torch.device) -> str:
 
 def tree_mask(
     rows: PassRows, start: int, stop: int, span: Span | None, device: torch.device
-) -> TreeMask | None:
-    """The mask of rows start..stop; None where part of the prefix is hidden."""
-    if isinstance(span, Chunks) or (span is not None and max(rows.positions[start:stop]) >= span):
-        return None
+) -> TreeMask:
+    """The mask of rows start..stop."""
     prefix_len = rows.prefix_len + min(start, rows.pending)
-    visible = rows.mask(start, stop, None)[0, 0, :, prefix_len:]
-    return TreeMask(
-        prefix_len,
-        pack_ancestors(visible).to(device),
-        lambda: rows.mask(start, stop, None).to(device),
-    )
+    visible = rows.mask(start, stop, span)[0, 0, :, prefix_len:]
+    first_seen = None
+    if span is not None:
+        first = rows.first_seen(start, stop, span)  # a slot of the prefix is its token's position
+        first_seen = torch.from_numpy(first).int().to(device) if first.any() else None
+    return TreeMask(prefix_len, pack_ancestors(visible).to(device), first_seen)
 
 
 def _attention(
@@ -73,23 +77,19 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, rows, head_dim), key and value (1, kv_heads, slots, head_dim) ->
-    (1, rows, heads, head_dim)."""
-    if not _is_plain(key, value, kwargs):
-        dense = attention_mask.dense() if isinstance(attention_mask, TreeMask) else attention_mask
-        assert dense is not None
-        return _written_out(query, key, value, dense, scaling, kwargs), None
-    if isinstance(attention_mask, Tensor) and query.shape[1] > key.shape[1]:
+    """query (1, heads, rows, head_dim), key (1, kv_heads, slots, head_dim), value (1, kv_heads,
+    slots, value_dim) -> (1, rows, heads, value_dim)."""
+    if isinstance(attention_mask, TreeMask):
+        attended = dispatch.tree_attention(
+            query[0].transpose(0, 1), key[0], value[0],
+            attention_mask.ancestors, attention_mask.prefix_len, scaling,
+            kwargs.get("softcap"), kwargs.get("s_aux"), attention_mask.first_seen,
+        )  # fmt: skip
+        return attended[None], None
+    assert attention_mask is not None
+    if _is_plain(key, value, kwargs) and query.shape[1] > key.shape[1]:
         return _grouped(query, key, value, attention_mask, scaling), None
-    if not isinstance(attention_mask, TreeMask):
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    attended = dispatch.tree_attention(
-        query[0].transpose(0, 1), key[0], value[0],
-        attention_mask.ancestors, attention_mask.prefix_len, scaling,
-    )  # fmt: skip
-    return attended[None], None
+    return _dense_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
 def _dense_attention(
@@ -137,16 +137,19 @@ def _cpu_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As _attention, each row as if it were alone, with the mask as bool."""
-    if not _is_plain(key, value, kwargs):
-        return _wide(_written_out, query, key, value, attention_mask, scaling, kwargs), None
-    keys, values = key[0], value[0]
-    if not cpu_attention.supports(keys, values):
+    if cpu_attention.supports(key[0], value[0]):
+        attended = cpu_attention.attend(
+            query[0], key[0], value[0], attention_mask[0, 0], scaling,
+            kwargs.get("softcap"), kwargs.get("s_aux"),
+        )  # fmt: skip
+        return attended[None], None
+    if _is_plain(key, value, kwargs):
         return _wide(_grouped, query, key, value, attention_mask, scaling), None
-    return cpu_attention.attend(query[0], keys, values, attention_mask[0, 0], scaling)[None], None
+    return _wide(_written_out, query, key, value, attention_mask, scaling, kwargs), None
 
 
 def _is_plain(key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is what the kernels compute: no sinks, no soft-capping, heads of one size."""
+    """Whether PyTorch has a function for it: no sinks, no soft-capping, heads of one size."""
     sizes = key.shape[-1] == value.shape[-1]
     return sizes and kwargs.get("s_aux") is None and kwargs.get("softcap") is None
 
@@ -159,7 +162,7 @@ def _written_out(
     scaling: float | None,
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Attention operation by operation, for what no kernel computes.
+    """Attention operation by operation, for what neither a kernel nor PyTorch computes.
 
     Args:
         kwargs: transformers' further arguments: `s_aux`, (heads,) logits of sinks, which take part
@@ -176,7 +179,8 @@ def _written_out(
     if (sinks := kwargs.get("s_aux")) is not None:
         column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(1, heads, rows, 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :slots]
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    weights = torch.softmax(scores, dim=-1, dtype=wide)[..., :slots].to(value.dtype)
     attended = weights.reshape(1, kv_heads, -1, slots) @ value
     return attended.view(1, heads, rows, value.shape[3]).transpose(1, 2)
 

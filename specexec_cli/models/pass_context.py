@@ -98,10 +98,9 @@ class PassContext:
         return mask
 
     def _made(self, rows: PassRows, piece: Piece, span: Span | None) -> Tensor | TreeMask:
-        mask: TreeMask | None = None
         if self._config._attn_implementation == attention.NAME:
-            mask = attention.tree_mask(rows, piece.start, piece.stop, span, self.device)
-        return mask or self.dense(rows.mask(piece.start, piece.stop, span))
+            return attention.tree_mask(rows, piece.start, piece.stop, span, self.device)
+        return self.dense(rows.mask(piece.start, piece.stop, span))
 
     def dense(self, mask: Tensor) -> Tensor:
         """A bool mask, True = attend, as this model's attention takes it."""
@@ -114,5 +113,7 @@ class PassContext:
 
 def _with_slots_to_come(mask: Any, count: int) -> Any:
     """The mask for slots that later rows of the pass have filled already: hidden."""
+    if isinstance(mask, TreeMask):
+        return mask.with_hidden_slots(count)
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
     return nn.functional.pad(mask, (0, count), value=hidden)

@@ -52,6 +52,13 @@ class PassRows:
             tree_positions=np.zeros(0, dtype=np.int64),
         )
 
+    def first_seen(self, start: int, stop: int, span: Span) -> NDArray[np.int64]:
+        """The first position that each of rows start..stop sees, (stop - start,)."""
+        rows_at = np.asarray(self.positions[start:stop])
+        if isinstance(span, Chunks):
+            return rows_at // span.size * span.size
+        return np.maximum(rows_at - span + 1, 0)
+
     def mask(self, start: int, stop: int, span: Span | None) -> Tensor:
         """Attention of rows start..stop to every slot filled once they are in the cache.
 
@@ -78,11 +85,7 @@ class PassRows:
             mask[first - start :, tree_start:] = torch.from_numpy(visible)
         if span is not None:
             seen_at = np.concatenate([np.arange(tree_start), self.tree_positions])[:slots]
-            rows_at = np.asarray(self.positions[start:stop])[:, None]
-            if isinstance(span, Chunks):
-                visible_at = seen_at // span.size == rows_at // span.size
-            else:
-                visible_at = seen_at > rows_at - span
+            visible_at = seen_at >= self.first_seen(start, stop, span)[:, None]
             mask &= torch.from_numpy(visible_at)
         return mask[None, None]
 

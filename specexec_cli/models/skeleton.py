@@ -177,10 +177,8 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
             f"{checkpoint.config_path} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
-    text = model.config.get_text_config(decoder=True)
-    # Gemma-2's soft-capped attention stays transformers' own
-    softcapping = getattr(text, "attn_logit_softcapping", None) is not None
-    if model._supports_attention_backend and not softcapping:
+    if model._supports_attention_backend:
+        text = model.config.get_text_config(decoder=True)
         text._attn_implementation = attention.DENSE
     return model
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 from checkpoints import architecture, open_float32, save_checkpoint
 from safetensors.torch import load_file, save_file
+from specexec_kernels import dispatch
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import decoder_layer, streamed
+from specexec_cli.models import attention, decoder_layer, streamed
 from specexec_cli.planning.architectures import ARCHITECTURES
 from specexec_cli.planning.conforming import EXPERTS, REFUSED, RUNS
 
@@ -30,6 +31,19 @@ _TRIED = ("gpt_oss", "llama4", "gemma4", "deepseek_v3", "falcon", "granitemoe")
 @pytest.mark.parametrize("model_type", _TRIED)
 def test_a_few_types_conform(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "llama4", "gemma4", "deepseek_v3"])
+def test_the_kernels_of_a_gpu_conform(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In Triton's interpreter: sinks, windows, chunks, shared and compressed keys, and no mask."""
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    monkeypatch.delattr(attention, "_dense_attention")
+    monkeypatch.delattr(attention, "_grouped")
+    own = conformance_check._save(model_type, tmp_path, noise=0.0)
+    with conformance_check._small_chunks():
+        conformance_check._check_passes(own, tmp_path)
 
 
 def test_the_table_is_the_docs_one() -> None:

@@ -27,8 +27,9 @@ from specexec_cli.offload.store import read_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import make_rig
+from rig_random import RandomRig
 from rig_routing import Routing, routing_of
-from rig_shapes import SHAPES, Shape, parse_shape, place_dims, place_heads
+from rig_shapes import MODELS, SHAPES, Shape, parse_shape, place_dims, place_heads
 
 DEMO = make_rig.DEMO
 
@@ -114,6 +115,46 @@ def test_a_mistral_rig_and_its_shards(
     assert json.loads((rig / "config.json").read_text())["model_type"] == "mistral"
     assert len(list(rig.glob("model-*-of-*.safetensors"))) > 2
     assert_same_function(source, rig, vocab=320)
+
+
+# weights of the real models in billions: arXiv:2503.19786, table 1, less what reads pictures;
+# arXiv:2508.10925, table 1
+@pytest.mark.parametrize(
+    ("model", "vocab", "billions"), [("gemma-3-27b", 262144, 27.0), ("gpt-oss-20b", 201088, 20.9)]
+)
+def test_random_rigs_have_the_sizes_of_real_models(
+    source: Path, model: str, vocab: int, billions: float
+) -> None:
+    rig = RandomRig(make_rig.Source(source), model, make_rig.RandomPool(0))
+    sizes = {name: np.prod(size) for name, size, _ in rig.tensors()}
+    tables = sum(size // 320 * vocab for name, size in sizes.items() if size % 320 == 0
+                 and name in ("model.embed_tokens.weight", "lm_head.weight"))  # fmt: skip
+    layers = sum(size for name, size in sizes.items() if "layers." in name)
+    assert round((layers + tables) / 1e9, 1) == billions
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_random_rig_streams(
+    source: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In small, beside transformers' own model of the same files."""
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+             "sliding_window": 8, "intermediate_size": 96}  # fmt: skip
+    monkeypatch.setitem(MODELS, model, MODELS[model] | small)
+    rig = make_rig.write_rig(source, model, tmp_path / "rig", layers=6, shard_bytes=400_000)
+    own = AutoModelForCausalLM.from_pretrained(
+        rig, dtype=torch.float32, attn_implementation="eager"
+    )
+    tokens = list(range(3, 40))
+    streamed = open_float32(rig)
+    found = chain_logits(streamed, tokens)
+    streamed.close()
+    torch.testing.assert_close(found, logits(own, tokens), atol=1e-5, rtol=1e-4)
+
+
+def test_a_random_rig_has_no_formats(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is random, in bfloat16"):
+        make_rig.write_rig(source, "gpt-oss-20b", tmp_path / "rig", bits=4)
 
 
 def test_the_engine_streams_it(source: Path, tmp_path: Path) -> None:

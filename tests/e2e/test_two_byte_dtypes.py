@@ -15,12 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import chain_logits, random_tree
+from checkpoints import VOCAB, chain_logits, random_tokens, random_tree, save_checkpoint
 from specexec_kernels import cpu_jit
 from torch import Tensor
+from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, PretrainedConfig
 
 import specexec_cli
 from specexec_cli.config import DtypeName, SamplingConfig
+from specexec_cli.models import attention
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -141,21 +143,61 @@ def one_by_one(model: StreamedModel, tokens: list[int], first: int) -> Tensor:
 def test_a_row_has_the_same_bits_in_every_pass(
     dtype: torch.dtype, there: bool, folder: str
 ) -> None:
-    context, tree = list(range(100, 137)), random_tree(29, seed=2)
     with arithmetic(there):
-        model = StreamedModel.open(
-            read_checkpoint(DEMO / folder), device=torch.device("cpu"), dtype=dtype, tiers="ram"
-        )
-        try:
-            rows = verification_rows(context, tree, 0)
-            together = model.forward(rows, model.new_cache(), range(36, len(rows.tokens)))
-            assert torch.equal(chain_logits(model, context)[-1], together[0])
-            for leaf in sorted(set(range(29)) - set(tree.parents.tolist()))[::3]:
-                path, node = [], leaf
-                while node >= 0:
-                    path.insert(0, int(tree.tokens[node]))
-                    node = int(tree.parents[node])
-                alone = one_by_one(model, [*context, *path], len(context) - 7)
-                assert torch.equal(alone, together[leaf + 1])
-        finally:
-            model.close()
+        assert_rows_bits_are_their_own(DEMO / folder, dtype, list(range(100, 137)))
+
+
+_SMALL = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "sliding_window": 8,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+# soft-capped scores, sinks, and values of another size than their keys, in heads that kernels read
+OTHER_ATTENTION: dict[str, PretrainedConfig] = {
+    "gemma2": Gemma2Config(**_SMALL, attn_logit_softcapping=1.0, final_logit_softcapping=2.0),
+    "gpt_oss": GptOssConfig(**_SMALL, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek_v3": DeepseekV3Config(
+        **_SMALL | {"num_key_value_heads": 4, "head_dim": 16, "sliding_window": None},
+        qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=64, q_lora_rank=16,
+        kv_lora_rank=16, first_k_dense_replace=1, n_routed_experts=4,
+        num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=32,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=needs_dot)])
+@pytest.mark.parametrize("name", OTHER_ATTENTION)
+def test_a_row_has_the_same_bits_in_other_attention(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(attention, "_wide")  # the kernel attends, nothing else
+    own = save_checkpoint(tmp_path, OTHER_ATTENTION[name], dtype=torch.bfloat16)
+    tokens = random_tokens(37)
+    last = assert_rows_bits_are_their_own(tmp_path, dtype, tokens)
+    with torch.no_grad():
+        expected = own(torch.tensor([tokens])).logits[0, -1]
+    allowed = 1e-4 if dtype == torch.float32 else 0.05
+    assert float((last - expected).norm() / expected.norm()) < allowed
+
+
+def assert_rows_bits_are_their_own(folder: Path, dtype: torch.dtype, context: list[int]) -> Tensor:
+    """Returns the logits behind the context."""
+    tree = random_tree(29, seed=2)
+    model = StreamedModel.open(
+        read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype, tiers="ram"
+    )
+    try:
+        rows = verification_rows(context, tree, 0)
+        together = model.forward(rows, model.new_cache(), range(36, len(rows.tokens)))
+        assert torch.equal(chain_logits(model, context)[-1], together[0])
+        for leaf in sorted(set(range(29)) - set(tree.parents.tolist()))[::3]:
+            path, node = [], leaf
+            while node >= 0:
+                path.insert(0, int(tree.tokens[node]))
+                node = int(tree.parents[node])
+            alone = one_by_one(model, [*context, *path], len(context) - 7)
+            assert torch.equal(alone, together[leaf + 1])
+    finally:
+        model.close()
+    return together[0]

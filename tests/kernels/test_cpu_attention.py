@@ -14,24 +14,44 @@ TOLERANCE = {torch.float32: 4e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def inputs(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int, rows: int, slots: int
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: int,
+    kv_heads: int,
+    rows: int,
+    slots: int,
+    value_dim: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Queries, and views of a larger cache's keys and values; a mask that hides some slots."""
     generator = torch.Generator().manual_seed(head_dim + rows)
     queries = torch.randn(heads, rows, head_dim, generator=generator).to(dtype)
     keys, values = (
-        torch.randn(kv_heads, slots + 30, head_dim, generator=generator).to(dtype)[:, :slots]
-        for _ in range(2)
+        torch.randn(kv_heads, slots + 30, size, generator=generator).to(dtype)[:, :slots]
+        for size in (head_dim, value_dim or head_dim)
     )
     mask = torch.rand(rows, slots, generator=generator) < 0.7
     mask[:, 0] = True
     return queries, keys, values, mask
 
 
-def exact(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scale: float) -> Tensor:
+def exact(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     group = queries.shape[0] // keys.shape[0]
     scores = queries.double() @ keys.double().repeat_interleave(group, 0).transpose(1, 2) * scale
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(~mask, -torch.inf).exp()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total += sinks.double().exp()[:, None, None]
+    weights /= total
     return (weights @ values.double().repeat_interleave(group, 0)).transpose(0, 1)
 
 
@@ -49,28 +69,80 @@ def test_against_double_precision(dtype: torch.dtype, head_dim: int) -> None:
             assert error <= TOLERANCE[dtype] * expected.abs().max().clamp(min=1)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+# a cap that bends every score, gpt-oss' sinks of two bytes, keys longer than values
+FORMS = {
+    "cap": {"softcap": 0.7},
+    "sinks": {"sinks": True},
+    "all": {"softcap": 50.0, "sinks": True, "value_dim": 32},
+}
+
+
+def formed(
+    form: str, dtype: torch.dtype, heads: int, *shape: int
+) -> tuple[tuple[Tensor, ...], tuple[float | None, Tensor | None]]:
+    """Queries, keys, values and mask of a form, and its cap and sinks."""
+    options = FORMS.get(form, {})
+    arguments = inputs(dtype, 64, heads, *shape, value_dim=options.get("value_dim"))
+    sinks = torch.linspace(-4, 6, heads).bfloat16() if "sinks" in options else None
+    return arguments, (options.get("softcap"), sinks)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_against_double_precision(form: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        for shape in SHAPES:
+            arguments, options = formed(form, dtype, *shape)
+            assert cpu_attention.supports(*arguments[1:3])
+            for scale in (64**-0.5, 0.4):
+                found = cpu_attention.attend(*arguments, scale, *options)
+                expected = exact(*arguments, scale, *options)
+                error = (found.double() - expected).abs().max()
+                assert error <= TOLERANCE[dtype] * expected.abs().max().clamp(min=1)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "form"),
+    [*((dtype, "plain") for dtype in TOLERANCE), *((torch.bfloat16, form) for form in FORMS)],
+)
 def test_a_row_alone_and_without_what_it_does_not_see_has_the_same_bits(
-    dtype: torch.dtype,
+    dtype: torch.dtype, form: str
 ) -> None:
     for shape in SHAPES:
-        queries, keys, values, mask = inputs(dtype, 64, *shape)
-        together = cpu_attention.attend(queries, keys, values, mask)
+        (queries, keys, values, mask), options = formed(form, dtype, *shape)
+        together = cpu_attention.attend(queries, keys, values, mask, None, *options)
         for row in range(shape[2]):
             seen = mask[row]
-            one = queries[:, row : row + 1]
-            alone = cpu_attention.attend(one, keys[:, seen], values[:, seen], seen[None, seen])
+            one, own = queries[:, row : row + 1], (keys[:, seen], values[:, seen])
+            alone = cpu_attention.attend(one, *own, seen[None, seen], None, *options)
             assert torch.equal(alone[0], together[row])
 
 
-def test_same_bits_on_any_number_of_threads() -> None:
-    arguments = inputs(torch.float32, 64, 8, 4, 30, 90)
+def test_soft_capped_scores_are_tanh_to_the_last_places() -> None:
+    """Of two slots, one with a score of zero, the share of the other tells its score."""
+    scores = torch.cat([torch.logspace(-4, 1.2, 500), -torch.logspace(-4, 1.2, 500)])
+    lanes = cpu_jit.lanes()
+    queries = torch.zeros(1, len(scores), lanes)
+    queries[0, :, 0] = scores
+    keys = torch.zeros(1, 2, lanes)
+    keys[0, 1, 0] = 1.0
+    values = keys.clone()
+    mask = torch.ones(len(scores), 2, dtype=torch.bool)
+    share = cpu_attention.attend(queries, keys, values, mask, 1.0, 1.0)[:, 0, 0].double()
+    found = (share / (1 - share)).log()
+    expected = torch.tanh(scores.double())
+    # a share is rounded to 2**-24 or so: its logarithm tells a score to four times that
+    assert (found - expected).abs().max() < 6e-7
+
+
+@pytest.mark.parametrize("form", ["plain", "all"])
+def test_same_bits_on_any_number_of_threads(form: str) -> None:
+    arguments, options = formed(form, torch.float32, 8, 4, 30, 90)
     before = torch.get_num_threads()
     try:
         found = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            found.append(cpu_attention.attend(*arguments))
+            found.append(cpu_attention.attend(*arguments, None, *options))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
@@ -102,6 +174,16 @@ def test_nothing_is_read_behind_what_any_row_of_a_tile_sees(
     assert torch.equal(cpu_attention.attend(queries, keys, values, mask), expected)
 
 
+def test_values_beside_their_keys() -> None:
+    """As a latent is expanded: keys and values of a head in one row, [slot][head][both]."""
+    queries, keys, values, mask = inputs(torch.float32, 64, 8, 4, 5, 40, 32)
+    both = torch.cat([keys, values], 2).transpose(0, 1).contiguous().transpose(0, 1)
+    views = both[..., :64], both[..., 64:]
+    assert cpu_attention.supports(*views)
+    found = cpu_attention.attend(queries, *views, mask)
+    assert torch.equal(found, cpu_attention.attend(queries, keys, values, mask))
+
+
 def test_scores_far_apart() -> None:
     """The exponential of what is far below the largest score is zero, of the largest one."""
     queries, keys, values, mask = inputs(torch.float32, 16, 2, 1, 4, 40)
@@ -116,7 +198,7 @@ def test_what_is_not_supported() -> None:
     assert not cpu_attention.supports(keys.double(), keys.double())
     assert not cpu_attention.supports(keys, keys.half())
     assert not cpu_attention.supports(keys[..., :2], keys[..., :2])
-    assert not cpu_attention.supports(keys, torch.zeros(2, 16, 16)[:, ::2])
+    assert not cpu_attention.supports(keys, torch.zeros(2, 8, 32)[..., ::2])
     assert not cpu_attention.supports(keys.to("meta"), keys.to("meta"))
     wide = torch.zeros(1, 2, 32 * cpu_jit.lanes() * 2)
     assert not cpu_attention.supports(wide, wide)

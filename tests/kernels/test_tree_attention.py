@@ -89,10 +89,59 @@ def test_half_precision(device: torch.device) -> None:
     assert (found - exact).abs().max() <= allowed
 
 
-def test_strided_rows_are_refused() -> None:
+def test_rows_that_do_not_lie_one_behind_the_other(device: torch.device) -> None:
     from specexec_kernels.triton_tree_attention import tree_attention
 
-    queries, keys, values = inputs(2, 4, 64, 2, 2, torch.float32)
+    tensors = inputs(2, 4, 64, 2, 2, torch.float32)
     words = pack_ancestors(random_tree(2, 0))
-    with pytest.raises(ValueError, match="contiguous"):
-        tree_attention(queries, keys.transpose(1, 2).contiguous().transpose(1, 2), values, words, 4)
+    queries, keys, values = (t.to(device) for t in tensors)
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    values = torch.cat([values, values], 2)[..., 64:]
+    found = tree_attention(queries, keys, values, words.to(device), 4).cpu()
+    torch.testing.assert_close(found, tree_attention_ref(*tensors, words, 4), rtol=1e-5, atol=1e-5)
+
+
+OPTIONS = {
+    "softcap": {"softcap": 2.0},
+    "sinks": {"sinks": torch.tensor([3.0, -2.0, 0.5, 6.0])},
+    "window": {"first_seen": torch.arange(20, 60, dtype=torch.int32)},
+    "all": {
+        "softcap": 30.0,
+        "sinks": torch.tensor([1.0, -1e4, 0.5, 2.0]).bfloat16(),
+        "first_seen": torch.arange(40, dtype=torch.int32) // 16 * 16,
+        "scale": 0.3,
+    },
+}
+
+
+@pytest.mark.parametrize("value_dim", [64, 40, 96])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_sinks_softcaps_windows_and_values_of_another_size(
+    options: str, value_dim: int, device: torch.device
+) -> None:
+    """The reference is itself held against the softmax over scores that are written out."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    prefix, chosen = 50, OPTIONS[options]
+    queries, keys, _ = inputs(40, prefix, 64, 4, 2, torch.float32)
+    rng = torch.Generator().manual_seed(0)
+    values = torch.randn(2, prefix + 40, value_dim, generator=rng)
+    tree = random_tree(40, 2)
+    words = pack_ancestors(tree)
+    expected = tree_attention_ref(queries, keys, values, words, prefix, **chosen)
+    on_device = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in chosen.items()}
+    arguments = (t.to(device) for t in (queries, keys, values, words))
+    found = tree_attention(*arguments, prefix, **on_device).cpu()
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-5)
+
+    row, head = 33, 3  # one query head of one row, by definition
+    seen = torch.cat([torch.ones(prefix, dtype=torch.bool), tree[row]])
+    if "first_seen" in chosen:
+        seen[: min(prefix, int(chosen["first_seen"][row]))] = False
+    scores = keys[1, seen] @ queries[row, head] * chosen.get("scale", 64**-0.5)
+    if "softcap" in chosen:
+        scores = chosen["softcap"] * torch.tanh(scores / chosen["softcap"])
+    weights = scores.exp()
+    total = weights.sum() + (chosen["sinks"][head].float().exp() if "sinks" in chosen else 0.0)
+    own = weights @ values[1, seen] / total
+    torch.testing.assert_close(expected[row, head], own, rtol=1e-4, atol=1e-5)

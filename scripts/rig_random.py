@@ -1,0 +1,53 @@
+"""A speed rig of an architecture whose layers no Llama's weights fit into: all weights are random.
+
+Layers that norm queries and keys, gate by GELU or have attention sinks cannot compute what the
+source computes. Such a rig has real layers' bytes, tensors and arithmetic, and its passes take a
+real model's time; its text means nothing, so no figure of drafts is to be had from it. Vocabulary
+and tokenizer are the source's, so that draft models fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rig_shapes import MODELS
+from rig_tensors import Array, RandomPool, Source
+from transformers import CONFIG_MAPPING
+
+from specexec_cli.planning.built_sizes import empty_model
+
+
+class RandomRig:
+    """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
+
+    def __init__(
+        self, source: Source, model: str, pool: RandomPool, layers: int | None = None
+    ) -> None:
+        """Of one of MODELS, with `layers` instead of its own number."""
+        self.source, self._pool = source, pool
+        settings = dict(MODELS[model])
+        kind = CONFIG_MAPPING[settings.pop("model_type")]
+        if layers is not None:
+            settings["num_hidden_layers"] = layers
+        for name in ("vocab_size", "bos_token_id", "eos_token_id"):
+            settings[name] = source.config[name]
+        self.model_config = kind(**settings, pad_token_id=None)
+
+    def config(self, shape_name: str) -> dict[str, Any]:
+        """The rig's config.json."""
+        found: dict[str, Any] = self.model_config.to_dict()
+        found["architectures"] = [type(empty_model(self.model_config)).__name__]
+        return found | {"dtype": "bfloat16", "speed_rig": {"shape": shape_name, "random": True}}
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
+        """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
+        model = empty_model(self.model_config)
+        tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        for name, tensor in model.named_parameters():
+            if name not in tied:
+                yield name, tuple(tensor.shape), "BF16"
+
+    def array(self, name: str, size: tuple[int, ...]) -> Array:
+        """The tensor, as bits of bfloat16."""
+        return self._pool.take(size)
