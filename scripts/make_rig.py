@@ -29,6 +29,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rig_gpt_oss import FORMAT as GPT_OSS
+from rig_gpt_oss import GptOssRig
 from rig_gptq import GptqRig
 from rig_routing import Routers, Routing
 from rig_rows import RowRig
@@ -46,6 +48,8 @@ COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.j
           "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
 TEXTS = DEMO.parent / "heldout_prompts.json"
+
+AnyRig = Rig | GptqRig | GptOssRig | RowRig
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +70,7 @@ class Entry:
         return self.start + self.n_bytes
 
 
-def cut_shards(rig: Rig | GptqRig | RowRig, shard_bytes: int) -> list[list[Entry]]:
+def cut_shards(rig: AnyRig, shard_bytes: int) -> list[list[Entry]]:
     """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
@@ -86,9 +90,7 @@ def cut_shards(rig: Rig | GptqRig | RowRig, shard_bytes: int) -> list[list[Entry
     return shards
 
 
-def write_shard(
-    path: Path, entries: list[Entry], rig: Rig | GptqRig | RowRig, done: Callable[[int], None]
-) -> None:
+def write_shard(path: Path, entries: list[Entry], rig: AnyRig, done: Callable[[int], None]) -> None:
     """One safetensors file, tensor after tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
@@ -130,7 +132,8 @@ def write_rig(
         shape_name: see parse_shape().
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
-        row_format: one of specexec_kernels.row_quantize.RECIPES, in place of `bits`.
+        row_format: one of specexec_kernels.row_quantize.RECIPES, or "gpt-oss" for experts as its
+            own checkpoints have them, in place of `bits`.
         routing: of a mixture on the held-out prompts; random routers unless given.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
@@ -148,8 +151,10 @@ def write_rig(
             raise ConfigError(f"--shape {shape_name} has no experts to choose: leave --skew away")
         texts = [prompt["prompt"] for prompt in json.loads(TEXTS.read_text("utf-8"))]
         routers = Routers(source_folder, texts, shape.experts, shape.chosen, routing, seed)
-    rig: Rig | GptqRig | RowRig
-    if row_format is not None:
+    rig: AnyRig
+    if row_format == GPT_OSS:
+        rig = GptOssRig(source, shape, pool, routers)
+    elif row_format is not None:
         rig = RowRig(source, shape, pool, row_format, routers)
     elif bits == 16:
         rig = Rig(source, shape, pool, routers)
@@ -176,7 +181,7 @@ def write_rig(
 
 
 def _write_folder(
-    rig: Rig | GptqRig | RowRig,
+    rig: AnyRig,
     shape_name: str,
     shards: list[list[Entry]],
     folder: Path,
@@ -221,8 +226,9 @@ def main(argv: list[str] | None = None) -> int:
         default=16,
         help="per weight; below 16 in GPTQ format",
     )
-    parser.add_argument("--format", choices=RECIPES, metavar="NAME",
-                        help=f"in place of --bits: {', '.join(RECIPES)}")  # fmt: skip
+    parser.add_argument("--format", choices=(*RECIPES, GPT_OSS), metavar="NAME",
+                        help=f"in place of --bits: {', '.join(RECIPES)}, or {GPT_OSS}, whose "
+                             "experts alone are packed")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--skew", type=float, metavar="SHARE",
                         help="of a mixture's experts, which hold 80 %% of the choices")  # fmt: skip

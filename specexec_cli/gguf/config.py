@@ -104,7 +104,9 @@ def _ends(metadata: Metadata) -> list[int] | int | None:
     found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
     spelled = metadata.words()
     ends = [word for word in _ENDS if word in spelled]
-    if {"<|return|>", "<|call|>"} <= {*ends}:  # gpt-oss, where <|end|> ends but a message of several
+    if {"<|return|>", "<|call|>"} <= {
+        *ends
+    }:  # gpt-oss, where <|end|> ends but a message of several
         ends = [word for word in ends if word != "<|end|>"]
     found += [spelled[word] for word in ends]
     ids = list(dict.fromkeys(each for each in found if each is not None))

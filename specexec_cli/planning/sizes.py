@@ -296,9 +296,7 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
     )
 
 
-def _layer(
-    shape: _Shape, config: Mapping[str, Any], index: int
-) -> tuple[list[_Linear], int, int]:
+def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int, int]:
     """One decoder layer: its linears, and the number of its other weights (norms, biases), those
     of experts apart."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

@@ -105,9 +105,7 @@ def test_plan_knows_the_bytes(saved: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("offload", ["ssd", "none"])
-def test_specexec_writes_what_autoregressive_decoding_writes(
-    tmp_path: Path, offload: str
-) -> None:
+def test_specexec_writes_what_autoregressive_decoding_writes(tmp_path: Path, offload: str) -> None:
     config = gpt_oss_config(vocab_size=BYTE_VOCAB)
     plain, packed = save_mxfp4(tmp_path, config, std=0.12)
     save_checkpoint(
