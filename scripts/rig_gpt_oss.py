@@ -2,8 +2,8 @@
 
 What a Llama has not is set so that it does nothing: biases are 0 and attention's sinks so low that
 nothing goes there. gpt-oss's gate computes gate * sigmoid(alpha * gate) * (up + 1), clamped: alpha
-is 1, the clamps are far away, and the biases of `up` are -1. As a RowRig it computes nearly what its
-source does, whose MLP every expert holds in MXFP4 among random codes.
+is 1, the clamps are far away, and the biases of `up` are -1. As a RowRig it computes nearly what
+its source does, whose MLP every expert holds in MXFP4 among random codes.
 """
 
 from __future__ import annotations

@@ -105,7 +105,8 @@ class StoredNames:
     plain: dict[str, str]  # parameter, or module + "." + leaf of a packed weight -> stored name
     conversions: list[Conversion]
     unused: dict[str, str]  # stored name -> why nothing takes it
-    # modules of all experts, whose linears are in `plain` as PerExpert names them -> (expert, linear)
+    # modules of all experts whose linears are in `plain`, as PerExpert names them, each with
+    # (expert, linear)
     apart: dict[str, set[tuple[int, str]]]
 
     @classmethod

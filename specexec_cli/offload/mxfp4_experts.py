@@ -1,8 +1,9 @@
-"""gpt-oss's own checkpoints: MXFP4 experts, all of a layer in one tensor, as tensors of each expert.
+"""gpt-oss's own checkpoints: MXFP4 experts in tensors of a whole layer, as tensors of each expert.
 
-`X.experts.gate_up_proj_blocks` (experts, outputs, groups, 16 bytes), its `_scales` (experts, outputs,
-groups) and its `_bias` (experts, outputs) become `X.experts.N.gate_up.blocks` (outputs, bytes),
-`.scales` and `.bias`; `down_proj` likewise. Nothing moves: an expert's bytes lie in one piece.
+`X.experts.gate_up_proj_blocks` (experts, outputs, groups, 16 bytes), its `_scales` (experts,
+outputs, groups) and its `_bias` (experts, outputs) become `X.experts.N.gate_up.blocks` (outputs,
+bytes), `.scales` and `.bias`; `down_proj` likewise. Nothing moves: an expert's share of each lies
+in one piece.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """gpt-oss's MXFP4 experts (`quant_method` "mxfp4"), once each expert has tensors of its own.
 
-Source: transformers' integrations/mxfp4.py, `convert_moe_packed_tensors`, which gives the transposed
-matrix.
+Source: transformers' integrations/mxfp4.py, `convert_moe_packed_tensors`, whose matrices are
+transposed besides.
 """
 
 from __future__ import annotations
