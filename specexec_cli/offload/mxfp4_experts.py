@@ -51,7 +51,8 @@ def _check(tensor: TensorRange, leaf: str, stem: str, tensors: Mapping[str, Tens
             )
     blocks = tensors[f"{stem}_blocks"]
     rank = _DIMENSIONS[leaf]
-    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != _GROUP_BYTES:
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
+    if blocks.dtype != "U8" or not fits or not blocks.n_bytes:  # nothing can be of any number
         raise CheckpointError(
             f"{blocks.path}: tensor '{blocks.name}' is {blocks.dtype} of shape "
             f"{list(blocks.shape)}, expected U8 of [experts, outputs, groups, {_GROUP_BYTES}]"

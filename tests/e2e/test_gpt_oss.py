@@ -132,6 +132,7 @@ def _too_few(tensors: dict[str, Tensor]) -> None:
         (put(f"{STEM}_bias", torch.zeros(4, 96)), r"shape \[4, 96\]"),
         (put(f"{STEM}_blocks", torch.zeros(4, 192, 2, 8).byte()), r"expected U8 of \[experts"),
         (put(f"{STEM}_blocks", torch.zeros(4, 192, 2, 16)), r"is F32 of shape"),
+        (put(f"{STEM}_blocks", torch.zeros(2**40, 0, 2, 16).byte()), r"expected U8 of \[experts"),
         (_too_few, "are not the 4 that the config asks for"),
     ],
 )
