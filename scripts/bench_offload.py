@@ -31,8 +31,7 @@ from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.config import Method
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
-from specexec_cli.models.linear import mixed_linear
-from specexec_cli.planning.probe import probe_flops
+from specexec_cli.models.arithmetic_probe import probe_arithmetic
 
 Measured = TypeVar("Measured")
 METHODS: tuple[Method, ...] = ("autoregressive", "specexec")
@@ -110,8 +109,8 @@ def run(config: Config) -> dict[str, Any]:
     found = results(bench.samples, setup.sizes[0], setup.plan, config.budget)
     found["knee"]["planned_rows"] = None  # the arithmetic of a GPU is not probed
     if config.device == "cpu":
-        linear_flops = probe_flops(
-            torch.bfloat16, setup.dtype, lambda rows, weight: mixed_linear(rows, weight, None)
+        linear_flops = probe_arithmetic(
+            str(setup.dtype).removeprefix("torch."), setup.sizes[0].packed_bits
         )
         raw = found["raw"]["bytes_per_s"]["p50"]
         found["knee"]["planned_rows"] = setup.planned_knee(raw, linear_flops)
@@ -133,7 +132,8 @@ def run(config: Config) -> dict[str, Any]:
 def parse(argv: list[str]) -> Config:
     """Options as a Config."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rig", type=Path, required=True, metavar="DIR", help="of make_rig.py")
+    parser.add_argument("--rig", type=Path, required=True, metavar="DIR",
+                        help="of make_rig.py, in any of its formats, or a GGUF file")  # fmt: skip
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="DIR")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tier", choices=("ssd", "ram"), default="ssd",

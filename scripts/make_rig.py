@@ -30,6 +30,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rig_gpt_oss import FORMAT as GPT_OSS
+from rig_gpt_oss import GptOssRig
 from rig_gptq import GptqRig
 from rig_random import RandomRig
 from rig_routing import Routers, Routing
@@ -47,8 +49,9 @@ SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
-AnyRig = Rig | GptqRig | RowRig | RandomRig
 TEXTS = DEMO.parent / "heldout_prompts.json"
+
+AnyRig = Rig | GptqRig | GptOssRig | RowRig | RandomRig
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,8 @@ def write_rig(
         shape_name: see parse_shape(), or one of rig_random.MODELS.
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
-        row_format: one of specexec_kernels.row_quantize.RECIPES, in place of `bits`.
+        row_format: one of specexec_kernels.row_quantize.RECIPES, or "gpt-oss" for experts as its
+            own checkpoints have them, in place of `bits`.
         routing: of a mixture on the held-out prompts; random routers unless given.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
@@ -151,7 +155,9 @@ def write_rig(
         shape = parse_shape(shape_name)
         shape = shape if layers is None else replace(shape, layers=layers)
         routers = _routers(source_folder, shape_name, shape, routing, seed)
-        if row_format is not None:
+        if row_format == GPT_OSS:
+            rig = GptOssRig(source, shape, pool, routers)
+        elif row_format is not None:
             rig = RowRig(source, shape, pool, row_format, routers)
         elif bits == 16:
             rig = Rig(source, shape, pool, routers)
@@ -235,8 +241,9 @@ def main(argv: list[str] | None = None) -> int:
         default=16,
         help="per weight; below 16 in GPTQ format",
     )
-    parser.add_argument("--format", choices=RECIPES, metavar="NAME",
-                        help=f"in place of --bits: {', '.join(RECIPES)}")  # fmt: skip
+    parser.add_argument("--format", choices=(*RECIPES, GPT_OSS), metavar="NAME",
+                        help=f"in place of --bits: {', '.join(RECIPES)}, or {GPT_OSS}, whose "
+                             "experts alone are packed")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--skew", type=float, metavar="SHARE",
                         help="of a mixture's experts, which hold 80 %% of the choices")  # fmt: skip

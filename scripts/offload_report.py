@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import subprocess
 from collections import defaultdict
@@ -18,6 +17,7 @@ import transformers
 import specexec_cli
 from specexec_cli.core import StepResult
 from specexec_cli.device import cpu_info, format_bytes, gpus, total_ram_bytes
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
 
@@ -54,7 +54,7 @@ def environment(rig: Path, seed: int) -> dict[str, Any]:
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=Path(__file__).parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    config = json.loads((rig / "config.json").read_text())
+    config = read_checkpoint(rig).config
     return {
         "schema": SCHEMA,
         "bench": "offload",

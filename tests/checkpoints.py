@@ -71,6 +71,10 @@ ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
+    "gpt-oss": (
+        transformers.GptOssConfig,
+        {"head_dim": 8, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "phi3": (transformers.Phi3Config, {"sliding_window": 9}),
     "starcoder2": (transformers.Starcoder2Config, {"sliding_window": 7}),
     "gpt-bigcode": (transformers.GPTBigCodeConfig, _GPT_BIGCODE),
@@ -112,7 +116,10 @@ def save_checkpoint(
             takes the first rows.
     """
     torch.manual_seed(seed)
-    eager = config.model_type in ("gemma2", "gpt_oss")  # PyTorch's attention is not theirs
+    # PyTorch's attention knows neither sinks nor soft-caps
+    eager = config.model_type == "gpt_oss" or (
+        getattr(config, "attn_logit_softcapping", None) is not None
+    )
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="eager" if eager else "sdpa", dtype=torch.float32
     )

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 ARCHITECTURES = {
     "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 PLAIN = {"F32": np.float32, "F16": np.float16}
 # (name in GGUF, shape) -> its type; what is written is Kind's
@@ -23,12 +24,13 @@ KindOf = Callable[[str, tuple[int, ...]], Kind]
 
 
 def all_of(kind: Kind) -> KindOf:
-    """Every matrix in one type, as far as its rows are whole blocks; vectors and, as llama.cpp has
-    it, routers in float32."""
+    """Every matrix in one type, as far as its rows are whole blocks; vectors and biases and, as
+    llama.cpp has it, routers in float32."""
 
     def kind_of(name: str, shape: tuple[int, ...]) -> Kind:
         block = gguf.GGML_QUANT_SIZES[kind][0]
-        fits = len(shape) > 1 and shape[-1] % block == 0 and "ffn_gate_inp" not in name
+        wide = len(shape) > 1 and "ffn_gate_inp" not in name and not name.endswith(".bias")
+        fits = wide and shape[-1] % block == 0
         return kind if fits else Kind.F32
 
     return kind_of
@@ -124,7 +126,8 @@ def gguf_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
             query = linear[1] == "q"
             heads = config.num_attention_heads if query else config.num_key_value_heads
             values = interleaved(values, heads)
-        for stored, part in _parts(name, values).items():
+        parts_of = _gpt_oss_parts if config.model_type == "gpt_oss" else _parts
+        for stored, part in parts_of(name, values).items():
             renamed = names.get_name(stored, try_suffixes=(".weight", ".bias"))
             assert renamed is not None, stored
             found[renamed] = part
@@ -163,6 +166,22 @@ def _parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
     return {name + ".weight" * name.endswith(".experts.down_proj"): values}
 
 
+def _gpt_oss_parts(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """Likewise of gpt-oss, whose matrices lie transposed, outputs of gate and up in turns."""
+    if name.endswith(".sinks"):
+        return {f"{name}.weight": values}
+    stem, _, linear = name.rpartition(".experts.")
+    if not stem:
+        return {name: values}
+    stem, is_bias = f"{stem}.experts.", linear.endswith("_bias")
+    leaf, rows = ("bias", values) if is_bias else ("weight", values.swapaxes(1, 2))
+    if linear.startswith("down_proj"):
+        parts = {"down_proj": rows}
+    else:
+        parts = {"gate_proj": rows[:, ::2], "up_proj": rows[:, 1::2]}
+    return {f"{stem}{part}.{leaf}": np.ascontiguousarray(each) for part, each in parts.items()}
+
+
 def interleaved(values: np.ndarray, heads: int) -> np.ndarray:
     """Rows in llama.cpp's order: both halves of a rotary pair beside each other."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
@@ -185,12 +204,14 @@ def _add_config(writer: gguf.GGUFWriter, config: Any, architecture: str) -> None
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     writer.add_vocab_size(config.vocab_size)
-    if config.model_type in ("mixtral", "qwen3_moe"):
+    if config.model_type in ("mixtral", "qwen3_moe", "gpt_oss"):
         writer.add_expert_count(getattr(config, "num_local_experts", None) or config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if architecture in ("gemma2", "gemma3", "phi3"):
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+    if architecture in ("gemma2", "gemma3", "phi3", "gpt-oss"):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)

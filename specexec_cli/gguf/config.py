@@ -22,7 +22,7 @@ Config = dict[str, Any]
 # llama.cpp's name of an architecture -> transformers' model_type
 MODEL_TYPES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
-    "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3",
+    "gemma2": "gemma2", "gemma3": "gemma3_text", "phi3": "phi3", "gpt-oss": "gpt_oss",
 }  # fmt: skip
 _WHOLE = {
     "context_length": "max_position_embeddings",
@@ -32,7 +32,7 @@ _WHOLE = {
 }
 _ENDS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>",
-    "<end_of_turn>",
+    "<end_of_turn>", "<|return|>", "<|call|>",
 )  # fmt: skip
 
 
@@ -103,7 +103,12 @@ def _ends(metadata: Metadata) -> list[int] | int | None:
     llama.cpp goes by as well (src/llama-vocab.cpp): many files name but one."""
     found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
     spelled = metadata.words()
-    found += [spelled[word] for word in _ENDS if word in spelled]
+    ends = [word for word in _ENDS if word in spelled]
+    if {"<|return|>", "<|call|>"} <= {
+        *ends
+    }:  # gpt-oss, where <|end|> ends but a message of several
+        ends = [word for word in ends if word != "<|end|>"]
+    found += [spelled[word] for word in ends]
     ids = list(dict.fromkeys(each for each in found if each is not None))
     return ids if len(ids) > 1 else next(iter(ids), None)
 
@@ -150,17 +155,21 @@ def _gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
-def _gemma3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
-    pattern = metadata.whole("attention.sliding_window_pattern", 6)
-    layers = range(1, config["num_hidden_layers"] + 1)
-    local = metadata.number("rope.freq_base_swa", 10000.0)
-    kinds = [
+def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
+    """Kinds of attention where one layer of `every` sees the whole text, unless metadata says
+    otherwise."""
+    pattern = metadata.whole("attention.sliding_window_pattern", every)
+    return [
         "full_attention" if pattern and number % pattern == 0 else "sliding_attention"
-        for number in layers
+        for number in range(1, config["num_hidden_layers"] + 1)
     ]
+
+
+def _gemma3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    local = metadata.number("rope.freq_base_swa", 10000.0)
     return {
         "sliding_window": metadata.whole("attention.sliding_window"),
-        "layer_types": kinds,
+        "layer_types": _layer_types(metadata, config, every=6),
         "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
         "query_pre_attn_scalar": _query_scale(config, layers_of_27b=62),
         "rope_parameters": {
@@ -190,6 +199,25 @@ def _phi3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     }
 
 
+def _gpt_oss(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    rope = config["rope_parameters"]
+    if metadata.number("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
+        raise metadata.refusal("layers with windows have a rotary base of their own")
+    if rope["rope_type"] == "yarn":
+        # as in the models' own config.json; llama.cpp rounds where YaRN's ramp begins and ends
+        rope = {**rope, "truncate": False}
+    return {
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "num_local_experts": _experts(file, metadata),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, config, every=2),
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "rope_parameters": rope,
+    }
+
+
 _OWN: Mapping[str, Callable[[GgufFile, Metadata, Config], Config]] = {
     "llama": _llama, "qwen3moe": _qwen3moe, "gemma2": _gemma2, "gemma3": _gemma3, "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
 }  # fmt: skip

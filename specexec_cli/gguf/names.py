@@ -45,6 +45,9 @@ _GEMMA = {
 }
 
 
+_VECTORS = {"attn_sinks": "self_attn.sinks"}  # which are no module's `weight`
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one architecture's tensors differ from Llama's."""
@@ -70,6 +73,10 @@ FAMILIES: Mapping[str, Family] = {
     "gemma2": Family(_GEMMA, norms_plus_one=True),
     "gemma3_text": Family(_GEMMA, norms_plus_one=True),
     "phi3": Family({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
+    "gpt_oss": Family(
+        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
+        expert="mlp.experts.{index}.{part}",
+    ),
 }  # fmt: skip
 
 
@@ -130,7 +137,7 @@ def _translated(
     prefix, leaf = f"model.layers.{found['layer']}.", found["leaf"]
     if experts := _EXPERTS.fullmatch(found["part"]):
         count = config.get("num_experts", config.get("num_local_experts"))
-        if len(tensor.shape) != 3 or tensor.shape[0] != count:
+        if len(tensor.shape) != (2 if leaf == "bias" else 3) or tensor.shape[0] != count:
             raise CheckpointError(
                 f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, the "
                 f"metadata says {count} experts: the file is damaged, download it again"
@@ -141,6 +148,8 @@ def _translated(
         }
     if old := _OLD_EXPERT.fullmatch(found["part"]):
         return {f"{prefix}{_expert(family, int(old['index']), old['part'])}.{leaf}": tensor}
+    if found["part"] in _VECTORS:
+        return {prefix + _VECTORS[found["part"]]: tensor}
     inside = family.inside.get(found["part"], _INSIDE.get(found["part"]))
     return {f"{prefix}{inside}.{leaf}" if inside else tensor.name: tensor}
 
@@ -151,7 +160,7 @@ def _expert(family: Family, index: int, part: str) -> str:
 
 
 def _nth(tensor: GgufTensor, index: int) -> GgufTensor:
-    """One expert's matrix of a stack."""
+    """One expert's matrix of a stack, or its bias."""
     size = (tensor.stop - tensor.start) // tensor.shape[0]
     start = tensor.start + index * size
     return replace(tensor, shape=tensor.shape[1:], start=start, stop=start + size)

@@ -194,24 +194,34 @@ class _ActTimesUp(nn.Module):
 class _OwnGate(nn.Module):
     """A gate as an architecture's modelling code has it."""
 
-    def __init__(self, fused: nn.Module) -> None:
-        """Of transformers' module of all experts, whose weights are let go."""
+    def __init__(self, fused: nn.Module, *, interleaved: bool) -> None:
+        """Of transformers' module of all experts, whose weights are let go.
+
+        Args:
+            interleaved: whether it takes outputs of `gate` and `up` in turns, which come apart.
+        """
         super().__init__()
         self.fused = fused
+        self._interleaved = interleaved
         for name in list(fused._parameters):
             fused.register_parameter(name, None)
         self._gate = with_fixed_sigmoid(type(fused)._apply_gate)  # type: ignore[attr-defined]
 
     def forward(self, *parts: Tensor) -> Tensor:
-        output: Tensor = self._gate(self.fused, torch.cat(parts, dim=-1))
+        both = torch.stack(parts, -1).flatten(-2) if self._interleaved else torch.cat(parts, dim=-1)
+        output: Tensor = self._gate(self.fused, both)
         return output
 
 
-def per_expert(fused: nn.Module, *, transposed: bool) -> PerExpert:
+def per_expert(
+    fused: nn.Module, *, transposed: bool, halves_apart: bool | None = None
+) -> PerExpert:
     """Separate linears for transformers' module of all experts (see has_separable_experts).
 
     Args:
         transposed: whether the checkpoint has the matrices as (inputs, outputs).
+        halves_apart: whether it has `gate` and `up` as matrices of their own; where it has all
+            experts in one tensor that follows from how they lie in it.
     """
     gate_up, down = cast(Tensor, fused.gate_up_proj), cast(Tensor, fused.down_proj)
     bias = bool(fused.has_bias)
@@ -220,6 +230,7 @@ def per_expert(fused: nn.Module, *, transposed: bool) -> PerExpert:
     double, hidden = reversed(sizes) if fused.is_transposed else sizes
     # a half that lies in one piece is a matrix of its own
     apart = bool(fused.is_concatenated) and not (transposed or bias)
+    apart = apart if halves_apart is None else halves_apart
     inner = double // 2
 
     def expert() -> nn.ModuleDict:
@@ -232,5 +243,9 @@ def per_expert(fused: nn.Module, *, transposed: bool) -> PerExpert:
     assert down.shape[0] == count, "both are of all experts"
     own = type(fused)._apply_gate is not _default_apply_gate  # type: ignore[attr-defined]
     plain = apart and not own
-    gate = _ActTimesUp(cast(nn.Module, fused.act_fn)) if plain else _OwnGate(fused)
+    gate: nn.Module
+    if plain:
+        gate = _ActTimesUp(cast(nn.Module, fused.act_fn))
+    else:
+        gate = _OwnGate(fused, interleaved=apart and not fused.is_concatenated)
     return PerExpert(nn.ModuleList(expert() for _ in range(count)), gate)

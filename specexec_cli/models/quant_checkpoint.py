@@ -124,12 +124,20 @@ def replace_linears(
     Args:
         kinds: classes of linears, with in_features and out_features.
         stored_name: a linear's name within `module` -> its name in the checkpoint.
+    Raises:
+        CheckpointError: tensors of a linear do not fit, or its bias is missing.
     """
     for path, old in list(module.named_modules()):
         if not isinstance(old, kinds):
             continue
-        new = quantization.linear(stored_name(path), int(old.in_features), int(old.out_features))  # type: ignore[arg-type]
+        name = stored_name(path)
+        new = quantization.linear(name, int(old.in_features), int(old.out_features))  # type: ignore[arg-type]
         if new is not None:
+            if old.bias is not None and new.bias is None:
+                raise CheckpointError(
+                    f"tensor '{name}.bias' is missing, which the packed weight '{name}' goes with: "
+                    "download the checkpoint again"
+                )
             parent, _, leaf = path.rpartition(".")
             setattr(module.get_submodule(parent), leaf, new)
 

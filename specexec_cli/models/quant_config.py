@@ -22,6 +22,10 @@ from specexec_cli.planning.packed_formats import PACKED_KINDS, PackedKind
 Notice = Callable[[str], None]
 
 _FILES = ("quantize_config.json", "quant_config.json")
+# methods whose layouts no kernel here has
+_UNREADABLE = {
+    "hqq": "its zero points are fractions, where those of layouts that are read are whole",
+}
 _TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points without loss
 
 
@@ -114,6 +118,11 @@ def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
             "use a checkpoint that was quantized with pack_dtype int32"
         )
     variant = _variant(keys, kind, path)
+    if keys.get("data_type", "int") != "int":
+        raise CheckpointError(
+            f"{path}: {kind.name} weights of data_type '{keys['data_type']}' are not supported, "
+            "only int is: use the original weights"
+        )
     sym = keys.get("sym")
     if sym is None and "zero_point" in keys:
         sym = not keys["zero_point"]
@@ -123,7 +132,7 @@ def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
         group_size=_integer(keys, ("group_size", "q_group_size"), path),
         desc_act=bool(keys.get("desc_act", False)),
         sym=sym,
-        v2=kind.zeros_minus_one and variant.endswith("_v2"),
+        v2=kind.zeros_minus_one and variant in kind.plain_zeros,
     )
     _check(spec, path)
     return QuantConfig(
@@ -142,29 +151,38 @@ def _kind(keys: Mapping[str, Any], path: Path) -> PackedKind:
         known = PACKED_KINDS.values()
         own = (k for k in known if path.name == k.own_file or (k.own_key and k.own_key in keys))
         return next(own, next(iter(known)))
-    kind = PACKED_KINDS.get(str(name).lower())
-    if kind is None:
-        *others, last = (*PACKED_KINDS, *METHODS)
+    name = str(name).lower()
+    kinds = [kind for kind in PACKED_KINDS.values() if kind.name == name]
+    if not kinds:
+        names = dict.fromkeys(kind.name for kind in PACKED_KINDS.values())
+        *others, last = (*names, *METHODS)
+        reason = f": {_UNREADABLE[name]}" if name in _UNREADABLE else ""
         raise CheckpointError(
-            f"{path}: quantization method '{str(name).lower()}' is not supported. Supported are "
+            f"{path}: quantization method '{name}' is not supported{reason}. Supported are "
             f"{', '.join(others)} and {last}: use such a checkpoint of the model, or the original "
             "weights"
         )
-    return kind
+    return next((kind for kind in kinds if _named_variant(keys, kind) in kind.variants), kinds[0])
 
 
-def _variant(keys: Mapping[str, Any], kind: PackedKind, path: Path) -> str:
+def _named_variant(keys: Mapping[str, Any], kind: PackedKind) -> str:
     usual = (
         "marlin"
         if keys.get("is_marlin_format")
         else keys.get("checkpoint_format", keys.get("format"))
     )
     named = [*(keys.get(key) for key in kind.variant_keys), usual, kind.variants[0]]
-    variant = str(next(name for name in named if name)).lower()
+    return str(next(name for name in named if name)).lower()
+
+
+def _variant(keys: Mapping[str, Any], kind: PackedKind, path: Path) -> str:
+    variant = _named_variant(keys, kind)
     if variant not in kind.variants:
+        alike = (each for each in PACKED_KINDS.values() if each.name == kind.name)
+        variants = [name for each in alike for name in each.variants]
         raise CheckpointError(
-            f"{path}: {kind.method} format '{variant}' is not supported. Supported: "
-            f"{', '.join(kind.variants)}; convert the checkpoint with the tool that wrote it"
+            f"{path}: {kind.name} format '{variant}' is not supported. Supported: "
+            f"{', '.join(variants)}; convert the checkpoint with the tool that wrote it"
         )
     return variant
 
@@ -210,14 +228,25 @@ def _rules(keys: Mapping[str, Any], path: Path) -> tuple[tuple[str, Mapping[str,
     for key, overrides in dynamic.items():
         excluded = key.startswith("-")
         pattern = re.sub(r"^[-+]:?", "", key)
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise CheckpointError(f"{path}: dynamic rule '{key}' is no regex: {error}") from error
+        _check_regex(pattern, "dynamic", path)
         rules.append((pattern, None if excluded else overrides or {}))
+    extra = keys.get("extra_config") or {}  # AutoRound: names, or regexes of names
+    if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
+        raise CheckpointError(f"{path}: 'extra_config' must map names to settings, not {extra!r}")
+    for key, overrides in extra.items():
+        _check_regex(key, "extra_config", path)
+        plain = overrides.get("bits", 0) >= 16
+        rules.append((rf"(?:{key})$", None if plain else overrides))
     for part in keys.get("modules_to_not_convert") or []:  # AWQ: parts of names
         rules.append((rf".*{re.escape(part)}", None))
     return tuple(rules)
+
+
+def _check_regex(pattern: str, key: str, path: Path) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise CheckpointError(f"{path}: {key} rule '{pattern}' is no regex: {error}") from error
 
 
 def _override(spec: QuantSpec, overrides: Mapping[str, Any], path: Path) -> QuantSpec:

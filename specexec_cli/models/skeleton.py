@@ -214,6 +214,15 @@ def _apart(
     leaves: Mapping[str, tuple[str, str]],
 ) -> PerExpert:
     """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
+    if found := names.apart.get(path):
+        linears = {linear for _, linear in found}
+        count = fused.gate_up_proj.shape[0]  # type: ignore[union-attr, index]
+        if found != {(index, linear) for index in range(count) for linear in linears}:
+            raise CheckpointError(
+                f"{checkpoint.folder}: the experts of '{path}' are not the {count} that the config "
+                "asks for. Are all files of the same model?"
+            )
+        return per_expert(fused, transposed=False, halves_apart="gate" in linears)
     lie = set()
     for leaf in ("gate_up_proj", "down_proj"):
         name, transposed = f"{path}.{leaf}", bool(fused.is_transposed)

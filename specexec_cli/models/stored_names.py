@@ -31,6 +31,10 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.store import Checkpoint
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+# a linear of one expert, of types whose own checkpoints have all experts in one tensor
+_LINEAR_APART = re.compile(
+    r"(?P<block>.+\.experts)\.(?P<index>\d{1,9})\.(?P<linear>gate_up|gate|up|down)\.(?P<leaf>\w+)"
+)
 # what older versions of transformers saved, and every model computes for itself
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$"
@@ -96,11 +100,14 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """Every tensor of a checkpoint is in one of the three."""
+    """Every tensor of a checkpoint is in one of the first three."""
 
     plain: dict[str, str]  # parameter, or module + "." + leaf of a packed weight -> stored name
     conversions: list[Conversion]
     unused: dict[str, str]  # stored name -> why nothing takes it
+    # modules of all experts whose linears are in `plain`, as PerExpert names them, each with
+    # (expert, linear)
+    apart: dict[str, set[tuple[int, str]]]
 
     @classmethod
     def read(
@@ -125,7 +132,14 @@ class StoredNames:
         unused: dict[str, str] = {}
         unknown: list[str] = []
         converted: dict[str, Conversion] = {}
+        apart: dict[str, set[tuple[int, str]]] = {}
         for name in checkpoint:
+            own = _LINEAR_APART.fullmatch(name)
+            if own is not None and f"{own['block']}.gate_up_proj" in expected:
+                index, linear = int(own["index"]), own["linear"]
+                plain[f"{own['block']}.experts.{index}.{linear}.{own['leaf']}"] = name
+                apart.setdefault(own["block"], set()).add((index, linear))
+                continue
             module, leaf = leaves.get(name, (None, ""))
             asked = name if module is None else f"{module}.weight"
             found, pattern = rename_source_key(
@@ -150,7 +164,7 @@ class StoredNames:
         for conversion in converted.values():
             for names in conversion.sources.values():
                 names.sort(key=_by_number)
-        return cls(plain, list(converted.values()), unused)
+        return cls(plain, list(converted.values()), unused, apart)
 
 
 def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:

@@ -119,7 +119,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Find the weights of `folder` and read their headers.
 
     Prefers model.safetensors, then a *.safetensors.index.json with its shards, then the only
-    *.safetensors file there is (GPTQ checkpoints name it freely). A file is a GGUF file.
+    *.safetensors file there is (GPTQ checkpoints name it freely). A file is a GGUF file. Experts
+    that gpt-oss keeps packed in one tensor are tensors of their own, see mxfp4_experts.
 
     Raises:
         CheckpointError: weights missing, damaged, ambiguous, or not in safetensors format.
@@ -128,15 +129,21 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint  # knows this module
 
         return read_gguf_checkpoint(folder)
+    from specexec_cli.offload.mxfp4_experts import experts_apart  # likewise
+
+    return Checkpoint(folder, experts_apart(_read_headers(folder)))
+
+
+def _read_headers(folder: Path) -> dict[str, TensorRange]:
     single = folder / "model.safetensors"
     if single.is_file():
-        return Checkpoint(folder, read_header(single))
+        return read_header(single)
     indexes = sorted(folder.glob("*.safetensors.index.json"))
     if indexes:
-        return Checkpoint(folder, _read_index(_only(indexes, "index", folder)))
+        return _read_index(_only(indexes, "index", folder))
     files = sorted(folder.glob("*.safetensors"))
     if files:
-        return Checkpoint(folder, read_header(_only(files, "weights", folder)))
+        return read_header(_only(files, "weights", folder))
     raise CheckpointError(_nothing_found(folder))
 
 

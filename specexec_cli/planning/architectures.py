@@ -29,8 +29,11 @@ class Architecture:
     query_key_norms: Literal["none", "one head", "all heads"] = "none"
     # which linears have a bias: those of queries, keys and values ("qkv"); all of attention and
     # MLP, with those of the LayerNorms ("all"); or, where config.json asks for them, attention's
-    # or of these the first three
-    biases: Literal["qkv", "all", "as configured", "qkv as configured"] = "as configured"
+    # or of these the first three; or attention's, the router's and the experts'
+    biases: Literal["qkv", "all", "as configured", "qkv as configured", "with experts"] = (
+        "as configured"
+    )
+    sinks: bool = False  # a number for each query head, which attention may give its weight to
     tied_by_default: bool = False  # the head is the embedding table unless config.json says no
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
@@ -75,6 +78,12 @@ register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_
 register(
     Architecture(
         model_type="qwen3_moe", title="Qwen3-MoE", mlp="experts", query_key_norms="one head",
+    )
+)  # fmt: skip
+register(
+    Architecture(
+        model_type="gpt_oss", title="GptOss", mlp="experts", biases="with experts", sinks=True,
+        default_head_dim=64, default_kv_heads=8,
     )
 )  # fmt: skip
 register(Architecture(model_type="phi3", title="Phi-3", mlp="gated"))

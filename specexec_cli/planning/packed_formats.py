@@ -17,7 +17,8 @@ from typing import Literal
 class PackedKind:
     """One `quant_method` of config.json, as far as it differs from GPTQ."""
 
-    method: str  # as the config names it
+    method: str  # as the config names it, unless `config_name` does
+    config_name: str = ""  # of a method that several kinds have; their variants tell which
     bits: tuple[int, ...] = (2, 3, 4, 8)  # of a code, that can be read
     # Variants that can be read; the first is meant where the config names none.
     variants: tuple[str, ...] = ("gptq", "gptq_v2")
@@ -27,14 +28,20 @@ class PackedKind:
     own_key: str | None = None
     # Codes lie down the inputs as GPTQ packs them, or along the outputs in AWQ's order.
     layout: Literal["gptq", "awq"] = "gptq"
-    # Zero points are stored minus one, save in variants that end in _v2.
+    # Zero points are stored minus one, save in some variants.
     zeros_minus_one: bool = True
+    plain_zeros: tuple[str, ...] = ("gptq_v2",)
     tensors: tuple[str, ...] = (
         "qweight",
         "qzeros",
         "scales",
         "g_idx",
     )  # of a linear; g_idx may miss
+
+    @property
+    def name(self) -> str:
+        """What the config calls the method."""
+        return self.config_name or self.method
 
 
 _table: dict[str, PackedKind] = {}
@@ -60,5 +67,21 @@ register(
         method="awq", bits=(4,), variants=("gemm",), variant_keys=("version",),
         own_file="quant_config.json", own_key="version", layout="awq", zeros_minus_one=False,
         tensors=("qweight", "qzeros", "scales"),
+    )
+)  # fmt: skip
+# AutoRound (Cheng et al., arXiv:2309.05516), which packs as GPTQ or AWQ do; `packing_format` says
+# which (GPTQ_FORMAT and AWQ_FORMAT in auto_round/inference/backend.py)
+register(
+    PackedKind(
+        method="auto-round", variant_keys=("packing_format",),
+        variants=("auto_round:auto_gptq", "auto_round", "auto_round:gptqmodel"),
+        plain_zeros=("auto_round", "auto_round:gptqmodel"),
+    )
+)  # fmt: skip
+register(
+    PackedKind(
+        method="auto-round in AWQ's layout", config_name="auto-round", bits=(4,), layout="awq",
+        variants=("auto_round:auto_awq",), variant_keys=("packing_format",),
+        zeros_minus_one=False, tensors=("qweight", "qzeros", "scales"),
     )
 )  # fmt: skip

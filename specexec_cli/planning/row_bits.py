@@ -34,6 +34,11 @@ def row_bits(quantization: Mapping[str, Any], inputs: int) -> float | None:
     return bits
 
 
+def packs_experts_alone(quantization: Mapping[str, Any]) -> bool:
+    """Whether linears that are no expert's stay plain, as in gpt-oss's own checkpoints."""
+    return str(quantization.get("quant_method")).lower() == "mxfp4"
+
+
 def _fp8(quantization: Mapping[str, Any], inputs: int) -> float:
     block = quantization.get("weight_block_size") or (1, inputs)
     return 8 + 32 / (block[0] * block[1])

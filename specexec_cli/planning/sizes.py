@@ -19,11 +19,11 @@ from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, ref
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.packed_formats import PACKED_KINDS
-from specexec_cli.planning.row_bits import row_bits
+from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")  # of all experts of a layer
+_FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)(_bias)?$")  # of all experts of a layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,10 +139,13 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     item = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     layers, experts, params, active, largest = [], [], 0, 0, 0
     for index in range(shape.layers):
-        linears, others = _layer(shape, config, index)
+        linears, others, of_experts = _layer(shape, config, index)
+        others += of_experts
         weights = others * item
+        in_experts = [each for each in linears if each.expert]
         experts.append(
-            sum(each.count * _linear_bytes(each, item, config) for each in linears if each.expert)
+            of_experts * item
+            + sum(each.count * _linear_bytes(each, item, config) for each in in_experts)
         )
         for linear in linears:
             params += linear.inputs * linear.outputs * linear.count
@@ -293,16 +296,17 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
     )
 
 
-def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int]:
-    """One decoder layer: its linears, and the number of its other weights (norms, biases)."""
+def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int, int]:
+    """One decoder layer: its linears, and the number of its other weights (norms, biases), those
+    of experts apart."""
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = [
         _Linear(shape.hidden, query),
         _Linear(shape.hidden, key, 2, 2),
         _Linear(query, shape.hidden),
     ]
-    biases = 0
-    others = shape.kind.norms * shape.hidden
+    biases = of_experts = 0
+    others = shape.kind.norms * shape.hidden + (shape.heads if shape.kind.sinks else 0)
     if shape.kind.query_key_norms == "one head":
         others += 2 * shape.head_dim
     elif shape.kind.query_key_norms == "all heads":
@@ -313,10 +317,16 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
         others += 2 * shape.hidden  # LayerNorm has a bias
         if config.get("use_bias", True):
             biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
+    elif shape.kind.biases == "with experts":
+        count = _expert_count(config)
+        of_experts = count * (2 * shape.intermediate + shape.hidden)
+        biases += count
+        if config.get("attention_bias", True):
+            biases += query + 2 * key + shape.hidden
     elif config.get("attention_bias", False):
         output = 0 if shape.kind.biases == "qkv as configured" else shape.hidden
         biases += query + 2 * key + output
-    return attention + _mlp(shape, config, index), others + biases
+    return attention + _mlp(shape, config, index), others + biases, of_experts
 
 
 def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
@@ -350,7 +360,8 @@ def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
     """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
     quantization = config.get("quantization_config") or {}
     row_packed = row_bits(quantization, linear.inputs)
-    if row_packed is not None and linear.quantized:
+    whole = linear.expert or not packs_experts_alone(quantization)
+    if row_packed is not None and linear.quantized and whole:
         return math.ceil(linear.inputs * linear.outputs * row_packed / 8)
     bits = int(quantization.get("bits") or 0)
     if not bits or not linear.quantized:

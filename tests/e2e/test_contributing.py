@@ -147,11 +147,11 @@ def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_the_example_of_packed_weights(tmp_path: Path) -> None:
     plain, packed = save_quantized(tmp_path)
-    keys = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq"}
+    keys = {"quant_method": "intel/auto-round", "packing_format": "auto_round:auto_gptq"}
     edit_quantization(packed, **keys, checkpoint_format=None, desc_act=None)
-    with pytest.raises(CheckpointError, match="'auto-round' is not supported"):
+    with pytest.raises(CheckpointError, match="'intel/auto-round' is not supported"):
         open_float32(packed)
-    assert added_by("packed weights", packed_formats.PACKED_KINDS) == "auto-round"
+    assert added_by("packed weights", packed_formats.PACKED_KINDS) == "intel/auto-round"
     models = open_float32(plain), open_float32(packed)
     tokens = random_tokens(20)
     expected, found = (chain_logits(model, tokens) for model in models)
@@ -159,7 +159,9 @@ def test_the_example_of_packed_weights(tmp_path: Path) -> None:
     for model in models:
         model.close()
     edit_quantization(packed, packing_format="auto_round:auto_awq")
-    with pytest.raises(CheckpointError, match="auto-round format 'auto_round:auto_awq' is not"):
+    with pytest.raises(
+        CheckpointError, match="intel/auto-round format 'auto_round:auto_awq' is not"
+    ):
         open_float32(packed)
 
 

@@ -62,6 +62,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 64}),
     ("gemma2", _GEMMA),
     ("gemma3", {**_GEMMA, **_SIX}),
+    ("gpt-oss", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}),
 ]
 
 
@@ -198,7 +199,7 @@ def test_a_sentencepiece_vocabulary_is_read_as_the_model_it_was_made_of(tmp_path
         assert found.decode(found.encode(text)) == expected.decode(expected.encode(text))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3-moe", "gpt-oss"])
 def test_packed_experts_come_one_by_one(tmp_path: Path, name: str) -> None:
     base = architecture(name)
     changes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 96,
@@ -215,7 +216,8 @@ def test_packed_experts_come_one_by_one(tmp_path: Path, name: str) -> None:
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     sizes = checkpoint_bytes(read_checkpoint(path)).experts
     assert sizes is not None
-    assert sizes.largest == 3 * 64 * 96 * 18 // 32
+    biases = 4 * (2 * 96 + 64) if name == "gpt-oss" else 0
+    assert sizes.largest == 3 * 64 * 96 * 18 // 32 + biases
 
 
 def test_tokens_that_say_so_end_a_text(tmp_path: Path) -> None:

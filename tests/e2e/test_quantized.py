@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,33 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 def test_awq(tmp_path: Path) -> None:
     fmt = PackedFormat(4, awq=True)
     assert_same_function(*save_quantized(tmp_path, choose=lambda n: fmt, sym=False))
+
+
+@pytest.mark.parametrize(
+    ("packing", "fmt", "sym"),
+    [
+        ("auto_round:auto_gptq", V1, True),
+        ("auto_round", PackedFormat(4), False),
+        ("auto_round:gptqmodel", PackedFormat(4), False),
+        ("auto_round:auto_awq", PackedFormat(4, awq=True), False),
+    ],
+)
+def test_autoround(packing: str, fmt: PackedFormat, sym: bool, tmp_path: Path) -> None:
+    """Linears of layer 1 may be of other bits, where the layout has others."""
+    other = "auto_awq" not in packing
+    wide = replace(fmt, bits=8) if other else fmt
+    extra = {
+        "quant_method": "auto-round", "packing_format": packing, "data_type": "int",
+        "extra_config": {
+            "lm_head": {"bits": 16},
+            **({r"model\.layers\.1\..*": {"bits": 8, "data_type": "int"}} if other else {}),
+        },
+    }  # fmt: skip
+
+    def choose(name: str) -> PackedFormat:
+        return wide if "layers.1." in name else fmt
+
+    assert_same_function(*save_quantized(tmp_path, choose=choose, sym=sym, extra=extra))
 
 
 def test_shuffled_groups_in_shards_with_packed_head(tmp_path: Path) -> None:

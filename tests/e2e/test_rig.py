@@ -318,7 +318,7 @@ def test_same_seed_same_bytes(source: Path, tmp_path: Path) -> None:
     assert not np.array_equal(read[0], read[2])
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "nf4"])
+@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "nf4", "gpt-oss"])
 def test_row_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
@@ -326,6 +326,7 @@ def test_row_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_
     )  # fmt: skip
     save_checkpoint(tmp_path / "plain", config, dtype=torch.bfloat16)
     shape = "hidden=256,layers=3,heads=8,kv_heads=8,head_dim=64,intermediate=192"
+    shape += ",experts=4,chosen=2" if recipe == "gpt-oss" else ""
     rig = make_rig.write_rig(tmp_path / "plain", shape, tmp_path / "rig", row_format=recipe)
     logits = []
     for folder in (tmp_path / "plain", rig):

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
 from fake_cuda import fake_cuda
-from torch import bfloat16
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import all_of, write_gguf
+from torch import bfloat16, float32
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_offload
@@ -25,7 +28,8 @@ SHAPE = "hidden=128,layers=5,heads=4,kv_heads=2,head_dim=8,intermediate=64"
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A rig, and as its draft model the very model it computes."""
     folder = tmp_path_factory.mktemp("bench")
-    save_checkpoint(folder / "draft", byte_llama(head_dim=8), std=0.12, dtype=bfloat16)
+    config = byte_llama(head_dim=8, intermediate_size=64)
+    save_checkpoint(folder / "draft", config, std=0.12, dtype=bfloat16)
     save_byte_tokenizer(folder / "draft")
     return make_rig.write_rig(folder / "draft", SHAPE, folder / "rig"), folder / "draft"
 
@@ -42,6 +46,34 @@ def report(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> dict[s
     )  # fmt: skip
     with fake_cuda() if device == "cuda" else nullcontext():
         return bench_offload.run(config)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "gguf"])
+def test_rigs_of_other_layouts_are_measured(
+    kind: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts packed in tensors of a layer, and a GGUF file; knees are of packed arithmetic."""
+    draft, rig = folders[1], tmp_path / "rig"
+    if kind == "gguf":
+        model = AutoModelForCausalLM.from_pretrained(draft, dtype=float32)
+        write_gguf(model, rig, all_of(Kind.Q8_0), tokenizer=draft)
+    else:
+        make_rig.write_rig(draft, f"{SHAPE},experts=4,chosen=2", rig, row_format=kind)
+    probed = []
+
+    def probe(dtype: str, packed_bits: int) -> tuple[tuple[int, float], ...]:
+        probed.append((dtype, packed_bits))
+        return ((1, 1e9),)
+
+    monkeypatch.setattr(bench_offload, "probe_arithmetic", probe)
+    config = bench_offload.parse(
+        ["--rig", str(rig), "--draft", str(draft), "--cap", "none", "--rows", "1", "--repeats", "1",
+         "--steps", "1", "--budget", "2", "--depth", "2", "--batch", "1", "--dtype", "float32"]
+    )  # fmt: skip
+    report = bench_offload.run(config)
+    assert [each["rows"] for each in report["passes"]] == [1, 3]
+    assert report["knee"]["planned_rows"] is not None
+    assert probed == [("float32", 4 if kind == "gpt-oss" else 8)]
 
 
 def assert_spread(values: dict[str, float]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +65,11 @@ def write(
 
 @pytest.mark.parametrize("architecture", MODEL_TYPES)
 def test_it_says_what_transformers_table_says(tmp_path: Path, architecture: str) -> None:
-    values = {**VALUES, **(_EXPERTS if architecture.endswith("moe") else {})}
-    tensors = _STACK if architecture.endswith("moe") else {}
+    mixture = architecture.endswith("moe") or architecture == "gpt-oss"
+    values = {**VALUES, **(_EXPERTS if mixture else {})}
+    if architecture == "gpt-oss":  # its converter writes one size under both names
+        values["expert_feed_forward_length"] = values["feed_forward_length"]
+    tensors = _STACK if mixture else {}
     config = gguf_config(read_gguf(write(tmp_path / "m.gguf", architecture, values, tensors)))
     table = GGUF_CONFIG_MAPPING.get(architecture) or GGUF_CONFIG_MAPPING[MODEL_TYPES[architecture]]
     said = {name: values[key] for key, name in table.items() if name and key in values}
@@ -117,6 +121,27 @@ def test_the_large_gemmas_scale_queries_by_another_size(tmp_path: Path) -> None:
             values = {**VALUES, "block_count": count}
             found = gguf_config(read_gguf(write(tmp_path / "m.gguf", architecture, values)))
             assert found["query_pre_attn_scalar"] == scale
+
+
+def test_gpt_oss_keeps_what_its_own_config_has(tmp_path: Path) -> None:
+    """A ramp of YaRN that is not rounded, a window in every other layer, and ends of texts that
+    are not those of messages."""
+    words = ["<|return|>", "<|end|>", "<|call|>", "x"]
+    yarn = {
+        "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+    }  # fmt: skip
+    path = write(tmp_path / "m.gguf", "gpt-oss", {**VALUES, **_EXPERTS, **yarn}, _STACK)
+    file = read_gguf(path)
+    named = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.eos_token_id": 0}
+    config = gguf_config(replace(file, metadata={**file.metadata, **named}))
+    assert config["eos_token_id"] == [0, 2]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    assert (config["layer_types"], config["sliding_window"]) == (kinds, 128)
+    assert config["rope_parameters"]["truncate"] is False
+    other = {**VALUES, **_EXPERTS, "rope.freq_base_swa": 7.0}
+    with pytest.raises(CheckpointError, match="a rotary base of their own"):
+        gguf_config(read_gguf(write(tmp_path / "m.gguf", "gpt-oss", other, _STACK)))
 
 
 def test_counts_are_those_of_the_tensors(tmp_path: Path) -> None:

@@ -136,6 +136,17 @@ def test_who_wrote_it(quantizer: object, lossless: bool, tmp_path: Path) -> None
         ({"group_size": 0}, "group_size"),
         ({"dynamic": ["x"]}, "must map patterns"),
         ({"dynamic": {"+:(": {}}}, "no regex"),
+        ({"extra_config": {"lm_head": 8}}, "must map names"),
+        ({"extra_config": {"(": {}}}, "extra_config rule .* is no regex"),
+        ({"quant_method": "hqq"}, "'hqq' is not supported: its zero points are fractions"),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor"},
+            "auto-round format 'auto_round:llm_compressor' .* auto_round:auto_awq;",
+        ),
+        (
+            {"quant_method": "auto-round", "packing_format": "auto_round", "data_type": "mx_int"},
+            "auto-round weights of data_type 'mx_int'",
+        ),
     ],
 )
 def test_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {}),
     ("qwen3", {"head_dim": 16}),
     ("phi3", {}),
+    ("gpt_oss", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     ("gemma2", {"head_dim": 16}),
     ("gemma3_text", {"head_dim": 16}),
     ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from specexec_kernels.formats import bitsandbytes, compressed_tensors, fp8, modelopt
+from specexec_kernels.formats import bitsandbytes, compressed_tensors, fp8, modelopt, mxfp4
 from specexec_kernels.formats.base import Method
 
 _table: dict[str, Method] = {}
@@ -33,5 +33,6 @@ for _method in (
     modelopt.METHOD,
     compressed_tensors.METHOD,
     bitsandbytes.METHOD,
+    mxfp4.METHOD,
 ):
     register(_method)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels.formats.ggml import (
+    NIBBLE_PAIRS,
     GgmlFormat,
     halves,
     nibble_order,
@@ -121,14 +122,42 @@ class MXFP4(_Nibbles):
 class _Fifths(_Of32):
     """Codes of 5 bits, of which the highest stand in a word of their own."""
 
-    compiled: ClassVar[bool] = False
     codes_at: ClassVar[int]
+    least: ClassVar[int]  # the level of code 0
 
     def codes(self, blocks: Tensor) -> Tensor:
         """(blocks, 32) from 0 to 31."""
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
         high = (blocks[:, self.codes_at - 4 : self.codes_at, None] >> shifts) & 1
         return nibbles(blocks[:, self.codes_at :]) | (high.reshape(-1, 32) << 4)
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(nibble_order(1, 16))
+
+    def words(self, lanes: Lanes) -> Iterator[tuple[Any, Any, int, int]]:
+        """Words of nibbles and the one of highest bits; bits where a pair of nibbles begins, and
+        where its first highest bit is. That of the other is 2 bits further."""
+        high, *words = lanes.read_words("weight", self.codes_at - 4, 5)
+        for number, word in enumerate(words):
+            for first in NIBBLE_PAIRS:
+                yield word, high, first, 4 * number + first // 8 + 4 * (first % 8)
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for word, high, first, place in self.words(lanes):
+            for half in (0, 1):
+                upper = b.shl(lanes.bits(high, place + 2 * half, 1), lanes.same(4))
+                code = b.or_(lanes.bits(word, first + 16 * half, 4), upper)
+                yield lanes.to_float(b.add(code, lanes.same(self.least)))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        b, levels = lanes.b, tuple(float(code + self.least) for code in range(32))
+        for word, high, first, place in self.words(lanes):
+            upper = b.shl(lanes.bits(high, place, 1), lanes.same(4))
+            other = b.shl(lanes.bits(high, place + 2, 1), lanes.same(20))
+            low = lanes.both_bits(word, first, 4)
+            yield lanes.table_pair(levels, b.or_(low, b.or_(upper, other)), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +167,10 @@ class Q5_0(_Fifths):
     name: ClassVar[str] = "Q5_0"
     block_bytes: ClassVar[int] = 22
     codes_at: ClassVar[int] = 6
+    least: ClassVar[int] = -16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        return halves(blocks, 0), None, self.codes(blocks).float() - 16
+        return halves(blocks, 0), None, self.codes(blocks).float() + self.least
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +181,7 @@ class Q5_1(_Fifths):
     has_offset: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 24
     codes_at: ClassVar[int] = 8
+    least: ClassVar[int] = 0
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         return halves(blocks, 0), halves(blocks, 2), self.codes(blocks).float()

@@ -14,6 +14,9 @@ from specexec_kernels.formats.ggml import (
     GgmlFormat,
     fields,
     halves,
+    nibble_order,
+    nibble_pairs,
+    nibble_values,
 )
 from specexec_kernels.formats.ggml_32 import IQ4_LEVELS
 
@@ -28,33 +31,76 @@ _BYTES = (0, 2, 1, 3)  # of a word, in the order in which halves of words pair t
 @dataclass(frozen=True, slots=True)
 class _Of256(GgmlFormat):
     has_scale: ClassVar[bool] = True
-    compiled: ClassVar[bool] = False
     group: ClassVar[int] = 32
     unit: int = 256
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(4 * word + byte for word in range(64) for byte in _BYTES)
+
 
 @dataclass(frozen=True, slots=True)
-class Q2_K(_Of256):
+class _Quarters(_Of256):
+    """Q2_K and Q3_K: four fields of 2 bits in each of 64 bytes, in groups of 16."""
+
+    group: ClassVar[int] = 16
+    codes_at: ClassVar[int]  # byte of the first code
+
+    def fields(self, lanes: Lanes, group: int) -> Iterator[tuple[Any, int, int]]:
+        """Of each word of a group: the word, its number, and the bit where its fields begin."""
+        half, quarter, part = group // 8, group % 8 // 2, group % 2
+        at = self.codes_at + 32 * half + 16 * part
+        words = lanes.once(at, lambda: lanes.read_words("weight", at, 4))
+        for number, word in enumerate(words):
+            yield word, number, 2 * quarter
+
+
+@dataclass(frozen=True, slots=True)
+class Q2_K(_Quarters):
     """Codes of 2 bits; scale and minimum of a group are nibbles."""
 
     name: ClassVar[str] = "Q2_K"
     has_offset: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 84
-    group: ClassVar[int] = 16
+    codes_at: ClassVar[int] = 16
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         scales = blocks[:, :16]
         scale, minimum = halves(blocks, 80) * (scales & 15), halves(blocks, 82) * (scales >> 4)
         return scale, -minimum, fields(blocks[:, 16:80], 2, 2, 32).float()
 
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        b = lanes.b
+        words = lanes.once("scales", lambda: lanes.read_words("weight", 0, 4))
+        both = lanes.once("factors", lambda: lanes.read_words("weight", 80, 1)[0])
+        scale, minimum = (
+            lanes.to_float(lanes.nibble(words[number // 4], 2 * (number % 4) + high))
+            for high in (0, 1)
+        )
+        least = b.fmul(lanes.half(b.lshr(both, lanes.same(16))), minimum)
+        return b.fmul(lanes.half(both), scale), b.fneg(least)
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for group in range(16):
+            for word, _, bit in self.fields(lanes, group):
+                for byte in _BYTES:
+                    yield lanes.to_float(lanes.bits(word, 8 * byte + bit, 2))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        table = tuple(float(code & 3) for code in range(16))  # of neighbours nothing is seen
+        for group in range(16):
+            for word, _, bit in self.fields(lanes, group):
+                for byte in (0, 1):
+                    yield lanes.table_pair(table, word, 8 * byte + bit)
+
 
 @dataclass(frozen=True, slots=True)
-class Q3_K(_Of256):
+class Q3_K(_Quarters):
     """Codes of 3 bits, signed, of which the highest stand apart and mean 4 where they are 0."""
 
     name: ClassVar[str] = "Q3_K"
     block_bytes: ClassVar[int] = 110
-    group: ClassVar[int] = 16
+    codes_at: ClassVar[int] = 32
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         low, high = fields(blocks[:, 96:104], 4, 4, 8), fields(blocks[:, 104:108], 2, 2, 4)
@@ -62,6 +108,40 @@ class Q3_K(_Of256):
         missing = 1 - fields(blocks[:, :32], 1, 1, 32).float()
         levels = fields(blocks[:, 32:96], 2, 2, 32).float() - 4 * missing
         return halves(blocks, 108) * scales, None, levels
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        b, byte = lanes.b, 8 * (number % 4)
+        words = lanes.once("scales", lambda: lanes.read_words("weight", 96, 3))
+        factor = lanes.once("factor", lambda: lanes.half(lanes.read_halfword("weight", 108)))
+        low = lanes.bits(words[number % 8 // 4], byte + 4 * (number // 8), 4)
+        high = b.shl(lanes.bits(words[2], byte + 2 * (number // 4), 2), lanes.same(4))
+        scale = lanes.to_float(b.sub(b.or_(low, high), lanes.same(32)))
+        return b.fmul(factor, scale), None
+
+    def highest(self, lanes: Lanes, group: int) -> list[Any]:
+        """The words whose bytes have, at bit group // 2, the highest bits of a group's codes."""
+        at = 16 * (group % 2)
+        return lanes.once(at, lambda: lanes.read_words("weight", at, 4))
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        b = lanes.b
+        for group in range(16):
+            highest = self.highest(lanes, group)
+            for word, number, bit in self.fields(lanes, group):
+                for byte in _BYTES:
+                    upper = lanes.bits(highest[number], 8 * byte + group // 2, 1)
+                    code = b.or_(lanes.bits(word, 8 * byte + bit, 2), b.shl(upper, lanes.same(2)))
+                    yield lanes.to_float(b.sub(code, lanes.same(4)))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        b, table = lanes.b, tuple(float((code & 7) - 4) for code in range(16))
+        for group in range(16):
+            highest = self.highest(lanes, group)
+            for word, number, bit in self.fields(lanes, group):
+                for byte in (0, 1):
+                    low = lanes.both_bits(word, 8 * byte + bit, 2)
+                    upper = lanes.both_bits(highest[number], 8 * byte + group // 2, 1)
+                    yield lanes.table_pair(table, b.or_(low, b.shl(upper, lanes.same(2))), 0)
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,13 +156,8 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 class _ScalesAndMinima(_Of256):
     """Q4_K and Q5_K in registers."""
 
-    compiled: ClassVar[bool] = True
     has_offset: ClassVar[bool] = True
     codes_at: ClassVar[int]  # byte of the first code's lower 4 bits
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(4 * word + byte for word in range(64) for byte in _BYTES)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         b = lanes.b
@@ -170,7 +245,6 @@ class Q6_K(_Of256):
     """Codes of 6 bits around 32, of which the two highest stand apart; scales are signed bytes."""
 
     name: ClassVar[str] = "Q6_K"
-    compiled: ClassVar[bool] = True
     block_bytes: ClassVar[int] = 210
     group: ClassVar[int] = 16
 
@@ -178,10 +252,6 @@ class Q6_K(_Of256):
         scales = blocks[:, 192:208].contiguous().view(torch.int8)
         low, high = fields(blocks[:, :128], 4, 4, 64), fields(blocks[:, 128:192], 2, 2, 32)
         return halves(blocks, 208) * scales, None, (low | (high << 4)).float() - 32
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        return tuple(4 * word + byte for word in range(64) for byte in _BYTES)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         words = lanes.once("scales", lambda: lanes.read_words("weight", 192, 4))
@@ -232,3 +302,22 @@ class IQ4_XS(_Of256):
         levels = torch.tensor(IQ4_LEVELS, dtype=torch.float32, device=blocks.device)
         codes = fields(blocks[:, 8:], 4, 4, 16)
         return halves(blocks, 0) * ((low | (high << 4)).float() - 32), None, levels[codes.long()]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        return tuple(nibble_order(8, 16))
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        b = lanes.b
+        first, low = lanes.once("scales", lambda: lanes.read_words("weight", 0, 2))
+        high = b.shl(lanes.bits(first, 16 + 2 * number, 2), lanes.same(4))
+        scale = b.sub(b.or_(lanes.nibble(low, number), high), lanes.same(32))
+        return b.fmul(lanes.half(first), lanes.to_float(scale)), None
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for at in range(8, 136, 16):
+            yield from nibble_values(lanes, lanes.read_words("weight", at, 4), IQ4_LEVELS)
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        for at in range(8, 136, 16):
+            yield from nibble_pairs(lanes, lanes.read_words("weight", at, 4), IQ4_LEVELS)

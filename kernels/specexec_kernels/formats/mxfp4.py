@@ -1,0 +1,23 @@
+"""gpt-oss's MXFP4 experts (`quant_method` "mxfp4"), once each expert has tensors of its own.
+
+Source: transformers' integrations/mxfp4.py, `convert_moe_packed_tensors`, whose matrices are
+transposed besides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specexec_kernels.formats.base import Method, RowFormat, Stored
+from specexec_kernels.formats.fp4 import Fp4
+
+_GROUP = 32
+
+
+def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+    stored.shape("blocks")
+    return Fp4(stored.unit_of(_GROUP), _GROUP, codes="blocks", scales="scales")
+
+
+METHOD = Method(name="mxfp4", leaves=("blocks", "scales"), read=_read)

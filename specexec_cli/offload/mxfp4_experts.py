@@ -1,0 +1,77 @@
+"""gpt-oss's own checkpoints: MXFP4 experts in tensors of a whole layer, as tensors of each expert.
+
+`X.experts.gate_up_proj_blocks` (experts, outputs, groups, 16 bytes), its `_scales` (experts,
+outputs, groups) and its `_bias` (experts, outputs) become `X.experts.N.gate_up.blocks` (outputs,
+bytes), `.scales` and `.bias`; `down_proj` likewise. Nothing moves: an expert's share of each lies
+in one piece.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.offload.store import TensorRange
+
+_FUSED = re.compile(
+    r"(?P<stem>(?P<block>.+\.experts)\.(?P<linear>gate_up|down)_proj)_(?P<leaf>blocks|scales|bias)"
+)
+_GROUP_BYTES = 16  # of 32 weights
+_DIMENSIONS = {"blocks": 4, "scales": 3, "bias": 2}
+
+
+def experts_apart(tensors: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
+    """All tensors, those of MXFP4 experts by themselves; the same ones where there are none.
+
+    Raises:
+        CheckpointError: blocks or scales are missing, or their shapes do not fit each other.
+    """
+    found: dict[str, TensorRange] = {}
+    for name, tensor in tensors.items():
+        fused = _FUSED.fullmatch(name)
+        packed = f"{fused['stem']}_blocks" if fused else ""
+        if fused is None or (packed not in tensors and fused["leaf"] != "scales"):
+            found[name] = tensor
+            continue
+        _check(tensor, fused["leaf"], fused["stem"], tensors)
+        prefix, suffix = f"{fused['block']}.", f".{fused['linear']}.{fused['leaf']}"
+        for index, own in enumerate(_each(tensor)):
+            found[f"{prefix}{index}{suffix}"] = own
+    return found
+
+
+def _check(tensor: TensorRange, leaf: str, stem: str, tensors: Mapping[str, TensorRange]) -> None:
+    """Holds one of the tensors against the blocks."""
+    for other in ("blocks", "scales"):
+        if f"{stem}_{other}" not in tensors:
+            raise CheckpointError(
+                f"{tensor.path}: '{tensor.name}' is there, '{stem}_{other}' is missing: "
+                "download the checkpoint again"
+            )
+    blocks = tensors[f"{stem}_blocks"]
+    rank = _DIMENSIONS[leaf]
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
+    if blocks.dtype != "U8" or not fits or not blocks.n_bytes:  # nothing can be of any number
+        raise CheckpointError(
+            f"{blocks.path}: tensor '{blocks.name}' is {blocks.dtype} of shape "
+            f"{list(blocks.shape)}, expected U8 of [experts, outputs, groups, {_GROUP_BYTES}]"
+        )
+    if tensor.shape != blocks.shape[:rank] or (leaf == "scales" and tensor.dtype != "U8"):
+        raise CheckpointError(
+            f"{tensor.path}: tensor '{tensor.name}' is {tensor.dtype} of shape "
+            f"{list(tensor.shape)}, '{blocks.name}' says {list(blocks.shape[:rank])}. "
+            "Are all files of the same model?"
+        )
+
+
+def _each(tensor: TensorRange) -> Iterator[TensorRange]:
+    """One tensor for each expert: a matrix with a row for each output, or a vector."""
+    count, *rest = tensor.shape
+    size = tensor.n_bytes // count if count else 0
+    shape = (rest[0], rest[1] * rest[2]) if len(rest) == 3 else tuple(rest)
+    for index in range(count):
+        start = tensor.start + index * size
+        yield TensorRange(
+            f"{tensor.name}[{index}]", tensor.path, tensor.dtype, shape, start, start + size
+        )
