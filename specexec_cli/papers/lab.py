@@ -80,7 +80,8 @@ class Lab:
             chat: of the built-in ones those to be answered, or those to be continued, or all.
         """
         if self.full:
-            return load_dataset(name, data_folder=self._data, count=self.most_prompts or _EVERY)
+            # all of it, however few are taken: rows are known by the digest of what was loaded
+            return load_dataset(name, data_folder=self._data, count=_EVERY)
         built_in = load_dataset(BUILT_IN, data_folder=self._data, count=_EVERY)
         chosen = [prompt for prompt in built_in.prompts if chat in (None, prompt.chat)]
         return Dataset(BUILT_IN, built_in.source, tuple(chosen[:small]))
@@ -97,7 +98,8 @@ class Lab:
         """The prompts as tokens, those left out that are too long for the context window."""
         from specexec_cli.bench.runner import encode_prompts
 
-        return encode_prompts(self.session([dataset], tokens, draft), dataset, tokens)[0]
+        found = encode_prompts(self.session([dataset], tokens, draft), dataset, tokens)[0]
+        return found[: self.most_prompts]
 
     def rows(
         self, cases: Sequence[Case], dataset: Dataset, draft: str | None = None
