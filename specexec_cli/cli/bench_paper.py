@@ -60,11 +60,10 @@ def paper(
         return
     chosen = list(RECIPES.values()) if name == _ALL else [_recipe(name)]
     lost: list[str] = []
-    with ExitStack() as opened:
-        from specexec_cli.cli.render import CountBar
-        from specexec_cli.papers.lab import Lab
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.papers.lab import Lab
 
-        bar = opened.enter_context(CountBar("generations", None, shown=not quiet))
+    with ExitStack() as opened, CountBar("generations", None, shown=not quiet) as bar:
         lab = Lab(
             _opener(models, opened, quiet), out, full=full, data=data, most_prompts=prompts,
             seed=seed, done=bar.advance,
@@ -128,6 +127,7 @@ def _opener(models: option_groups.MeasuredModels, opened: ExitStack, quiet: bool
     from specexec_cli.session import TextSession
 
     def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> TextSession:
+        opened.close()  # the one before: big models fit once
         named = models if draft is None else replace(models, draft=draft)
         return opened.enter_context(open_models(named, sets, tokens, quiet))
 

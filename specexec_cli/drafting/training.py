@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -231,7 +232,7 @@ def _counted(
     """
     passes = steps = tokens = 0
     for number, text in enumerate(texts):
-        for drafted, right in iterations(text, lambda at, number=number: wanted(number, at)):
+        for drafted, right in iterations(text, partial(wanted, number)):
             passes, steps = passes + 1, steps + drafted
             if drafted:
                 told(right == drafted)

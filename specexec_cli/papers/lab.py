@@ -44,7 +44,8 @@ class Lab:
     """One run of one recipe.
 
     Args:
-        opened: opens a session, or gives one that is open; whoever passes it closes it.
+        opened: opens a session, or gives one that is open; whoever passes it closes it. One is
+            needed at a time.
         folder: where results and labels are kept.
         data: folder of the datasets' files.
         most_prompts: of each dataset in the full form; None for as many as it takes.
@@ -68,8 +69,8 @@ class Lab:
         self.most_prompts = most_prompts
         self.folder = folder
         self._opened, self._data, self._done = opened, data, done
-        self._sessions: dict[str | None, TextSession] = {}
-        self._benches: dict[str | None, Bench] = {}
+        self._draft: str | None = None  # of the session that is open
+        self._session: TextSession | None = None
         self._file: ResultsFile | None = None
 
     def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
@@ -89,10 +90,11 @@ class Lab:
     def session(
         self, sets: Sequence[Dataset], tokens: int, draft: str | None = None
     ) -> TextSession:
-        """The session, opened for these prompts at the first call."""
-        if draft not in self._sessions:
-            self._sessions[draft] = self._opened(sets, tokens, draft)
-        return self._sessions[draft]
+        """The session, opened for these prompts at the first call and where the draft changes."""
+        if self._session is None or draft != self._draft:
+            self._session = self._opened(sets, tokens, draft)
+            self._draft = draft
+        return self._session
 
     def encoded(self, dataset: Dataset, tokens: int, draft: str | None = None) -> list[BenchPrompt]:
         """The prompts as tokens, those left out that are too long for the context window."""
@@ -112,7 +114,7 @@ class Lab:
 
         prompts = self.encoded(dataset, max(case.max_tokens for case in cases), draft)
         found: dict[Case, list[Row]] = {case: [] for case in cases}
-        bench = self._bench(draft)
+        bench = self._bench(self.session([dataset], 0, draft))
         for start in range(0, len(prompts), _TURN):
             runs = list(interleaved(cases, [(dataset, prompts[start : start + _TURN])], 1))
             rows = bench.measure(runs, lambda row: self._done(row["label"]))
@@ -138,16 +140,13 @@ class Lab:
             found.append(text)
         return found
 
-    def _bench(self, draft: str | None) -> Bench:
+    def _bench(self, session: TextSession) -> Bench:
         from specexec_cli.bench.environment import environment, link
         from specexec_cli.bench.runner import Bench
 
-        if draft not in self._benches:
-            if self._file is None:
-                self._file = ResultsFile(self.folder / "results.jsonl")
-            session = self._sessions[draft]
-            self._benches[draft] = Bench(session, self._file, environment(), link(session))
-        return self._benches[draft]
+        if self._file is None:
+            self._file = ResultsFile(self.folder / "results.jsonl")
+        return Bench(session, self._file, environment(), link(session))
 
 
 def rate(rows: Sequence[Row]) -> Rate:

@@ -24,7 +24,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     opened: dict[str | None, TextSession] = {}
 
     def open_one(sets: object, tokens: int, draft: str | None) -> TextSession:
-        opened[draft] = Session.open(pair="demo", draft=draft, dtype="float32", offload="none")
+        if draft not in opened:
+            opened[draft] = Session.open(pair="demo", draft=draft, dtype="float32", offload="none")
         return opened[draft]
 
     with pytest.MonkeyPatch.context() as patched:
