@@ -86,6 +86,12 @@ class NotFetchedError(SpecexecError):
     exit_code = 10
 
 
+class ClaimLostError(SpecexecError):
+    """A paper's claim that a recipe of `bench paper` tries does not hold here."""
+
+    exit_code = 11
+
+
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean ...?' for the known name closest to `name`, or an empty string."""
     begun = re.sub(r"[:_/\s]+", "-", name.lower())  # llama3.3:70b, as other programs write it

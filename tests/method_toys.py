@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from toys import NoisyCopy, ToyLM, ToyTarget
+from toys import NoisyCopy, ToyLM, ToyTarget, classifier
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.search import ROOT, Frontier, Search
 from specexec_cli.sampling import Sampler
@@ -65,6 +66,7 @@ class ToySampledDrafter:
 
     def __post_init__(self) -> None:
         self._sampled = SampledChildren(self.sampler)
+        self._policy = Learned(classifier).policy(self.tree)
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         paths: dict[int, list[int]] = {ROOT: list(context)}
@@ -83,13 +85,14 @@ class ToySampledDrafter:
             return self._sampled.children(frontier, torch.from_numpy(logits), context, width)
 
         self._sampled.reset()
-        return self.search(expand, self.tree, min(max_depth, self.tree.max_depth)).tree
+        signals = self._sampled.signals
+        return self._policy.grow(self.search, expand, max_depth, signals, pending).tree
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         pass
 
     def observe(self, step: StepResult) -> None:
-        pass
+        self._policy.observe(step)
 
     def walk(
         self,

@@ -45,6 +45,7 @@ class Adapter:
     files: tuple[str, ...]  # usual names in a data folder
     hub: tuple[str, ...]  # arguments of datasets.load_dataset
     split: str
+    parts: bool = False  # whether the hub has splits to train, to validate and to test on
 
 
 def raw(name: object, text: str) -> Prompt:
@@ -168,9 +169,9 @@ ADAPTERS: Mapping[str, Adapter] = {
         Adapter("humaneval", _human_eval, ("HumanEval.jsonl.gz", "HumanEval.jsonl"),
                 ("openai/openai_humaneval",), "test"),
         Adapter("mbpp", _mbpp, ("mbpp.jsonl", "sanitized-mbpp.json"),
-                ("google-research-datasets/mbpp", "full"), "test"),
+                ("google-research-datasets/mbpp", "full"), "test", parts=True),
         Adapter("cnn-dailymail", _cnn_dailymail, ("cnn_dailymail.jsonl", "cnn_dailymail.parquet"),
-                ("abisee/cnn_dailymail", "2.0.0"), "test"),
+                ("abisee/cnn_dailymail", "2.0.0"), "test", parts=True),
         Adapter("alpaca", _alpaca, ("alpaca_data.json", "alpaca.jsonl"),
                 ("tatsu-lab/alpaca",), "train"),
     )

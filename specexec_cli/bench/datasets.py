@@ -37,12 +37,21 @@ class Dataset:
         return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 
 
-def load_dataset(reference: str, *, data_folder: Path, count: int) -> Dataset:
+def load_dataset(
+    reference: str,
+    *,
+    data_folder: Path,
+    count: int,
+    part: str | None = None,
+    seed: int | None = None,
+) -> Dataset:
     """The first `count` prompts of a dataset; a hub's is streamed, not downloaded whole.
 
     Args:
         reference: NAME, FILE or NAME=FILE.
         data_folder: where a NAME's file is looked for.
+        part: split of a dataset on the hub; its adapter's unless told.
+        seed: shuffles the rows of a hub's by it, as far as a buffer of 10,000 holds.
     Raises:
         ConfigError: unknown, missing, malformed (with the line) or empty.
     """
@@ -52,7 +61,7 @@ def load_dataset(reference: str, *, data_folder: Path, count: int) -> Dataset:
     if reference == BUILT_IN:
         return _built_in(count)
     if reference in ADAPTERS:
-        return _by_name(ADAPTERS[reference], data_folder, count)
+        return _by_name(ADAPTERS[reference], data_folder, count, part, seed)
     path = Path(reference).expanduser()
     if path.is_file():
         return _from_file(path.name, path, any_record, count)
@@ -74,7 +83,9 @@ def _built_in(count: int) -> Dataset:
     return Dataset(BUILT_IN, "built in", tuple(ordered[:count]))
 
 
-def _by_name(adapter: Adapter, data_folder: Path, count: int) -> Dataset:
+def _by_name(
+    adapter: Adapter, data_folder: Path, count: int, part: str | None, seed: int | None
+) -> Dataset:
     for file in adapter.files:
         if (data_folder / file).is_file():
             return _from_file(adapter.name, data_folder / file, adapter.adapt, count)
@@ -84,10 +95,13 @@ def _by_name(adapter: Adapter, data_folder: Path, count: int) -> Dataset:
         raise ConfigError(
             f"dataset '{adapter.name}' is not in {data_folder} (looked for "
             f"{', '.join(adapter.files)}) and the package 'datasets' is not installed. Name its "
-            f"file, `dataset='{adapter.name}=FILE'`, or its folder, `data`"
+            f"file, `dataset='{adapter.name}=FILE'`, or its folder, `data`, or install it: "
+            "pip install 'specexec-cli[datasets]'"
         ) from error
     try:
-        rows = datasets.load_dataset(*adapter.hub, split=adapter.split, streaming=True)
+        rows = datasets.load_dataset(*adapter.hub, split=part or adapter.split, streaming=True)
+        if seed is not None:
+            rows = rows.shuffle(seed=seed, buffer_size=10_000)
     except Exception as error:  # the package raises what the hub, the disk or a script raises
         raise ConfigError(f"cannot load dataset '{adapter.name}' from the hub: {error}") from error
     source = f"hub: {'/'.join(adapter.hub)}"

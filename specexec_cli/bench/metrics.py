@@ -110,6 +110,21 @@ def _chain_counts(steps: Sequence[StepResult]) -> tuple[int, int, int]:
     return accepted, proposed, tested
 
 
+def ratio_and_error(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float]:
+    """The sum of `parts` over that of `wholes`, and its standard error; infinite for one sample.
+
+    Error by linearisation of a ratio of sums: with r the ratio and n samples,
+    sqrt(n / (n - 1) * sum((part - r * whole)^2)) / sum(wholes) (Cochran, Sampling Techniques,
+    section 2.11, without the correction for finite populations).
+    """
+    count, total = len(parts), sum(wholes)
+    ratio = sum(parts) / total
+    if count < 2:
+        return ratio, math.inf
+    squares = sum((part - ratio * whole) ** 2 for part, whole in zip(parts, wholes, strict=True))
+    return ratio, math.sqrt(count / (count - 1) * squares) / total
+
+
 def spread(samples: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation, quantiles and the samples themselves; at least one sample."""
     mean = sum(samples) / len(samples)

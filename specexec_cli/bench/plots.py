@@ -62,7 +62,12 @@ def _panels(summaries: Sequence[Summary]) -> list[list[Summary]]:
     return list(panels.values())
 
 
-def _figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
+def new_figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
+    """A figure of these columns' width, and its axes.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -85,7 +90,7 @@ _SPEED: tuple[str, str] = ("tokens_per_s", "tokens per second, prefill included"
 
 def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label: str) -> Any:
     """One line per method over its budget (speculation length, for chains), p20 to p80 shaded."""
-    figure, axes = _figure(title)
+    figure, axes = new_figure(title)
     budgets: set[int] = set()
     drafted = [s for s in summaries if s["case"]["method"] in _METHOD_STYLE]
     lines = list(dict.fromkeys(variant(s["case"]) for s in drafted))
@@ -121,7 +126,7 @@ def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label
 
 def _time_split(summaries: Sequence[Summary], title: str) -> Any:
     """Seconds per generated token: drafting, streaming at the link's best, the rest of a pass."""
-    figure, axes = _figure(title, 1.2 + 0.25 * len(summaries))
+    figure, axes = new_figure(title, 1.2 + 0.25 * len(summaries))
     parts: dict[str, list[float]] = {"draft": [], "stream at the link's rate": [],
                                      "rest of the passes": [], "other": []}  # fmt: skip
     for summary in summaries:
@@ -149,7 +154,7 @@ def _time_split(summaries: Sequence[Summary], title: str) -> Any:
 
 def _coverage(rows: Sequence[Row]) -> Any:
     """SpecExec's figure 2: the target's probability on the k likeliest draft tokens."""
-    figure, axes = _figure("Probability of the target covered by the k likeliest tokens")
+    figure, axes = new_figure("Probability of the target covered by the k likeliest tokens")
     ranks: set[int] = set()
     for number, row in enumerate(rows):
         name = f"{row['config']['pair']}, {row['config']['dataset']}, "

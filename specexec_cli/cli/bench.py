@@ -13,6 +13,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.bench_grid import GridOptions, numbers, words
+from specexec_cli.cli.bench_paper import paper
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -28,6 +29,8 @@ app = typer.Typer(
     help="Measure decoding methods against plain decoding on the same prompts.",
     invoke_without_command=True,
 )
+
+app.command(cls=PanelCommand)(paper)
 
 _DATA = "Prompts"
 
@@ -153,7 +156,7 @@ def _measure(
     rows = [file.rows[key] for key in keys if key in file.rows]
     if rows:
         notes.append(f"{len(rows)} of {len(runs)} runs, rows in {file.path}")
-        print(render(summarize(rows), output, notes, _width()))
+        print(render(summarize(rows), output, notes, width()))
     if interrupted:
         if not quiet:
             notice(f"stopped after {len(rows)} of {len(runs)} runs; the same command goes on")
@@ -219,7 +222,7 @@ def coverage(
     if output == "json":
         print(json.dumps(row))
         return
-    print(coverage_table([row], output, _width()))
+    print(coverage_table([row], output, width()))
     if output != "csv":
         print(f"\n- {found.positions} positions of {len(usable)} texts by the target, "
               f"{len(skipped)} prompts too long; row in {file.path}")  # fmt: skip
@@ -240,13 +243,13 @@ def report(
 
     option_groups.one_of(output, "--output", FORMATS)
     option_groups.one_of(figure_format, "--format", ("png", "svg"))
-    text, drawn = make_report(results, output, figures, figure_format, _width())
+    text, drawn = make_report(results, output, figures, figure_format, width())
     print(text)
     for path in drawn:
         print(f"figure: {path}", file=sys.stderr)
 
 
-def _width() -> int | None:
+def width() -> int | None:
     """Columns of the terminal that tables go to; None in a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 

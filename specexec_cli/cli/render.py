@@ -109,7 +109,7 @@ class LoadingBar:
 class CountBar:
     """Runs done, the last one's name and the time left; silent unless stderr is a terminal."""
 
-    def __init__(self, title: str, total: int, *, done: int = 0, shown: bool) -> None:
+    def __init__(self, title: str, total: int | None, *, done: int = 0, shown: bool) -> None:
         self._progress: Progress | None = None
         if shown and sys.stderr.isatty():
             self._progress = Progress(

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from specexec_cli.bench.parts import PARTS, Counts
 from specexec_cli.cli import option_groups, options
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
+    from specexec_cli.bench.datasets import Dataset
     from specexec_cli.bench.runner import BenchPrompt
     from specexec_cli.config import SamplingConfig
     from specexec_cli.drafting.classifier import Classifier
@@ -40,7 +42,21 @@ def train_policy(
     data: Annotated[
         Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
     ] = Path("data"),
-    prompts: Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)] = 40,
+    prompts: Annotated[
+        int,
+        typer.Option(
+            help="Random prompts per dataset: three fifths to train on, one fifth each to tune and "
+            "to test on.",
+            rich_help_panel=_DATA,
+        ),
+    ] = 40,
+    splits: Annotated[
+        str,
+        typer.Option(
+            help="To train, tune and test on instead, as 500,80,80 in the paper.",
+            rich_help_panel=_DATA,
+        ),
+    ] = "",
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
@@ -57,7 +73,6 @@ def train_policy(
 
     Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
     """
-    from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.runner import encode_prompts
     from specexec_cli.cli.bench import open_models
     from specexec_cli.cli.bench_grid import words
@@ -69,22 +84,24 @@ def train_policy(
     for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):
         if value is not None and not 0.0 < value < 1e9:
             raise ConfigError(f"{flag} must be above 0, not {value:g}")
+    counts = _counts(splits, prompts)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
-    named = words(dataset, "--dataset")
-    others = words(transfer, "--transfer") if transfer else []
-    sets = [load_dataset(name, data_folder=data, count=prompts) for name in (*named, *others)]
-    with open_models(models, sets, max_tokens, quiet) as session:
-        encoded = {one.name: encode_prompts(session, one, max_tokens)[0] for one in sets}
-        for name, found in encoded.items():
-            if len(found) < _FEWEST:
-                raise ConfigError(
-                    f"dataset {name} has {len(found)} usable prompts, and {_FEWEST} are needed"
-                )
-        trained = [one.name for one in sets[: len(named)]]
+    sets = _sets(words(dataset, "--dataset"), words(transfer, "--transfer") if transfer else [],
+                 data, counts, seed, at_most=not splits)  # fmt: skip
+    trained = [name for name, parts in sets.items() if parts["train"].prompts]
+    every = [part for parts in sets.values() for part in parts.values()]
+    with open_models(models, every, max_tokens, quiet) as session:
+        encoded = {
+            name: {
+                part: encode_prompts(session, one, max_tokens)[0] if one.prompts else []
+                for part, one in parts.items()
+            }
+            for name, parts in sets.items()
+        }
         try:
             texts = _collect(session, encoded, sampling, max_tokens, quiet)
-            costs = _costs(session, encoded[trained[0]][0], target_ms, draft_ms)
-            classifier, evaluations = _train(texts, trained, costs, quiet)
+            costs = _costs(session, encoded[trained[0]]["train"][0], target_ms, draft_ms)
+            classifier, evaluations = _train(texts, costs, quiet)
         except KeyboardInterrupt:
             if not quiet:
                 print("stopped; the same command goes on", file=sys.stderr)
@@ -100,24 +117,61 @@ def train_policy(
         print(_report(session.pair_folder, classifier, trained, costs, evaluations, output))
 
 
+def _counts(splits: str, prompts: int) -> Counts:
+    """Prompts to train, to validate and to test on."""
+    from specexec_cli.cli.bench_grid import numbers
+
+    if not splits:
+        fifth = prompts // 5
+        return prompts - 2 * fifth, fifth, fifth
+    found = numbers(splits, "--splits", int)
+    if len(found) != 3 or min(found) < 1:
+        raise ConfigError(f"--splits takes three numbers of 1 or more, as 500,80,80, not {splits}")
+    return found[0], found[1], found[2]
+
+
+def _sets(
+    named: list[str], others: list[str], data: Path, counts: Counts, seed: int, *, at_most: bool
+) -> dict[str, dict[str, Dataset]]:
+    """The parts of each dataset; of those that are only tested on the last alone.
+
+    Raises:
+        ConfigError: a dataset has too few prompts.
+    """
+    from specexec_cli.bench.parts import load_parts
+
+    sets: dict[str, dict[str, Dataset]] = {}
+    for name in (*named, *others):
+        wanted = counts if name in named else (0, 0, counts[2] if not at_most else sum(counts))
+        parts = load_parts(name, data_folder=data, counts=wanted, seed=seed, at_most=at_most)
+        found = sum(len(part.prompts) for part in parts.values())
+        if not all(parts[part].prompts for part, count in zip(PARTS, wanted, strict=True) if count):
+            raise ConfigError(f"dataset {name} has {found} prompts, and {_FEWEST} are needed")
+        sets[parts["test"].name] = parts
+    return sets
+
+
 def _collect(
     session: TextSession,
-    encoded: dict[str, list[BenchPrompt]],
+    encoded: dict[str, dict[str, list[BenchPrompt]]],
     sampling: SamplingConfig,
     max_tokens: int,
     quiet: bool,
-) -> dict[str, list[Text]]:
+) -> dict[str, dict[str, list[Text]]]:
+    """The texts of each part of each dataset."""
     from specexec_cli.bench.policy_labels import LabelsFile, collect
     from specexec_cli.cli.render import CountBar
 
     labels = LabelsFile(session.pair_folder / "labels.jsonl")
-    found: dict[str, list[Text]] = {}
-    with CountBar("texts", sum(map(len, encoded.values())), shown=not quiet) as bar:
-        for name, prompts in encoded.items():
-            found[name] = []
-            for text in collect(session, prompts, sampling, max_tokens, labels):
-                found[name].append(text)
-                bar.advance(name)
+    found: dict[str, dict[str, list[Text]]] = {}
+    total = sum(len(prompts) for parts in encoded.values() for prompts in parts.values())
+    with CountBar("texts", total, shown=not quiet) as bar:
+        for name, parts in encoded.items():
+            found[name] = {part: [] for part in parts}
+            for part, prompts in parts.items():
+                for text in collect(session, prompts, sampling, max_tokens, labels):
+                    found[name][part].append(text)
+                    bar.advance(name)
     return found
 
 
@@ -137,28 +191,23 @@ def _costs(
 
 
 def _train(
-    texts: dict[str, list[Text]], trained: list[str], costs: Costs, quiet: bool
+    texts: dict[str, dict[str, list[Text]]], costs: Costs, quiet: bool
 ) -> tuple[Classifier, dict[str, Evaluation]]:
-    """Trains on three fifths of the datasets named for it and tunes on one; tests on the last one,
-    and on all of the other datasets."""
+    """Trains, tunes and tests on the parts of all datasets that are for it."""
     from specexec_cli.cli.render import CountBar
     from specexec_cli.drafting import training
 
-    parts: list[list[Text]] = [[], []]
-    tested: dict[str, list[Text]] = {}
-    for name, found in texts.items():
-        for at, text in enumerate(found):
-            if name in trained and at % 5 < 4:
-                parts[at % 5 == 3].append(text)
-            else:
-                tested.setdefault(name, []).append(text)
-    features, labels = training.examples(parts[0])
+    train, validation = (
+        [text for parts in texts.values() for text in parts[part]] for part in PARTS[:2]
+    )
+    features, labels = training.examples(train)
     with CountBar("training", training.STEPS, shown=not quiet) as bar:
         tensors = training.train(features, labels, lambda: bar.advance(""))
-    classifier = training.tune(tensors, parts[1], costs)
-    static = training.best_static(parts[1], costs)
+    classifier = training.tune(tensors, validation, costs)
+    static = training.best_static(validation, costs)
     return classifier, {
-        name: training.evaluate(classifier, static, found, costs) for name, found in tested.items()
+        name: training.evaluate(classifier, static, parts["test"], costs)
+        for name, parts in texts.items()
     }
 
 
@@ -178,10 +227,12 @@ def _report(
              "max_length": classifier.max_length, "costs": asdict(costs), "trained_on": trained,
              "evaluations": {name: asdict(found) for name, found in evaluations.items()}}
         )  # fmt: skip
-    header = ["data", "trained", "plain ms", "static", "ms", "disco ms", "gain", "oracle ms",
+    header = ["data", "trained", "plain ms", "heuristic ms", "static 5 ms", "static", "ms",
+              "disco ms", "gain", "oracle ms",
               "F1 static", "F1 disco", "F1 always", "oracle length"]  # fmt: skip
     rows = [
         [name, "yes" if name in trained else "no", f"{found.plain_s * 1e3:.1f}",
+         f"{found.heuristic_s * 1e3:.2f}", f"{found.static_5_s * 1e3:.2f}",
          str(found.static_length), f"{found.static_s * 1e3:.2f}", f"{found.disco_s * 1e3:.2f}",
          f"{found.gain:+.1%}", f"{found.oracle_s * 1e3:.2f}",
          f"{found.static_f1:.3f}", f"{found.disco_f1:.3f}", f"{found.always_f1:.3f}",

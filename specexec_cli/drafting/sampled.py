@@ -17,6 +17,7 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.scoring import signals
 from specexec_cli.drafting.search import Floats, Frontier, Ints
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.verify.accept import Accepted, accept
@@ -28,11 +29,11 @@ class SampledChildren:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._probs: dict[int, Tensor] = {}  # expanded node -> (vocab,) float32
+        self._log_probs: dict[int, Tensor] = {}  # expanded node -> (vocab,) float32
 
     def reset(self) -> None:
         """Forgets the last tree."""
-        self._probs.clear()
+        self._log_probs.clear()
 
     def children(
         self, frontier: Frontier, logits: Tensor, context: Sequence[int], width: int
@@ -44,20 +45,25 @@ class SampledChildren:
             context: committed tokens.
         """
         log_probs = self._sampler.filtered(logits, context).log_softmax(-1)
+        self._log_probs.update(zip(frontier.ids.tolist(), log_probs, strict=True))
         width = min(width, log_probs.shape[-1])
         if self._sampler.config.temperature == 0.0:
             best = log_probs.topk(width, dim=-1)
             return best.values.double().cpu().numpy(), best.indices.cpu().numpy()
         tokens = np.zeros((len(log_probs), width), dtype=np.int64)
         scores = np.full((len(log_probs), width), -np.inf)
-        for row, (node, depth) in enumerate(
-            zip(frontier.ids.tolist(), frontier.depths.tolist(), strict=True)
-        ):
-            self._probs[node] = probs = log_probs[row].exp()
-            drawn = self._drawn(probs, len(context) + depth, width)
+        for row, depth in enumerate(frontier.depths.tolist()):
+            drawn = self._drawn(log_probs[row].exp(), len(context) + depth, width)
             tokens[row, : len(drawn)] = drawn
             scores[row, : len(drawn)] = log_probs[row, drawn].double().cpu().numpy()
         return scores, tokens
+
+    def signals(self, ids: Ints) -> Floats:
+        """What policies read of expanded nodes: of the distribution that was drawn from.
+
+        See policies.Signals.
+        """
+        return signals(torch.stack([self._log_probs[node] for node in ids.tolist()]))
 
     def _drawn(self, probs: Tensor, position: int, width: int) -> list[int]:
         """At most `width` different tokens of probability above 0."""
@@ -86,7 +92,7 @@ class SampledChildren:
         children: dict[int, list[int]] = {}
         for node, parent in enumerate(tree.parents.tolist()):  # nodes are in the order drawn
             children.setdefault(parent, []).append(node)
-        draws = {node: Draws(tuple(c), self._probs[node]) for node, c in children.items()}
+        draws = {node: Draws(tuple(c), self._log_probs[node].exp()) for node, c in children.items()}
         return rejection_walk(tree, draws, logits, sampler, context, limit, eos_ids)
 
 
@@ -120,6 +126,9 @@ class SampledDrafter(ModelDrafter):
     ) -> Accepted:
         """What a pass over the last tree commits; see SampledChildren.walk."""
         return self._sampled.walk(tree, logits, sampler, context, limit, eos_ids)
+
+    def _signals(self, ids: Ints) -> Floats:
+        return self._sampled.signals(ids)
 
     def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         with torch.no_grad():

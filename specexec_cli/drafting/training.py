@@ -10,8 +10,11 @@ oracle's iterations meet every token of a text once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -59,6 +62,8 @@ class Evaluation:
     plain_s: float  # without drafting
     static_length: int
     static_s: float
+    static_5_s: float  # with five draft tokens always, the paper's other static length
+    heuristic_s: float  # with transformers' schedule, the paper's dynHeur
     disco_s: float
     oracle_s: float
     static_f1: float
@@ -71,6 +76,25 @@ class Evaluation:
     def gain(self) -> float:
         """Latency saved over the static length, as a share of the latter's (table 5)."""
         return 1.0 - self.disco_s / self.static_s
+
+    @property
+    def gain_over_heuristic(self) -> float:
+        """Latency saved over the dynamic heuristic, likewise."""
+        return 1.0 - self.disco_s / self.heuristic_s
+
+
+_Item = TypeVar("_Item")
+
+
+def split(items: Sequence[_Item], seed: int) -> tuple[list[_Item], list[_Item], list[_Item]]:
+    """Random parts to train, to validate and to test on: three fifths, one fifth and one fifth.
+
+    Source: "randomly selected samples" (appendix B; table 3 has 500, 80 and 80). At least five.
+    """
+    order = random.Random(seed).sample(range(len(items)), len(items))
+    fifth = len(items) // 5
+    chosen = [items[at] for at in order]
+    return chosen[2 * fifth :], chosen[:fifth], chosen[fifth : 2 * fifth]
 
 
 def examples(texts: Sequence[Text]) -> tuple[Floats, Floats]:
@@ -158,6 +182,8 @@ def evaluate(
         plain_s=costs.target_s,
         static_length=static_length,
         static_s=latency(texts, _static(texts, static_length), costs),
+        static_5_s=latency(texts, _static(texts, 5), costs),
+        heuristic_s=heuristic_latency(texts, costs),
         disco_s=latency(texts, lengths, costs),
         oracle_s=latency(texts, oracle, costs),
         static_f1=f1(depths <= static_length, accepted),
@@ -174,16 +200,59 @@ def latency(texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs) -> flo
     Args:
         lengths: per text (n,), tokens drafted if an iteration begins at a position.
     """
+    return _counted(texts, lambda number, at: int(lengths[number][at]), costs)
+
+
+def heuristic_latency(texts: Sequence[Text], costs: Costs) -> float:
+    """The same with the dynamic heuristic (section 4, dynHeur SL).
+
+    Its length goes on from text to text: two more after a draft that was accepted whole, one less
+    otherwise, from five on. Source: the schedule "heuristic" of transformers' GenerationConfig.
+    """
+    length = 5
+
+    def told(whole: bool) -> None:
+        nonlocal length
+        length = length + 2 if whole else max(1, length - 1)
+
+    return _counted(texts, lambda number, at: length, costs, told)
+
+
+def _counted(
+    texts: Sequence[Text],
+    wanted: Callable[[int, int], int],
+    costs: Costs,
+    told: Callable[[bool], None] = lambda whole: None,
+) -> float:
+    """Seconds per token.
+
+    Args:
+        wanted: (number of the text, position) -> tokens that an iteration would draft there.
+        told: whether what was drafted was accepted whole.
+    """
     passes = steps = tokens = 0
-    for text, wanted in zip(texts, lengths, strict=True):
-        runs, at = _runs(text), 0
-        while at < len(runs):
-            # the last token of a text is never drafted: the pass gives it for free
-            drafted = min(int(wanted[at]), len(runs) - at - 1)
+    for number, text in enumerate(texts):
+        for drafted, right in iterations(text, partial(wanted, number)):
             passes, steps = passes + 1, steps + drafted
-            at += min(drafted, int(runs[at])) + 1
-        tokens += len(runs)
+            if drafted:
+                told(right == drafted)
+        tokens += len(text.accepted)
     return (passes * costs.target_s + steps * costs.draft_s) / tokens
+
+
+def iterations(text: Text, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """Decodes a text with chains: yields drafted and accepted tokens of each iteration.
+
+    Args:
+        wanted: position -> tokens to draft there. Fewer are where the text ends: its last token is
+            never drafted, since the pass gives it for free.
+    """
+    runs, at = _runs(text), 0
+    while at < len(runs):
+        drafted = min(wanted(at), len(runs) - at - 1)
+        right = min(drafted, int(runs[at]))
+        yield drafted, right
+        at += right + 1
 
 
 def f1(predicted: Bools, true: Bools) -> float:
@@ -215,6 +284,28 @@ def oracle_lengths(text: Text) -> Ints:
     if len(text.accepted) and text.accepted[-1]:  # the text ends within an iteration
         found = np.append(found, depths[-1])
     return np.asarray(found, dtype=np.int64)
+
+
+def by_normalized_index(lengths: Sequence[Ints], width: float) -> tuple[list[float], list[float]]:
+    """Mean oracle lengths over the normalized index of the iteration (appendix A, figures 4, 6).
+
+    Of a text with n iterations the i-th, from 0, has the index i / (n - 1); a text with one has 0.
+
+    Args:
+        lengths: oracle_lengths of each text.
+        width: of a bucket of indices.
+    Returns:
+        Where each bucket begins that has a length, and the mean of its lengths.
+    """
+    buckets: dict[int, list[int]] = {}
+    for found in lengths:
+        last = max(len(found) - 1, 1)
+        for i, length in enumerate(found.tolist()):
+            # a share of 1 belongs to the last bucket; the small number is for rounding
+            bucket = min(int(i / last / width + 1e-9), round(1.0 / width) - 1)
+            buckets.setdefault(bucket, []).append(length)
+    ordered = sorted(buckets.items())
+    return [at * width for at, _ in ordered], [sum(one) / len(one) for _, one in ordered]
 
 
 def _oracle_depths(text: Text) -> Ints:

@@ -47,6 +47,16 @@ def test_a_classifier_is_trained_reported_and_used(cache: Path) -> None:
     disco = json.loads(run_cli(*prompt, "--policy", "disco").out)
     assert disco["config"]["policy"] == "disco"
     assert disco["tokens"] == plain["tokens"]
+    # as in the paper: chains, and rejection sampling at temperature 0
+    ran = run_cli("bench", "--method", "chain", "--policy", "fixed,disco", "--prompts", "2",
+                  "--speculation-length", "12", "--max-tokens", "16", "--warmup", "0", "-o", "json",
+                  "--results", cache / "rows.jsonl", "-q")  # fmt: skip
+    cases = {case["label"]: case for case in json.loads(ran.out)["cases"]}
+    assert cases["chain disco 12"]["same_text"] == {"same": 2, "of": 2}
+    nodes = [
+        cases[name]["metrics"]["tree_nodes"]["mean"] for name in ("chain disco 12", "chain 12")
+    ]
+    assert nodes[0] < nodes[1]
 
 
 def test_without_a_classifier_disco_says_how_to_train_one(cache: Path) -> None:
@@ -75,6 +85,8 @@ def test_an_interrupt_keeps_the_texts(cache: Path, monkeypatch: pytest.MonkeyPat
     ("argv", "words"),
     [
         (("--prompts", "4"), "--prompts must be 5 or more"),
+        (("--splits", "5,1"), "--splits takes three numbers"),
+        (("--splits", "500,80,80"), "prompts left for its part"),
         (("--target-ms", "0"), "--target-ms must be above 0"),
         (("--dataset", "nothing"), "nothing"),
         (("--output", "xml"), "--output 'xml'"),

@@ -163,6 +163,7 @@ def _counts(search, tree: TreeConfig, draft, target, sampling: dict[str, float])
     [
         (grow_chain, TreeConfig(budget=2, max_depth=2), _PLAIN),
         (grow_chain, TreeConfig(budget=1, max_depth=1), _FILTERED),
+        (grow_chain, TreeConfig(budget=2, max_depth=2, policy="disco"), _PLAIN),
         (grow_bundle, TreeConfig(budget=4, max_depth=2), _PLAIN),
         (grow_bundle, TreeConfig(budget=6, max_depth=2), _FILTERED),
     ],
@@ -170,6 +171,20 @@ def _counts(search, tree: TreeConfig, draft, target, sampling: dict[str, float])
 def test_sampled_text_has_the_distribution_of_the_target(search, tree, sampling):
     draft = NoisyCopy(_TARGET, 5, 1.0)
     assert _p_value(_counts(search, tree, draft, _TARGET, sampling), _exact(sampling)) > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_disco_ends_drawn_chains_at_different_lengths(temperature):
+    """Mamou et al., arXiv:2405.04304, section 3, with rejection sampling as it is there."""
+    model, sampler = ToyLM(3), Sampler(SamplingConfig(temperature=temperature, seed=1))
+    tree = TreeConfig(budget=8, max_depth=8, policy="disco")
+    drafter = ToySampledDrafter(NoisyCopy(model, 5, 0.2), tree, sampler, grow_chain)
+    steps = list(rejection_sampling(ToyTarget(model), drafter, sampler, (1, 2), 80, ()))
+    # the last chains have no room for more
+    assert len({step.tree_nodes for step in steps[:-2]}) > 1
+    if temperature == 0.0:
+        plain = autoregressive(ToyTarget(model), sampler, (1, 2), 80, ())
+        assert tokens_of(steps) == tokens_of(plain)
 
 
 def test_the_chi_square_test_tells_a_draft_from_the_target():

@@ -7,11 +7,18 @@ import io
 import json
 import re
 
+import numpy as np
 import pytest
 from bench_rows import case, row, stats_of, step
 
 from specexec_cli.bench.cases import BASELINE, Grid, methods
-from specexec_cli.bench.metrics import improvement_factor, quantile, run_metrics, spread
+from specexec_cli.bench.metrics import (
+    improvement_factor,
+    quantile,
+    ratio_and_error,
+    run_metrics,
+    spread,
+)
 from specexec_cli.bench.results import ResultsFile, read_results
 from specexec_cli.bench.schema import problems
 from specexec_cli.bench.summary import summarize
@@ -113,6 +120,12 @@ def test_spread_and_quantiles():
     assert quantile([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0.2) == 2.0
     assert spread([7.0]) == {"mean": 7.0, "sd": 0.0, "p20": 7.0, "p50": 7.0, "p80": 7.0,
                              "samples": [7.0]}  # fmt: skip
+
+
+def test_a_ratio_of_sums_and_its_error_by_hand():
+    """10 and 14 tokens in 4 passes each: residuals of -2 and 2 behind a ratio of 3."""
+    assert ratio_and_error([10, 14], [4, 4]) == pytest.approx((3.0, (2 / 1 * 8) ** 0.5 / 8))
+    assert ratio_and_error([6], [2]) == (3.0, np.inf)
 
 
 def test_the_improvement_factor_at_points_known_from_the_formula():

@@ -31,7 +31,7 @@ def test_each_method_is_told_of_the_policies_that_suit_it() -> None:
     assert {method: policies_for(method) for method in SOURCES} == {
         "specexec": ("fixed", "heuristic", "disco", "cost"),
         "specexec-paper": ("fixed", "heuristic"),
-        "chain": ("fixed", "heuristic"),
+        "chain": ("fixed", "heuristic", "disco"),
         "chain-coupled": ("fixed", "heuristic", "disco", "oracle"),
         "specinfer": ("fixed", "heuristic"),
         "beam": ("fixed", "heuristic", "disco"),

@@ -12,11 +12,14 @@ from specexec_cli.drafting.training import (
     Costs,
     Text,
     best_static,
+    by_normalized_index,
     evaluate,
     examples,
     f1,
+    heuristic_latency,
     latency,
     oracle_lengths,
+    split,
     train,
     tune,
 )
@@ -84,6 +87,37 @@ def test_latency_is_counted() -> None:
     assert latency([one], drafts, costs) == pytest.approx((2 * 1.0 + 4 * 0.1) / 6)
     # nothing drafted: the last token of a text is never drafted either
     assert latency([one], [np.zeros(6, dtype=int)], costs) == pytest.approx(1.0)
+
+
+def test_the_heuristic_s_lengths_by_hand() -> None:
+    """Footnote 2: longer where all were accepted, shorter where not; 5, +2, -1 in transformers.
+
+    7 + 1, 3 + 1 and 2 tokens: of 5 all are right; of 7 one; of the 5 that remain of 6 three; of the
+    one that remains of 5 one. The next text begins with 7, of which 2 remain and are right.
+    """
+    costs = Costs(target_s=1.0, draft_s=0.1)
+    first, second = text([1] * 7 + [0] + [1] * 3 + [0] + [1] * 2), text([1] * 3)
+    assert heuristic_latency([first], costs) == pytest.approx((4 + 18 * 0.1) / 14)
+    assert heuristic_latency([first, second], costs) == pytest.approx((5 + 20 * 0.1) / 17)
+
+
+def test_means_over_the_normalized_index_by_hand() -> None:
+    """Appendix A: the lengths 7, 3, 13, 21, 8 have the indices 0, 0.25, 0.5, 0.75 and 1."""
+    one, other = np.array([7, 3, 13, 21, 8]), np.array([5, 9])
+    assert by_normalized_index([one], 0.0001) == (
+        pytest.approx([0.0, 0.25, 0.5, 0.75, 0.9999]), [7.0, 3.0, 13.0, 21.0, 8.0]
+    )  # fmt: skip
+    starts, means = by_normalized_index([one, other], 0.25)
+    assert starts == [0.0, 0.25, 0.5, 0.75]
+    assert means == [6.0, 3.0, 13.0, pytest.approx((21 + 8 + 9) / 3)]
+
+
+def test_parts_are_three_fifths_one_and_one_at_random() -> None:
+    parts = split(list(range(12)), seed=0)
+    assert [len(part) for part in parts] == [8, 2, 2]
+    assert sorted(one for part in parts for one in part) == list(range(12))
+    assert parts == split(list(range(12)), seed=0)
+    assert parts != split(list(range(12)), seed=1)
 
 
 def test_a_fixed_length_costs_what_its_own_decoding_would() -> None:

@@ -2,7 +2,9 @@
 
 Mamou et al., arXiv:2405.04304, section 3, decide per token of a chain. For a tree it is decided per
 level, by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is
-a level of one node. drafting/classifier.py is the classifier, drafting/training.py makes it.
+a level of one node. Where a chain's tokens are drawn and verified by rejection sampling, a draft
+ends behind a token that was drawn already: the text keeps the target's distribution.
+drafting/classifier.py is the classifier, drafting/training.py makes it.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ if TYPE_CHECKING:
 @policy(
     "disco",
     help="as deep as the pair's trained classifier says, see train-policy",
-    # those whose drafts are the target's own choices if anything is
-    methods=("specexec", "chain-coupled", "beam", "beam-pruned"),
+    # chains as the paper has them, and those whose drafts are the target's own choices if any are
+    methods=("specexec", "chain", "chain-coupled", "beam", "beam-pruned"),
     needs="classifier",
 )
 class Disco:

@@ -1,0 +1,134 @@
+"""`specexec bench paper`: one table, figure, algorithm or theorem of a paper, run here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specexec_cli.cli import option_groups, options
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ClaimLostError, ConfigError, nearest
+from specexec_cli.papers import RECIPES, Finding, Recipe
+
+if TYPE_CHECKING:
+    from specexec_cli.bench.datasets import Dataset
+    from specexec_cli.papers.lab import Lab, OpenSession
+
+_ALL = "all"
+
+
+@option_groups.grouped
+def paper(
+    name: Annotated[str, typer.Argument(help="A recipe, or all. Without it they are listed.")] = "",
+    *,
+    models: option_groups.MeasuredModels,
+    full: Annotated[
+        bool, typer.Option("--full", help="The paper's prompts and sizes: hours, not seconds.")
+    ] = False,
+    data: Annotated[Path, typer.Option(help="Folder of the datasets' files.")] = Path("data"),
+    prompts: Annotated[
+        int | None,
+        typer.Option(help="Most prompts per dataset with --full. Default: as many as it takes."),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for results, reports and figures.")] = Path(
+        "papers"
+    ),
+    figure_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
+    seed: options.Seed = 0,
+    output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Reproduce one table or figure of a paper, and say whether its claim holds here.
+
+    The small form takes seconds on the demo pair. Results are kept as they come: stopped by
+    Ctrl-C, the same command goes on. A claim that does not hold ends with exit code 11.
+    """
+    from specexec_cli.papers import report
+
+    option_groups.one_of(output, "--output", ("table", "md", "json"))
+    option_groups.one_of(figure_format, "--format", ("png", "svg"))
+    if prompts is not None and prompts < 2:
+        raise ConfigError(f"--prompts must be 2 or more, not {prompts}")
+    if not name:
+        _list(output)
+        return
+    chosen = list(RECIPES.values()) if name == _ALL else [_recipe(name)]
+    lost: list[str] = []
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.papers.lab import Lab
+
+    with ExitStack() as opened, CountBar("generations", None, shown=not quiet) as bar:
+        lab = Lab(
+            _opener(models, opened, quiet), out, full=full, data=data, most_prompts=prompts,
+            seed=seed, done=bar.advance,
+        )  # fmt: skip
+        for one in chosen:
+            finding = _run(one, lab, quiet)
+            written = report.write(one, finding, out, figure_format)
+            print(_shown(one, finding, output, written))
+            if not quiet:
+                for path in written:
+                    print(f"written: {path}", file=sys.stderr)
+            lost += [f"{one.name}: {claim.text}" for claim in finding.claims if not claim.held]
+    if lost:
+        raise ClaimLostError(f"not so here: {'; '.join(lost)}")
+
+
+def _recipe(name: str) -> Recipe:
+    if name not in RECIPES:
+        raise ConfigError(
+            f"no recipe '{name}': `specexec bench paper` lists them.{nearest(name, [*RECIPES])}"
+        )
+    return RECIPES[name]
+
+
+def _list(output: str) -> None:
+    if output == "json":
+        print(json.dumps({name: one.printed for name, one in RECIPES.items()}))
+        return
+    width = max(map(len, RECIPES))
+    for name, one in RECIPES.items():
+        print(f"{name.ljust(width)}  {one.printed}")
+
+
+def _run(one: Recipe, lab: Lab, quiet: bool) -> Finding:
+    try:
+        return one.run(lab)
+    except KeyboardInterrupt:
+        if not quiet:
+            print("stopped; the same command goes on", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+
+
+def _shown(one: Recipe, finding: Finding, output: str, written: Sequence[Path]) -> str:
+    from specexec_cli.cli.bench import width
+    from specexec_cli.papers.report import text_of
+
+    if output != "json":
+        return text_of(one, finding, output, width()) + "\n"
+    return json.dumps({
+        "schema": 1, "recipe": one.name, "printed": one.printed,
+        "tables": [{"title": t.title, "header": list(t.header), "rows": [list(r) for r in t.rows]}
+                   for t in finding.tables],
+        "claims": [{"text": claim.text, "held": claim.held} for claim in finding.claims],
+        "notes": list(finding.notes), "written": [str(path) for path in written],
+    })  # fmt: skip
+
+
+def _opener(models: option_groups.MeasuredModels, opened: ExitStack, quiet: bool) -> OpenSession:
+    """Opens the pair's session, or the target's with another draft model."""
+    from specexec_cli.cli.bench import open_models
+    from specexec_cli.session import TextSession
+
+    def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> TextSession:
+        opened.close()  # the one before: big models fit once
+        named = models if draft is None else replace(models, draft=draft)
+        return opened.enter_context(open_models(named, sets, tokens, quiet))
+
+    return open_one

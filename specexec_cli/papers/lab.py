@@ -1,0 +1,156 @@
+"""What a recipe works with: a session that opens when it is asked for, prompts, and kept results.
+
+The small form takes seconds on the demo pair and its own prompts. The full one has the paper's
+prompts and sizes, and goes on where it was stopped: every generation is a row of a results file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from specexec_cli.bench.cases import Case
+from specexec_cli.bench.datasets import BUILT_IN, Dataset, load_dataset
+from specexec_cli.bench.metrics import ratio_and_error
+from specexec_cli.bench.results import ResultsFile, Row
+
+if TYPE_CHECKING:
+    from specexec_cli.bench.runner import Bench, BenchPrompt
+    from specexec_cli.drafting.training import Text
+    from specexec_cli.session import TextSession
+
+# (datasets, tokens of a text, draft model or None for the pair's own) -> a session for them
+OpenSession = Callable[[Sequence[Dataset], int, "str | None"], "TextSession"]
+
+_EVERY = 1 << 20  # prompts of a dataset: all of them
+_TURN = 10  # prompts between two looks at the standard error
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Committed tokens per target pass of one case, over all prompts together."""
+
+    tau: float
+    error: float  # standard error of tau
+    prompts: int
+
+    def __str__(self) -> str:
+        return f"{self.tau:.2f} ±{self.error:.2f}"
+
+
+class Lab:
+    """One run of one recipe.
+
+    Args:
+        opened: opens a session, or gives one that is open; whoever passes it closes it. One is
+            needed at a time.
+        folder: where results and labels are kept.
+        data: folder of the datasets' files.
+        most_prompts: of each dataset in the full form; None for as many as it takes.
+        done: told of each generation that was run.
+    """
+
+    target_error = 0.03  # of tau, relative: the full form takes prompts until all are below
+
+    def __init__(
+        self,
+        opened: OpenSession,
+        folder: Path,
+        *,
+        full: bool = False,
+        data: Path = Path("data"),
+        most_prompts: int | None = None,
+        seed: int = 0,
+        done: Callable[[str], None] = lambda label: None,
+    ) -> None:
+        self.full, self.seed = full, seed
+        self.most_prompts = most_prompts
+        self.folder = folder
+        self._opened, self._data, self._done = opened, data, done
+        self._draft: str | None = None  # of the session that is open
+        self._session: TextSession | None = None
+        self._file: ResultsFile | None = None
+
+    def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
+        """A dataset's prompts; in the small form the first `small` of the built-in ones.
+
+        Args:
+            name: as in `bench`.
+            chat: of the built-in ones those to be answered, or those to be continued, or all.
+        """
+        if self.full:
+            # all of it, however few are taken: rows are known by the digest of what was loaded
+            return load_dataset(name, data_folder=self._data, count=_EVERY)
+        built_in = load_dataset(BUILT_IN, data_folder=self._data, count=_EVERY)
+        chosen = [prompt for prompt in built_in.prompts if chat in (None, prompt.chat)]
+        return Dataset(BUILT_IN, built_in.source, tuple(chosen[:small]))
+
+    def session(
+        self, sets: Sequence[Dataset], tokens: int, draft: str | None = None
+    ) -> TextSession:
+        """The session, opened for these prompts at the first call and where the draft changes."""
+        if self._session is None or draft != self._draft:
+            self._session = self._opened(sets, tokens, draft)
+            self._draft = draft
+        return self._session
+
+    def encoded(self, dataset: Dataset, tokens: int, draft: str | None = None) -> list[BenchPrompt]:
+        """The prompts as tokens, those left out that are too long for the context window."""
+        from specexec_cli.bench.runner import encode_prompts
+
+        found = encode_prompts(self.session([dataset], tokens, draft), dataset, tokens)[0]
+        return found[: self.most_prompts]
+
+    def rows(
+        self, cases: Sequence[Case], dataset: Dataset, draft: str | None = None
+    ) -> dict[Case, list[Row]]:
+        """Generations of every case, one per prompt; what is in the results file is not repeated.
+
+        The full form stops at the prompts by which every rate's standard error is small enough.
+        """
+        from specexec_cli.bench.runner import interleaved
+
+        prompts = self.encoded(dataset, max(case.max_tokens for case in cases), draft)
+        found: dict[Case, list[Row]] = {case: [] for case in cases}
+        bench = self._bench(self.session([dataset], 0, draft))
+        for start in range(0, len(prompts), _TURN):
+            runs = list(interleaved(cases, [(dataset, prompts[start : start + _TURN])], 1))
+            rows = bench.measure(runs, lambda row: self._done(row["label"]))
+            for run, row in zip(runs, rows, strict=True):
+                found[run.case].append(row)
+            rates = [rate(rows) for rows in found.values()]
+            if all(one.error < self.target_error * one.tau for one in rates) and self.full:
+                break
+        return found
+
+    def texts(self, dataset: Dataset, tokens: int) -> list[Text]:
+        """What the draft model says along the target's greedy texts (DISCO, appendix D.1)."""
+        from specexec_cli.bench.policy_labels import LabelsFile, collect
+        from specexec_cli.config import SamplingConfig
+
+        session = self.session([dataset], tokens)
+        labels = LabelsFile(self.folder / "labels.jsonl")
+        found = []
+        for text in collect(
+            session, self.encoded(dataset, tokens), SamplingConfig(seed=self.seed), tokens, labels
+        ):
+            self._done(dataset.name)
+            found.append(text)
+        return found
+
+    def _bench(self, session: TextSession) -> Bench:
+        from specexec_cli.bench.environment import environment, link
+        from specexec_cli.bench.runner import Bench
+
+        if self._file is None:
+            self._file = ResultsFile(self.folder / "results.jsonl")
+        return Bench(session, self._file, environment(), link(session))
+
+
+def rate(rows: Sequence[Row]) -> Rate:
+    """Committed tokens per target pass of runs of one case."""
+    tokens = [row["metrics"]["generated_tokens"] for row in rows]
+    passes = [row["metrics"]["target_passes"] for row in rows]
+    return Rate(*ratio_and_error(tokens, passes), len(rows))

@@ -1,0 +1,47 @@
+"""A recipe's report: Markdown for people, figures beside it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from specexec_cli.bench.tables import aligned, markdown
+from specexec_cli.errors import ConfigError
+from specexec_cli.papers.registry import Finding, Recipe
+
+
+def text_of(recipe: Recipe, finding: Finding, form: str, width: int | None = None) -> str:
+    """The finding as text.
+
+    Args:
+        form: md, or table for a terminal of `width` columns.
+    """
+    lines = [f"# {recipe.name}" if form == "md" else recipe.name, "", f"Printed: {recipe.printed}."]
+    for table in finding.tables:
+        header, rows = list(table.header), [list(row) for row in table.rows]
+        made = markdown(header, rows) if form == "md" else aligned(header, rows, width)
+        lines += ["", f"{table.title}:", "", *made]
+    lines += ["", *(f"- {'holds' if c.held else 'LOST'}: {c.text}" for c in finding.claims)]
+    lines += [f"- {note}" for note in finding.notes]
+    return "\n".join(lines)
+
+
+def write(recipe: Recipe, finding: Finding, folder: Path, form: str) -> list[Path]:
+    """Writes NAME.md and NAME-*.FORM into the folder; without matplotlib the report alone.
+
+    Args:
+        form: png or svg.
+    Raises:
+        ConfigError: the folder cannot be written.
+    """
+    written = [folder / f"{recipe.name}.md"]
+    figures = finding.figures if find_spec("matplotlib") is not None else {}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written[0].write_text(text_of(recipe, finding, "md") + "\n", encoding="utf-8")
+        for end, draw in figures.items():
+            written.append(folder / f"{recipe.name}{end and '-' + end}.{form}")
+            draw().savefig(written[-1], dpi=130)
+    except OSError as error:
+        raise ConfigError(f"cannot write to {folder}: {error.strerror}") from error
+    return written
