@@ -216,7 +216,7 @@ def _apart(
     """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
     if found := names.apart.get(path):
         linears = {linear for _, linear in found}
-        count = fused.gate_up_proj.shape[0]  # type: ignore[union-attr, index]
+        count = fused.gate_up_proj.shape[0]  # type: ignore[index]
         if found != {(index, linear) for index in range(count) for linear in linears}:
             raise CheckpointError(
                 f"{checkpoint.folder}: the experts of '{path}' are not the {count} that the config "
