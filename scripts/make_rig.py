@@ -145,7 +145,7 @@ def write_rig(
         raise ConfigError(f"{out} exists: give another --out, or remove it first")
     source, pool = Source(source_folder), RandomPool(seed)
     rig: AnyRig
-    if shape_name in MODELS:
+    if shape_name in MODELS and not (row_format == GPT_OSS and shape_name in SHAPES):
         if bits != 16 or row_format is not None or routing is not None:
             raise ConfigError(
                 f"--shape {shape_name} is random, in bfloat16: leave --bits, --format, --skew away"
@@ -227,9 +227,13 @@ def _write_folder(
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--shape", required=True, metavar="NAME",
-                        help=f"{', '.join((*SHAPES, *MODELS))}, or hidden=1024,layers=4,heads=8,"
-                             "kv_heads=8,head_dim=128,intermediate=2048")  # fmt: skip
+    parser.add_argument(
+        "--shape",
+        required=True,
+        metavar="NAME",
+        help=f"{', '.join(dict.fromkeys((*SHAPES, *MODELS)))}, or hidden=1024,"
+        "layers=4,heads=8,kv_heads=8,head_dim=128,intermediate=2048",
+    )
     parser.add_argument("--layers", type=int, metavar="N", help="instead of the shape's own number")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="must not exist")
     parser.add_argument("--source", type=Path, default=DEMO, metavar="FOLDER",

@@ -66,6 +66,9 @@ SHAPES = {
                              intermediate=1536, experts=128, chosen=8, model_type="mixtral"),
     "gpt-oss-120b": Shape(hidden=2880, layers=36, heads=32, kv_heads=4, head_dim=128,
                           intermediate=2880, experts=128, chosen=4, model_type="mixtral"),
+    # with --format gpt-oss; without, one of MODELS
+    "gpt-oss-20b": Shape(hidden=2880, layers=24, heads=32, kv_heads=4, head_dim=128,
+                         intermediate=2880, experts=32, chosen=4, model_type="mixtral"),
 }  # fmt: skip
 # Models whose layers cannot hold the source's weights (rig_random.py): what differs from the
 # defaults of transformers' config class.
@@ -95,7 +98,7 @@ def parse_shape(text: str) -> Shape:
     """
     if "=" not in text:
         if text not in SHAPES:
-            known = [*SHAPES, *MODELS]
+            known = [*dict.fromkeys((*SHAPES, *MODELS))]
             raise ConfigError(f"no shape '{text}'.{nearest(text, known)} "
                               f"Known: {', '.join(known)}, or hidden=...,layers=...")  # fmt: skip
         return SHAPES[text]
