@@ -191,7 +191,7 @@ def figure_5(lab: Lab) -> Finding:
     rows = []
     drafts = _DRAFTS.get(lab.session([data], 64).pair.target.name, _OWN)
     for draft, title in drafts.items():
-        cases = [Case(PAPER, tree(size, PAPER), sampling(0.6, lab.seed), 64 if lab.full else 16)
+        cases = [Case(PAPER, tree(size, PAPER), sampling(0.6, lab.seed), 64 if lab.full else 32)
                  for size in budgets]  # fmt: skip
         found = [rate(one) for one in lab.rows(cases, data, draft).values()]
         lines[title] = budgets, [one.tau for one in found], [one.error for one in found]
