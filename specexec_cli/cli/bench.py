@@ -196,7 +196,7 @@ def coverage(
     output: Output = "table",
     quiet: options.Quiet = False,
 ) -> None:
-    """How much of the target's probability the draft's k likeliest tokens cover.
+    """Target probability that the draft's k likeliest tokens cover.
 
     Measured at the positions of texts that the target samples from the prompts.
     """

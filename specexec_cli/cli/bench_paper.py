@@ -44,10 +44,10 @@ def paper(
     output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
     quiet: options.Quiet = False,
 ) -> None:
-    """Reproduce one table or figure of a paper, and say whether its claim holds here.
+    """Reproduce a table or figure of a paper.
 
-    The small form takes seconds on the demo pair. Results are kept as they come: stopped by
-    Ctrl-C, the same command goes on. A claim that does not hold ends with exit code 11.
+    It says whether the paper's claim holds here; where not, the exit code is 11. The small form
+    takes seconds on the demo pair. Stopped by Ctrl-C, the same command goes on.
     """
     from specexec_cli.papers import report
 

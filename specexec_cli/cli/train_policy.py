@@ -12,6 +12,7 @@ import typer
 
 from specexec_cli.bench.parts import PARTS, Counts
 from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.panels import ADVANCED
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 
 if TYPE_CHECKING:
@@ -43,18 +44,14 @@ def train_policy(
         Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
     ] = Path("data"),
     prompts: Annotated[
-        int,
-        typer.Option(
-            help="Random prompts per dataset: three fifths to train on, one fifth each to tune and "
-            "to test on.",
-            rich_help_panel=_DATA,
-        ),
+        int, typer.Option(help="Random prompts per dataset.", rich_help_panel=_DATA)
     ] = 40,
     splits: Annotated[
         str,
         typer.Option(
-            help="To train, tune and test on instead, as 500,80,80 in the paper.",
-            rich_help_panel=_DATA,
+            help="Prompts to train, tune and test on, as 500,80,80 in the paper. Default: three "
+            "fifths, one and one of --prompts.",
+            rich_help_panel=ADVANCED,
         ),
     ] = "",
     max_tokens: options.MaxTokens = 128,

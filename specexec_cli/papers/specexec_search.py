@@ -119,8 +119,8 @@ def algorithm_2(lab: Lab) -> Finding:
             Claim(f"no search covers more than the K likeliest prefixes ({size})",
                   all(one <= most + 1e-9 for found in covered.values()
                       for one, most in zip(found, best, strict=True))),
-            Claim(f"beam search covers less than algorithm 2's search run to its end ({size})",
-                  float(np.mean(covered["beam search"])) < float(np.mean(best))),
+            Claim(f"beam search covers less, and less again when pruned ({size})",
+                  sum(covered["beam search, pruned"]) < sum(covered["beam search"]) < sum(best)),
         ]  # fmt: skip
     header = ["size", "search", "draft passes", "nodes", "expected accepted tokens"]
     note = "expected by the draft model: the sum of the nodes' probabilities, equation 3"
@@ -221,14 +221,14 @@ def figure_6(lab: Lab) -> Finding:
     from specexec_cli.papers.draw import grids
     from specexec_cli.papers.lab import rate
 
-    beams = (1, 2, 4, 8, 16, 32) if lab.full else (1, 4)
-    lengths = (2, 4, 8, 16, 32) if lab.full else (2, 8)
+    beams = (1, 2, 4, 8, 16, 32) if lab.full else (2, 8)
+    lengths = (2, 4, 8, 16, 32) if lab.full else (8,)
     data = lab.dataset("oasst", chat=False, small=3)
     kinds = {"beam-pruned": "standard beam search", "beam": "without pruning"}
     cases = [
         Case(method, TreeConfig(budget=count * length, max_depth=length, batch=count,
                                 scoring="probs", calibrated=False),
-             sampling(0.6, lab.seed), 64 if lab.full else 32)
+             sampling(0.6, lab.seed), 64 if lab.full else 24)
         for length in lengths for count in beams for method in kinds
     ]  # fmt: skip
     found = lab.rows(cases, data)

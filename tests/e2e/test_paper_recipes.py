@@ -52,6 +52,8 @@ def test_the_claim_holds_on_the_demo_pair(lab: Lab, name: str) -> None:
 def test_a_direction_that_is_lost_is_told() -> None:
     # of two standard errors, 0.1 each, of the difference: 0.28
     taus = {(PAPER, 16): 3.0, (SPECINFER, 16): 3.0, (PAPER, 64): 3.5, (SPECINFER, 64): 3.7}
+    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, 9) for key, tau in taus.items()}
+    assert [claim.held for claim in grows(greedy)] == [True, False]
     rates = {("c4", 0.6, *key): Rate(tau, 0.1, 9) for key, tau in taus.items()}
     assert [claim.held for claim in grows(rates)] == [True, True]
     rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, 9)
