@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from gguf_files import Kind, random_blocks
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import random_blocks
 from row_packed import FORMATS, random_weight
 from specexec_kernels import dispatch
 from specexec_kernels.formats.base import RowWeight
