@@ -218,7 +218,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
     parser.add_argument("--bits", default="2,3,4,8", metavar="N,...")
     parser.add_argument("--formats", default="", metavar="NAME,...",
-                        help=f"row-packed formats alone: {', '.join(RECIPES)}")  # fmt: skip
+                        help="row-packed formats alone: GGUF's, as in Q4_K, or "
+                             f"{', '.join(RECIPES)}")  # fmt: skip
     parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
                         help="rigs of one shape: time whole passes instead")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)

@@ -28,13 +28,15 @@ from typing import Any
 
 import torch
 import triton
-from kernel_cases import random_weight
+from kernel_cases import random_weight, row_weight
 from specexec_kernels import (
     triton_compact_kv,
     triton_quant,
+    triton_rows,
     triton_topk,
     triton_tree_attention,
 )
+from specexec_kernels.row_quantize import RECIPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -55,6 +57,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpt-oss' sinks and window": {"head_dim": 64, "sinks": True, "window": True},
     "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
 }
+ROW_PACKED = (*RECIPES, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +124,13 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"{bits}-bit dequantize, {name}",
                 lambda d=dtype, w=weight: triton_quant.dequantize(w, d),
             )
+        for each in ("nvfp4", "Q4_K") if quick else ROW_PACKED:
+            packed = row_weight(each, torch.randn(1024, 1024))
+            yield (
+                f"{each} product, {name}",
+                lambda x=x, w=packed: triton_rows.quantized_matmul(x, w),
+            )
+            yield f"{each} unpacked, {name}", lambda d=dtype, w=packed: triton_rows.unpack(w, d)
         logits = torch.zeros(16, 32000, dtype=dtype)
         yield f"log-softmax + top-k, {name}", lambda x=logits: triton_topk.log_softmax_topk(x, 32)
         cache = torch.zeros(8, 300, 128, dtype=dtype)

@@ -16,6 +16,7 @@ from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import RowWeight, Stored, described
+from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight, unpack_rows, unpack_zeros
 from specexec_kernels.row_quantize import RECIPES
@@ -80,29 +81,41 @@ def cpu_linear(weight: PackedWeight, rows: int) -> Case:
     return _linear_case(f"linear, {rows} rows", runs, weight, rows, wider)
 
 
-def row_linear(inputs: int, outputs: int, rows: int, recipes: Sequence[str]) -> Case:
+def row_weight(name: str, plain: Tensor) -> RowWeight:
+    """A weight in a row-packed format.
+
+    Args:
+        name: of a recipe, or of a type of GGUF blocks, whose bytes are random.
+        plain: (outputs, inputs) float32, which a recipe quantizes.
+    """
+    outputs, inputs = plain.shape
+    if name in GGUF_FORMATS:
+        shape = GGUF_FORMATS[name].parts[0].shape(outputs, inputs)
+        # two bytes below 64 are a float16 below 2, wherever scales lie
+        blocks = torch.randint(64, shape, dtype=torch.uint8)
+        return RowWeight(GGUF_FORMATS[name], inputs, outputs, {"weight": blocks})
+    tensors, settings = RECIPES[name].pack(plain), RECIPES[name].settings
+    stored = Stored("linear", outputs, inputs, described(tensors), tensors.__getitem__)
+    fmt = METHODS[settings["quant_method"]].read(stored, settings)
+    assert fmt is not None
+    return RowWeight(fmt, inputs, outputs, {part.leaf: tensors[part.leaf] for part in fmt.parts})
+
+
+def row_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
     """A product on the CPU in both dtypes: each row-packed format beside weights of two bytes."""
     plain = torch.randn(outputs, inputs) * 0.02
     two_bytes = plain.bfloat16()
     runs: dict[str, Run] = {}
     n_bytes: dict[str, int] = {}
-    weights = {}
-    for recipe in recipes:
-        tensors = RECIPES[recipe].pack(plain)
-        stored = Stored("linear", outputs, inputs, described(tensors), tensors.__getitem__)
-        settings = RECIPES[recipe].settings
-        fmt = METHODS[settings["quant_method"]].read(stored, settings)
-        assert fmt is not None
-        used = {part.leaf: tensors[part.leaf] for part in fmt.parts}
-        weights[recipe] = RowWeight(fmt, inputs, outputs, used)
+    weights = {each: row_weight(each, plain) for each in names}
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         x = torch.randn(rows, inputs).to(dtype)
         runs[f"{name}, bfloat16 weights"] = partial(mixed_linear, x, two_bytes, None)
         n_bytes[f"{name}, bfloat16 weights"] = two_bytes.nbytes
-        for recipe, weight in weights.items():
-            runs[f"{name}, {recipe}"] = partial(dispatch.quantized_matmul, x, weight)
-            n_bytes[f"{name}, {recipe}"] = sum(t.nbytes for t in weight.tensors.values())
+        for each, weight in weights.items():
+            runs[f"{name}, {each}"] = partial(dispatch.quantized_matmul, x, weight)
+            n_bytes[f"{name}, {each}"] = sum(t.nbytes for t in weight.tensors.values())
     return Case(
         name=f"row-packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
         wider=n_bytes, flops=2 * rows * inputs * outputs,

@@ -85,9 +85,13 @@ class Emitter:
         """left * right + addend, rounded once."""
         return self.b.call(self._fma, [left, right, addend])
 
-    def prefetch(self, base: Any, index: Any) -> None:
-        """Ask for the cache line of 4-byte element `index`; it may lie outside the array."""
-        self.b.call(self._prefetch, [self.ptr(base, index), I32(0), I32(3), I32(1)])
+    def prefetch(self, base: Any, index: Any, locality: int = 3) -> None:
+        """Ask for the cache line of 4-byte element `index`; it may lie outside the array.
+
+        Args:
+            locality: 3 for the L1 cache, 2 for the L2 cache.
+        """
+        self.b.call(self._prefetch, [self.ptr(base, index), I32(0), I32(locality), I32(1)])
 
     def ptr(self, base: Any, index: Any, size: int = 4) -> Any:
         """Address of element `index` of `size` bytes."""

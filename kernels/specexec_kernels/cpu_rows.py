@@ -29,7 +29,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
-from specexec_kernels.formats.base import RowWeight, has_halves
+from specexec_kernels.formats.base import RowFormat, RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
@@ -102,12 +102,12 @@ def chunk_rows(rows: int) -> int:
 
 
 def _spec(rows: int, weight: RowWeight, dot: bool) -> RowSpec:
-    lanes = cpu_jit.lanes()
+    lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
     if rows <= _FEW[-1]:
         size = next(size for size in _FEW if size >= rows)
-        return RowSpec(weight.format, dot, size, 1, lanes, few=True)
+        return RowSpec(weight.format, dot, size, 1, lanes, True, byte_tables)
     vectors = 2 if weight.out_features >= 2 * lanes else 1
-    return RowSpec(weight.format, dot, chunk_rows(rows), vectors, lanes, few=False)
+    return RowSpec(weight.format, dot, chunk_rows(rows), vectors, lanes, False, byte_tables)
 
 
 def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
@@ -126,8 +126,9 @@ def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
     sums = _block_sums(x, fmt.block) if fmt.has_offset else x.new_zeros(1, dtype=torch.float32)
     if fmt.has_offset:
         sums = sums.view(chunks, size, -1).transpose(1, 2).contiguous()
-    if fmt.order != tuple(range(fmt.unit)):
-        x = x.view(-1, inputs // fmt.unit, fmt.unit)[:, :, list(fmt.order)]
+    order = _order(fmt)
+    if order is not None:
+        x = x.view(-1, inputs // fmt.unit, fmt.unit)[:, :, order]
     words = x.contiguous().view(torch.int32).view(chunks, size, -1)
     return words.transpose(1, 2).contiguous(), sums
 
@@ -135,11 +136,13 @@ def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
 def _block_sums(x: Tensor, block: int) -> Tensor:
     """(rows, inputs) to (rows, blocks) float32, added two by two: one order for any rows."""
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    whole = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % block))
-    sums = whole.view(x.shape[0], -1, block)
+    x = x.float()
+    if x.shape[1] % block:
+        x = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
+    sums = x.view(x.shape[0], -1, block)
     while sums.shape[2] > 1:
-        half = sums.shape[2] // 2
-        sums = sums[..., :half] + sums[..., half:]
+        first, second = sums.chunk(2, dim=2)
+        sums = first + second
     return sums[..., 0]
 
 
@@ -150,6 +153,12 @@ def _in_order(out: Tensor, spec: RowSpec, outputs: int) -> Tensor:
         return out
     rest = outputs - whole
     return torch.cat([out[:, :whole], out[:, out.shape[1] - rest :]], dim=1)
+
+
+@cache
+def _order(fmt: RowFormat) -> Tensor | None:
+    """The inputs of a unit as its items take them; None where they stay as they are."""
+    return None if fmt.order == tuple(range(fmt.unit)) else torch.tensor(fmt.order)
 
 
 @cache

@@ -32,6 +32,7 @@ from specexec_kernels.cpu_rows_lanes import (
     OUTPUTS,
     STRIPS,
     X_SUMS,
+    Fetch,
     Lanes,
     RowSpec,
     X,
@@ -92,44 +93,50 @@ class RowProducts(Lanes):
         return self.spec.format.pairs(self) if self.spec.dot else self.spec.format.values(self)
 
     def few(self, output: Any, column: Any) -> None:
-        """Multiply straight from the registers; strips are one vector wide."""
-        spec = self.spec
+        """Multiply straight from the registers, where sums stay to the end of the inputs; strips
+        are one vector wide."""
+        b, spec = self.b, self.spec
 
-        def multiply(unit: Any, sums: list[Any], items: Iterator[Any], start: int) -> list[Any]:
-            first = self.b.mul(unit, I64(self.unit_items))
+        def multiply(
+            unit: Any, sums: list[Any], items: Iterator[Any], start: int, fetches: list[Fetch]
+        ) -> list[Any]:
+            first = b.mul(unit, I64(self.unit_items))
             count = min(self.block_items, self.unit_items)
             for j, item in enumerate(islice(items, count), start):
-                sums = self.multiply(I64(0), self.b.add(first, I64(j)), [item], sums)
+                # between products, since all at once they would wait for one another
+                for fetch in share(fetches, j, self.unit_items):
+                    fetch()
+                sums = self.multiply(I64(0), b.add(first, I64(j)), [item], sums)
             return sums
 
-        def block(first: Any, _: list[Any]) -> list[Any]:
-            last = self.minimum(self.b.add(first, I64(spec.block_units)), self.units)
+        def block(first: Any, totals: list[Any]) -> list[Any]:
+            last = self.minimum(b.add(first, I64(spec.block_units)), self.units)
             self.at(output, first)
             terms = [spec.format.terms(self, 0)]
 
             def unit(u: Any, sums: list[Any]) -> list[Any]:
                 self.at(output, u)
-                self.fetch_ahead()
-                return multiply(u, sums, self.weight_items(), 0)
+                return multiply(u, sums, self.weight_items(), 0, self.ahead())
 
             sums = self.loop(first, last, 1, self.no_sums(), unit)
-            number = self.b.udiv(first, I64(spec.block_units))
-            self.add_sums(I64(0), column, number, sums, terms)
-            return []
+            number = b.udiv(first, I64(spec.block_units))
+            return self.with_block(I64(0), number, totals, sums, terms)
 
-        def blocks_of_unit(u: Any, _: list[Any]) -> list[Any]:
+        def blocks_of_unit(u: Any, totals: list[Any]) -> list[Any]:
             self.at(output, u)
-            self.fetch_ahead()
+            fetches = self.ahead()
             items = self.weight_items()
-            first = self.b.mul(u, I64(spec.unit_blocks))
+            first = b.mul(u, I64(spec.unit_blocks))
             for i in range(spec.unit_blocks):
                 terms = [spec.format.terms(self, i)]
-                sums = multiply(u, self.no_sums(), items, i * self.block_items)
-                self.add_sums(I64(0), column, self.b.add(first, I64(i)), sums, terms)
-            return []
+                sums = multiply(u, self.no_sums(), items, i * self.block_items, fetches)
+                totals = self.with_block(I64(0), b.add(first, I64(i)), totals, sums, terms)
+            return totals
 
         body = blocks_of_unit if spec.unit_blocks > 1 else block
-        self.loop(I64(0), self.units, spec.block_units, [], body)
+        totals = self.loop(I64(0), self.units, spec.block_units, self.no_sums(), body)
+        for total, place in zip(totals, self.places(I64(0), column), strict=True):
+            self.store(total, self.out, place)
 
     def many(self, output: Any, column: Any) -> None:
         """Unpack a tile, then multiply it with every chunk of rows."""
@@ -151,7 +158,11 @@ class RowProducts(Lanes):
                     stop = self.minimum(b.add(start, I64(self.block_items)), last_item)
                     sums = self.tile_sums(c, start, stop, first_item)
                     terms = self.stored_terms(b.sub(number, first_block))
-                    self.add_sums(c, column, number, sums, terms)
+                    places = self.places(c, column)
+                    totals = [self.load(self.out, place, self.vector) for place in places]
+                    totals = self.with_block(c, number, totals, sums, terms)
+                    for total, place in zip(totals, places, strict=True):
+                        self.store(total, self.out, place)
                     return []
 
                 return self.loop(first_block, end_block, 1, [], block)
@@ -190,13 +201,15 @@ class RowProducts(Lanes):
 
         def unit(u: Any, _: list[Any]) -> list[Any]:
             self.at(row, u)
-            self.fetch_ahead()
             local = b.sub(u, first)
             if spec.unit_blocks > 1:
                 for i in range(spec.unit_blocks):
                     put_terms(b.add(b.mul(local, I64(spec.unit_blocks)), I64(i)), i)
             at = b.add(b.mul(local, I64(self.unit_items * spec.strip)), lane)
+            fetches = self.ahead()
             for j, item in enumerate(self.weight_items()):
+                for fetch in share(fetches, j, self.unit_items):
+                    fetch()
                 self.store(item, self.tile, b.add(at, I64(j * spec.strip)))
             return []
 
@@ -245,28 +258,45 @@ class RowProducts(Lanes):
                     sums[i] = self.fma(*both, sums[i])
         return sums
 
-    def add_sums(
-        self, chunk: Any, column: Any, block: Any, sums: list[Any], terms: list[tuple[Any, Any]]
-    ) -> None:
-        """Add a block's sums to OUT; X_SUMS is [chunk][block][row]."""
+    def places(self, chunk: Any, column: Any) -> list[Any]:
+        """Where in OUT the sums of a chunk and strip belong, [row][vector]."""
         b, spec = self.b, self.spec
         stride = b.mul(self.strips, I64(spec.strip))
-        x_sums_at = b.mul(b.add(b.mul(chunk, self.blocks), block), I64(spec.rows))
+        found = []
         for m in range(spec.rows):
             row = b.add(b.mul(chunk, I64(spec.rows)), I64(m))
             at = b.add(b.mul(row, stride), column)
+            found += [b.add(at, I64(v * self.lanes)) for v in range(spec.vectors)]
+        return found
+
+    def with_block(
+        self, chunk: Any, block: Any, totals: list[Any], sums: list[Any],
+        terms: list[tuple[Any, Any]],
+    ) -> list[Any]:  # fmt: skip
+        """Totals and a block's sums, [row][vector] each; X_SUMS is [chunk][block][row]."""
+        b, spec = self.b, self.spec
+        x_sums_at = b.mul(b.add(b.mul(chunk, self.blocks), block), I64(spec.rows))
+        totals = list(totals)
+        for m in range(spec.rows):
             x_sum = None
             if spec.format.has_offset:
                 x_sum = self.load(self.x_sums, b.add(x_sums_at, I64(m)), F32)
                 x_sum = self.splat(x_sum, self.lanes)
             for v, (scale, offset) in enumerate(terms):
-                place = b.add(at, I64(v * self.lanes))
-                total = self.load(self.out, place, self.vector)
-                own = sums[m * spec.vectors + v]
-                total = b.fadd(total, own) if scale is None else self.fma(scale, own, total)
+                i = m * spec.vectors + v
+                if scale is None:
+                    totals[i] = b.fadd(totals[i], sums[i])
+                else:
+                    totals[i] = self.fma(scale, sums[i], totals[i])
                 if offset is not None:
-                    total = self.fma(offset, x_sum, total)
-                self.store(total, self.out, place)
+                    totals[i] = self.fma(offset, x_sum, totals[i])
+        return totals
+
+
+def share(whole: list[Fetch], number: int, parts: int) -> list[Fetch]:
+    """Part `number` of a list in as many parts, as equal as they can be."""
+    size = len(whole)
+    return whole[number * size // parts : (number + 1) * size // parts]
 
 
 def build_rows(spec: RowSpec, name: str) -> str:

@@ -7,19 +7,22 @@ cpu_rows_ir multiplies with what comes out.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, I64, Bfloat, Emitter
+from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, I64
+from specexec_kernels.cpu_rows_numbers import Numbers
 from specexec_kernels.formats.base import Part, RowFormat
 
+Fetch = Callable[[], None]  # asks for one line of a tensor
 # Positions in the int64 argument array; behind them two for each part: its address, its columns
 COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, PARTS = range(10)
-AHEAD_BYTES = 512  # of an output's weights that are asked for before they are unpacked
+RUN_WORDS = 4  # of an output that are loaded at once: of more, the transposing costs more
+AHEAD_BYTES = 1024  # of an output's codes that are asked for before they are unpacked
 TILE_INPUTS = 128  # at least, of a tile in the L1 cache
 ITEM_TYPES = {
     "F32": (F32, 4), "F16": (I16, 2), "BF16": (I16, 2), "F8_E4M3": (I8, 1), "F8_E5M2": (I8, 1),
@@ -37,6 +40,7 @@ class RowSpec:
     vectors: int  # of outputs in a strip
     lanes: int
     few: bool  # one chunk, multiplied from the registers
+    byte_tables: bool = False  # whether the CPU looks bytes up in tables of 128 (AVX512-VBMI)
 
     @property
     def strip(self) -> int:
@@ -65,7 +69,7 @@ class RowSpec:
         return max(self.format.block // self.format.unit, 1)
 
 
-class Lanes(Emitter):
+class Lanes(Numbers):
     """What a format emits its IR with: the bytes of one unit, one lane for each output.
 
     Attributes:
@@ -74,7 +78,8 @@ class Lanes(Emitter):
     """
 
     def __init__(self, spec: RowSpec, function: ir.Function) -> None:
-        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        super().__init__(builder, spec.lanes, spec.dot, spec.byte_tables)
         self.spec = spec
         self.base = self.b.ptrtoint(function.args[0], I64)
         self.parts: dict[str, tuple[Part, Any, Any]] = {}
@@ -84,22 +89,7 @@ class Lanes(Emitter):
         self.units = self.argument(UNITS)
         self.unit: Any = None
         self.row: Any = None
-        module = function.module
-        permute = ir.FunctionType(self.vector, [self.vector, self.words])
-        self.pair_type = ir.VectorType(I16, 2 * self.lanes)
-        if self.lanes == 16:
-            self._table = ir.Function(module, permute, "llvm.x86.avx512.permvar.sf.512")
-        elif self.lanes == 8:
-            self._table = ir.Function(module, permute, "llvm.x86.avx2.permps")
         self._read: dict[Any, Any] = {}  # see `once`
-        if spec.dot:
-            three = ir.FunctionType(self.pair_type, [self.pair_type] * 3)
-            self._wide_table = ir.Function(module, three, "llvm.x86.avx512.vpermi2var.hi.512")
-            both = ir.FunctionType(self.pair_type, [self.pair_type, self.pair_type])
-            self._table_pair = ir.Function(module, both, "llvm.x86.avx512.permvar.hi.512")
-            pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
-            narrow = ir.FunctionType(pairs, [self.vector, self.vector])
-            self._narrow = ir.Function(module, narrow, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
 
     def at(self, row: Any, unit: Any) -> None:
         """Go to a unit of the outputs from `row` on."""
@@ -149,7 +139,7 @@ class Lanes(Emitter):
         first, stride = self._address(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
-            size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes)
+            size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes, RUN_WORDS)
             found += self._words_at(self.b.add(first, I64(4 * len(found))), stride, size)
         return found
 
@@ -293,6 +283,11 @@ class Lanes(Emitter):
     def run_item(self, leaf: str, skipped: int = 0) -> Any:
         """The float32 of a tensor beside that covers the unit's inputs behind the first `skipped`,
         rows taken as one long run."""
+        if self.parts[leaf][0].run % self.spec.format.unit == 0:
+            skipped = 0  # all of the unit's inputs are covered by the same
+        return self.once((leaf, skipped), lambda: self._run_item(leaf, skipped))
+
+    def _run_item(self, leaf: str, skipped: int) -> Any:
         b, (part, base, _) = self.b, self.parts[leaf]
         unit = I64(self.spec.format.unit)
         inputs = b.mul(self.units, unit)
@@ -301,14 +296,17 @@ class Lanes(Emitter):
         places = [b.udiv(b.add(b.mul(row, inputs), first), I64(part.run)) for row in rows]
         return self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], F32)
 
-    def lookup(self, leaf: str, codes: Any) -> Any:
-        """The float32 of a small tensor beside that each lane's code names."""
-        b, (_, base, _) = self.b, self.parts[leaf]
-        found = ir.Constant(self.vector, ir.Undefined)
+    def lookup(self, table: str, leaf: str, number: int = 0) -> Any:
+        """The float32 of a small tensor beside that the item of a tensor of bytes names; see item
+        for its number. Bytes become addresses without a detour through vectors."""
+        b, (_, values, _), (part, base, columns) = self.b, self.parts[table], self.parts[leaf]
+        column = self._column(part, number)
+        found = []
         for lane in range(self.lanes):
-            code = b.zext(b.extract_element(codes, I32(lane)), I64)
-            found = b.insert_element(found, self.load(base, code, F32), I32(lane))
-        return found
+            at = b.add(base, b.add(b.mul(b.add(self.row, I64(lane)), columns), column))
+            code = b.zext(b.load(b.inttoptr(at, ir.PointerType()), typ=I8, align=1), I64)
+            found.append(b.add(values, b.mul(code, I64(4))))
+        return self._gathered(found, F32)
 
     def _number(self, items: Any, dtype: str) -> Any:
         if dtype == "F32":
@@ -320,153 +318,25 @@ class Lanes(Emitter):
             return self.b.bitcast(self.b.shl(codes, self.same(16)), self.vector)
         return self.float8(codes, dtype) if dtype.startswith("F8_E") else codes
 
-    def fetch_ahead(self) -> None:
-        """Ask for what of each tensor lies ahead of the unit; at its end, for the next strip's."""
+    def ahead(self) -> list[Fetch]:
+        """What asks for each line that lies ahead of the unit; at its end, for the next strip's.
+
+        For the L2 cache: lines on their way into the L1 cache would hold up what is read now.
+        """
         b = self.b
-        for leaf, (part, _, _) in self.parts.items():
-            if part.outputs != 1 or part.inputs == 0 or self._unit_bytes(part) < 8:
-                continue
-            n_bytes = self._unit_bytes(part)
-            first, stride = self._address(leaf, AHEAD_BYTES)
-            later = b.add(self.unit, I64(-(-AHEAD_BYTES // n_bytes)))
-            is_next = b.icmp_signed(">=", later, self.units)
+        found: list[Fetch] = []
+        along = {
+            leaf: self._unit_bytes(part) for leaf, (part, _, _) in self.parts.items()
+            if part.outputs == 1 and part.inputs > 0 and not part.run
+        }  # fmt: skip
+        n_ahead = -(-AHEAD_BYTES // max(1, *along.values()))
+        is_next = b.icmp_signed(">=", b.add(self.unit, I64(n_ahead)), self.units)
+        for leaf, n_bytes in along.items():
+            first, stride = self._address(leaf, n_ahead * n_bytes)
             skipped = b.select(is_next, b.mul(stride, I64(self.lanes - 1)), I64(0))
             for lane in range(self.lanes):
                 at = b.add(b.add(first, skipped), b.mul(stride, I64(lane)))
                 for line in range(0, n_bytes, 64):
-                    self.prefetch(b.add(at, I64(line)), I64(0))
-
-    # Numbers
-
-    def same(self, value: int) -> Any:
-        """An integer in every lane."""
-        return self.ints([value] * self.lanes)
-
-    def byte(self, words: Any, number: int) -> Any:
-        """Byte `number` of each word."""
-        return self.bits(words, 8 * number, 8)
-
-    def nibble(self, words: Any, number: int) -> Any:
-        """Nibble `number` of each word, the lowest first."""
-        return self.bits(words, 4 * number, 4)
-
-    def bits(self, words: Any, first: int, count: int) -> Any:
-        """`count` bits of each word from bit `first` on."""
-        if count == 32:
-            return words
-        moved = self.b.lshr(words, self.same(first)) if first else words
-        return self.b.and_(moved, self.same(2**count - 1))
-
-    def signed_byte(self, words: Any, number: int) -> Any:
-        """Byte `number` of each word as a signed number."""
-        moved = self.b.shl(words, self.same(24 - 8 * number)) if number < 3 else words
-        return self.b.ashr(moved, self.same(24))
-
-    def half(self, bits: Any) -> Any:
-        """int32 lanes whose lower halves are float16, as float32."""
-        narrow = self.b.trunc(bits, ir.VectorType(I16, self.lanes))
-        return self.b.fpext(self.b.bitcast(narrow, ir.VectorType(ir.HalfType(), self.lanes)),
-                            self.vector)  # fmt: skip
-
-    def float8(self, codes: Any, dtype: str) -> Any:
-        """int32 lanes from 0 to 255 as the float8 that they encode, in float32."""
-        b = self.b
-        if dtype == "F8_E5M2":
-            return self.half(b.shl(codes, self.same(8)))
-        if dtype == "F8_E8M0":
-            return self.power_of_two(codes)
-        sign = b.shl(b.and_(codes, self.same(0x80)), self.same(8))
-        magnitude = b.and_(codes, self.same(0x7F))
-        value = self.half(b.or_(sign, b.shl(magnitude, self.same(7))))  # exponents are 8 too small
-        is_nan = b.icmp_signed("==", magnitude, self.same(0x7F))
-        nan = self.constant(float("nan"))
-        return b.select(is_nan, nan, b.fmul(value, self.constant(256.0)))
-
-    def power_of_two(self, codes: Any) -> Any:
-        """2 to the code - 127, as scales of MX formats are stored; 255 is NaN."""
-        b = self.b
-        normal = b.shl(codes, self.same(23))
-        smallest = b.icmp_signed("==", codes, self.same(0))
-        is_nan = b.icmp_signed("==", codes, self.same(255))
-        bits = b.select(smallest, self.same(1 << 22), normal)
-        return b.bitcast(b.select(is_nan, self.same(0x7FC00000), bits), self.vector)
-
-    def table(self, values: tuple[float, ...], codes: Any) -> Any:
-        """values[code] for int32 lanes from 0 to 15, in float32."""
-        b = self.b
-        if self.lanes == 16:
-            return b.call(self._table, [ir.Constant(self.vector, values), codes])
-        if self.lanes == 8:
-            halves = [
-                b.call(self._table, [ir.Constant(self.vector, values[i : i + 8]), codes])
-                for i in (0, 8)
-            ]
-            return b.select(b.icmp_signed(">", codes, self.same(7)), halves[1], halves[0])
-        result = self.constant(values[0])
-        for code in range(1, 16):
-            is_code = b.icmp_signed("==", codes, self.same(code))
-            result = b.select(is_code, self.constant(values[code]), result)
-        return result
-
-    # Pairs of bfloat16; on CPUs of 16 lanes alone
-
-    def pair(self, first: Any, second: Any) -> Any:
-        """Two float32 as a pair of bfloat16, rounded to nearest."""
-        narrow = self.b.bitcast(self.b.call(self._narrow, [second, first]), self.pair_type)
-        order = [half * self.lanes + lane for lane in range(self.lanes) for half in (0, 1)]
-        undefined = ir.Constant(narrow.type, ir.Undefined)
-        return self.b.bitcast(
-            self.b.shuffle_vector(narrow, undefined, self.ints(order)), self.words
-        )
-
-    def table_pair(self, values: tuple[float, ...], words: Any, first: int) -> Any:
-        """values[code] as pairs of bfloat16, for the codes in both halves of the words.
-
-        Args:
-            values: 16 or 32, of which the 4 or 5 bits from `first` on choose.
-        """
-        # the instruction looks at five bits of each half: twice 16 values need no mask
-        table = ir.Constant(self.pair_type, [bfloat_bits(v) for v in values * (32 // len(values))])
-        moved = self.b.lshr(words, self.same(first)) if first else words
-        return self.b.bitcast(
-            self.b.call(self._table_pair, [table, self.b.bitcast(moved, self.pair_type)]),
-            self.words,
-        )
-
-    def float8_pair(self, words: Any, first: int) -> Any:
-        """E4M3 codes in both halves of the words, from bit `first` on, as a pair of bfloat16."""
-        b, shorts = self.b, self.shorts
-        moved = b.lshr(words, self.same(first)) if first else words
-        codes = b.bitcast(moved, self.pair_type)
-        magnitude = b.and_(codes, shorts(0x7F))
-        normal = b.add(b.shl(magnitude, shorts(4)), shorts((127 - 7) << 7))
-        small = [bfloat_bits(code / 512) for code in range(8)]
-        table = ir.Constant(self.pair_type, small * 4)
-        below = b.call(self._table_pair, [table, magnitude])
-        value = b.select(b.icmp_unsigned("<", magnitude, shorts(8)), below, normal)
-        is_nan = b.icmp_unsigned("==", magnitude, shorts(0x7F))
-        value = b.select(is_nan, shorts(0x7FC0), value)
-        sign = b.shl(b.and_(codes, shorts(0x80)), shorts(8))
-        return b.bitcast(b.or_(value, sign), self.words)
-
-    def wide_table_pair(self, values: tuple[float, ...], words: Any) -> Any:
-        """values[code] as pairs of bfloat16, of 64 that codes of 6 bits in both halves choose."""
-        bits = [bfloat_bits(value) for value in values]
-        low, high = (ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32))
-        codes = self.b.bitcast(words, self.pair_type)
-        return self.b.bitcast(self.b.call(self._wide_table, [low, codes, high]), self.words)
-
-    def both_bits(self, words: Any, first: int, count: int) -> Any:
-        """`count` bits of each half of the words from bit `first` on."""
-        moved = self.b.lshr(words, self.same(first)) if first else words
-        return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
-
-    def shorts(self, value: int) -> Any:
-        """An integer in every 16-bit lane."""
-        return ir.Constant(self.pair_type, [value] * (2 * self.lanes))
-
-
-def bfloat_bits(value: float) -> int:
-    """The bits of the bfloat16 that is nearest to a normal number or zero."""
-    bits = int.from_bytes(struct.pack("<f", value), "little")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+                    place = b.add(at, I64(line))
+                    found.append(partial(self.prefetch, place, I64(0), locality=2))
+        return found

@@ -65,6 +65,12 @@ def quantized_matmul(
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, RowWeight):
+        if uses_triton(x.device) and weight.format.triton() is not None:
+            from specexec_kernels import triton_rows
+
+            if x.shape[0] <= GPU_FUSED_ROWS:
+                return triton_rows.quantized_matmul(x, weight, out_dtype)
+            return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype)
         if x.device.type == "cpu":
             return cpu_rows.matmul(x, weight).to(out_dtype)
         return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype)

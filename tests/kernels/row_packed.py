@@ -33,6 +33,7 @@ FORMATS: dict[str, RowFormat] = {
     "int4-channel": PackedIntegers(4, 0, "F16", zeros=False),
     "int4-zeros": PackedIntegers(4, 32, "BF16", zeros=True),
     "int4-zeros-together": PackedIntegers(4, 32, "BF16", zeros=True, unit=64),
+    "int4-zeros-128": PackedIntegers(4, 128, "BF16", zeros=True, unit=128),
     "int8-zeros-channel": PackedIntegers(8, 0, "F32", zeros=True),
     "int3-group": PackedIntegers(3, 64, "BF16", zeros=False),
     "int3-zeros": PackedIntegers(3, 64, "BF16", zeros=True),

@@ -5,9 +5,10 @@ and GGUF do. A format is one frozen dataclass:
 - `parts` are its tensors, each by how many outputs and inputs one item covers;
 - `unpack` is its definition, in PyTorch and float32;
 - `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
-  outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some.
+  outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some;
+- `triton` names the few lines that read weights on a GPU.
 Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared
-(cpu_rows_lanes, cpu_rows_ir, cpu_rows, and specexec_cli.models.quant_checkpoint).
+(cpu_rows_lanes, cpu_rows_ir, cpu_rows, triton_rows, and specexec_cli.models.quant_checkpoint).
 """
 
 from __future__ import annotations
@@ -72,6 +73,15 @@ def has_halves(block: int) -> bool:
     return block & (block - 1) == 0
 
 
+@dataclass(frozen=True, slots=True)
+class TritonForm:
+    """How Triton kernels read a format; see triton_formats."""
+
+    read: Any  # the @triton.jit function
+    settings: tuple[int | float | str, ...] = ()  # that it is compiled for
+    table: tuple[float, ...] = ()  # given to it behind the parts, as float32
+
+
 class RowFormat(ABC):
     """A format of row-packed weights; a frozen dataclass, since kernels are kept by it."""
 
@@ -134,6 +144,13 @@ class RowFormat(ABC):
         """
         return None, None
 
+    def triton(self) -> TritonForm | None:
+        """How Triton kernels read it on a GPU; None where PyTorch unpacks it there.
+
+        Only to be called where Triton is to run, since this imports it.
+        """
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:
@@ -146,7 +163,7 @@ class RowWeight:
 
     def unpack(self) -> Tensor:
         """(outputs, inputs) float32, by the format's definition."""
-        return self.format.unpack(self._matrices(), self.out_features, self.in_features)
+        return self.format.unpack(self.matrices(), self.out_features, self.in_features)
 
     def unpack_to(self, dtype: torch.dtype) -> Tensor:
         """As `unpack`, rounded to a dtype slab by slab."""
@@ -168,7 +185,7 @@ class RowWeight:
         if step >= self.out_features or any(part.run for part in self.format.parts):
             yield 0, self.unpack()
             return
-        matrices = self._matrices()
+        matrices = self.matrices()
         for start in range(0, self.out_features, step):
             stop = min(start + step, self.out_features)
             cut = {}
@@ -178,7 +195,7 @@ class RowWeight:
                 cut[part.leaf] = whole[first : first + rows]
             yield start, self.format.unpack(cut, stop - start, self.in_features)
 
-    def _matrices(self) -> dict[str, Tensor]:
+    def matrices(self) -> dict[str, Tensor]:
         """The tensors in the shapes that the format's parts have."""
         return {
             part.leaf: self.tensors[part.leaf].reshape(

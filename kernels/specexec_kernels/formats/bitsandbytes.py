@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import SCALES, Method, Part, RowFormat, Stored, block_of
+from specexec_kernels.formats.base import (
+    SCALES,
+    Method,
+    Part,
+    RowFormat,
+    Stored,
+    TritonForm,
+    block_of,
+)
 from specexec_kernels.formats.integers import Int8
 
 if TYPE_CHECKING:
@@ -84,12 +92,17 @@ class Table4(RowFormat):
                 yield lanes.table_pair(self.table, word, 4 * i)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        scale = lanes.item("weight.absmax", number)
-        if self.nested_run:
-            found = lanes.lookup("weight.nested_quant_map", scale)
-            product = lanes.b.fmul(found, lanes.run_item("weight.nested_absmax", number * self.run))
-            scale = lanes.b.fadd(product, lanes.constant(self.offset))
-        return scale, None
+        if not self.nested_run:
+            return lanes.item("weight.absmax", number), None
+        found = lanes.lookup("weight.nested_quant_map", "weight.absmax", number)
+        product = lanes.b.fmul(found, lanes.run_item("weight.nested_absmax", number * self.run))
+        return lanes.b.fadd(product, lanes.constant(self.offset)), None
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        settings = self.run, self.nested_run, self.offset
+        return TritonForm(triton_formats.table4, settings, self.table)
 
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat
+from specexec_kernels.formats.base import Part, RowFormat, TritonForm
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
@@ -88,3 +88,9 @@ class Fp4(RowFormat):
             factor = lanes.item(self.factor)
             scale = lanes.b.fdiv(scale, factor) if self.divides else lanes.b.fmul(scale, factor)
         return scale, None
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        factor = ("/" if self.divides else "*") if self.factor else ""
+        return TritonForm(triton_formats.fp4, (self.group, self.scale_dtype, factor))

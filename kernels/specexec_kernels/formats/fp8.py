@@ -19,6 +19,7 @@ from specexec_kernels.formats.base import (
     Part,
     RowFormat,
     Stored,
+    TritonForm,
     block_of,
 )
 
@@ -69,12 +70,16 @@ class Fp8(RowFormat):
                 yield lanes.float8(lanes.byte(word, byte), self.kind)
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        if self.kind != "F8_E4M3":
+        if self.kind != "F8_E4M3" or not lanes.has_byte_tables:
             yield from RowFormat.pairs(self, lanes)
             return
         for word in lanes.read_words("weight"):
-            yield lanes.float8_pair(word, 0)
-            yield lanes.float8_pair(word, 8)
+            yield from lanes.float8_pairs(word)
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.fp8, (self.kind == "F8_E4M3", *self.tile))
 
 
 KINDS = ("F8_E4M3", "F8_E5M2")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from specexec_kernels.formats.base import TritonForm
 from specexec_kernels.formats.ggml import (
     NIBBLE_PAIRS,
     GgmlFormat,
@@ -72,6 +73,11 @@ class Q4_0(_Nibbles):
     name: ClassVar[str] = "Q4_0"
     block_bytes: ClassVar[int] = 18
     table: ClassVar[tuple[float, ...]] = tuple(range(-8, 8))
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.q4_0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,3 +207,8 @@ class Q8_0(_Of32):
         for word in lanes.read_words("weight", 2, 8):
             for byte in range(4):
                 yield lanes.to_float(lanes.signed_byte(word, byte))
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.q8_0)

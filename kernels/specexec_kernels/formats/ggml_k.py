@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from specexec_kernels.formats.base import TritonForm
 from specexec_kernels.formats.ggml import (
     GgmlFormat,
     fields,
@@ -203,6 +204,11 @@ class Q4_K(_ScalesAndMinima):
                 for byte in (0, 1):
                     yield lanes.table_pair(_CODES[:16], word, 8 * byte + 4 * (group % 2))
 
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.q4_k)
+
 
 @dataclass(frozen=True, slots=True)
 class Q5_K(_ScalesAndMinima):
@@ -286,6 +292,11 @@ class Q6_K(_Of256):
                     low = lanes.both_bits(low_word, 8 * byte + low_bit, 4)
                     high = b.shl(lanes.both_bits(high_word, 8 * byte + high_bit, 2), lanes.same(4))
                     yield lanes.wide_table_pair(_SIGNED, b.or_(low, high))
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.q6_k)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat, block_of, fits_units, has_halves
+from specexec_kernels.formats.base import (
+    Part,
+    RowFormat,
+    TritonForm,
+    block_of,
+    fits_units,
+    has_halves,
+)
 from specexec_kernels.packing import unpack_rows
 
 if TYPE_CHECKING:
@@ -80,6 +87,9 @@ class PackedIntegers(RowFormat):
 
     @property
     def block(self) -> int:
+        # an addition waits for the one before it: over 128 inputs longer than unpacking takes
+        if self.unit % 64 == 0 and self.group % self.unit == 0:
+            return 64
         return block_of(self.group, self.unit)
 
     @property
@@ -124,6 +134,12 @@ class PackedIntegers(RowFormat):
         )
         zero = lanes.to_float(lanes.b.sub(stored, lanes.same(2 ** (self.bits - 1))))
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        settings = self.bits, self.group, self.zeros, self.shuffled
+        return TritonForm(triton_formats.integers, settings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +199,8 @@ class Int8(RowFormat):
             return scale, None
         zero = lanes.to_float(lanes.signed_byte(lanes.item("weight_zero_point", number), 0))
         return scale, lanes.b.fneg(lanes.b.fmul(scale, zero))
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.int8, (*self.tile, self.zeros, self.factor))

@@ -1,0 +1,192 @@
+"""LLVM IR of the numbers that packed words hold: what formats of row-packed weights unpack with.
+
+Codes come in int32 lanes, and go out as float32 or, where the CPU multiplies them, as pairs of
+bfloat16. Knows nothing of where bytes lie; cpu_rows_lanes reads them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import I8, I16, Bfloat, Emitter
+
+# what the lower 7 bits of a code mean
+_E4M3 = (
+    *(code / 512 for code in range(8)),
+    *((1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(8, 127)),
+    math.nan,
+)
+
+
+class Numbers(Emitter):
+    """Conversions of int32 lanes."""
+
+    def __init__(self, builder: ir.IRBuilder, lanes: int, dot: bool, byte_tables: bool) -> None:
+        """With what pairs of bfloat16 need, where `dot`, and bytes that choose from tables."""
+        super().__init__(builder, lanes)
+        self.has_byte_tables = dot and byte_tables
+        module = builder.function.module
+        permute = ir.FunctionType(self.vector, [self.vector, self.words])
+        self.pair_type = ir.VectorType(I16, 2 * lanes)
+        if lanes == 16:
+            self._table = ir.Function(module, permute, "llvm.x86.avx512.permvar.sf.512")
+        elif lanes == 8:
+            self._table = ir.Function(module, permute, "llvm.x86.avx2.permps")
+        if self.has_byte_tables:
+            self.bytes_type = ir.VectorType(I8, 4 * lanes)
+            bytes_of = ir.FunctionType(self.bytes_type, [self.bytes_type] * 3)
+            self._byte_table = ir.Function(module, bytes_of, "llvm.x86.avx512.vpermi2var.qi.512")
+        if dot:
+            three = ir.FunctionType(self.pair_type, [self.pair_type] * 3)
+            self._wide_table = ir.Function(module, three, "llvm.x86.avx512.vpermi2var.hi.512")
+            both = ir.FunctionType(self.pair_type, [self.pair_type, self.pair_type])
+            self._table_pair = ir.Function(module, both, "llvm.x86.avx512.permvar.hi.512")
+            pairs = ir.VectorType(Bfloat(), 2 * lanes)
+            narrow = ir.FunctionType(pairs, [self.vector, self.vector])
+            self._narrow = ir.Function(module, narrow, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+
+    def same(self, value: int) -> Any:
+        """An integer in every lane."""
+        return self.ints([value] * self.lanes)
+
+    def byte(self, words: Any, number: int) -> Any:
+        """Byte `number` of each word."""
+        return self.bits(words, 8 * number, 8)
+
+    def nibble(self, words: Any, number: int) -> Any:
+        """Nibble `number` of each word, the lowest first."""
+        return self.bits(words, 4 * number, 4)
+
+    def bits(self, words: Any, first: int, count: int) -> Any:
+        """`count` bits of each word from bit `first` on."""
+        if count == 32:
+            return words
+        moved = self.b.lshr(words, self.same(first)) if first else words
+        return self.b.and_(moved, self.same(2**count - 1))
+
+    def signed_byte(self, words: Any, number: int) -> Any:
+        """Byte `number` of each word as a signed number."""
+        moved = self.b.shl(words, self.same(24 - 8 * number)) if number < 3 else words
+        return self.b.ashr(moved, self.same(24))
+
+    def half(self, bits: Any) -> Any:
+        """int32 lanes whose lower halves are float16, as float32."""
+        narrow = self.b.trunc(bits, ir.VectorType(I16, self.lanes))
+        return self.b.fpext(self.b.bitcast(narrow, ir.VectorType(ir.HalfType(), self.lanes)),
+                            self.vector)  # fmt: skip
+
+    def float8(self, codes: Any, dtype: str) -> Any:
+        """int32 lanes from 0 to 255 as the float8 that they encode, in float32."""
+        b = self.b
+        if dtype == "F8_E5M2":
+            return self.half(b.shl(codes, self.same(8)))
+        if dtype == "F8_E8M0":
+            return self.power_of_two(codes)
+        sign = b.shl(b.and_(codes, self.same(0x80)), self.same(8))
+        magnitude = b.and_(codes, self.same(0x7F))
+        value = self.half(b.or_(sign, b.shl(magnitude, self.same(7))))  # exponents are 8 too small
+        is_nan = b.icmp_signed("==", magnitude, self.same(0x7F))
+        nan = self.constant(float("nan"))
+        return b.select(is_nan, nan, b.fmul(value, self.constant(256.0)))
+
+    def power_of_two(self, codes: Any) -> Any:
+        """2 to the code - 127, as scales of MX formats are stored; 255 is NaN."""
+        b = self.b
+        normal = b.shl(codes, self.same(23))
+        smallest = b.icmp_signed("==", codes, self.same(0))
+        is_nan = b.icmp_signed("==", codes, self.same(255))
+        bits = b.select(smallest, self.same(1 << 22), normal)
+        return b.bitcast(b.select(is_nan, self.same(0x7FC00000), bits), self.vector)
+
+    def table(self, values: tuple[float, ...], codes: Any) -> Any:
+        """values[code] for int32 lanes from 0 to 15, in float32."""
+        b = self.b
+        if self.lanes == 16:
+            return b.call(self._table, [ir.Constant(self.vector, values), codes])
+        if self.lanes == 8:
+            halves = [
+                b.call(self._table, [ir.Constant(self.vector, values[i : i + 8]), codes])
+                for i in (0, 8)
+            ]
+            return b.select(b.icmp_signed(">", codes, self.same(7)), halves[1], halves[0])
+        result = self.constant(values[0])
+        for code in range(1, 16):
+            is_code = b.icmp_signed("==", codes, self.same(code))
+            result = b.select(is_code, self.constant(values[code]), result)
+        return result
+
+    # Pairs of bfloat16; on CPUs of 16 lanes alone
+
+    def pair(self, first: Any, second: Any) -> Any:
+        """Two float32 as a pair of bfloat16, rounded to nearest."""
+        narrow = self.b.bitcast(self.b.call(self._narrow, [second, first]), self.pair_type)
+        order = [half * self.lanes + lane for lane in range(self.lanes) for half in (0, 1)]
+        undefined = ir.Constant(narrow.type, ir.Undefined)
+        return self.b.bitcast(
+            self.b.shuffle_vector(narrow, undefined, self.ints(order)), self.words
+        )
+
+    def table_pair(self, values: tuple[float, ...], words: Any, first: int) -> Any:
+        """values[code] as pairs of bfloat16, for the codes in both halves of the words.
+
+        Args:
+            values: 16 or 32, of which the 4 or 5 bits from `first` on choose.
+        """
+        # the instruction looks at five bits of each half: twice 16 values need no mask
+        table = ir.Constant(self.pair_type, [bfloat_bits(v) for v in values * (32 // len(values))])
+        moved = self.b.lshr(words, self.same(first)) if first else words
+        return self.b.bitcast(
+            self.b.call(self._table_pair, [table, self.b.bitcast(moved, self.pair_type)]),
+            self.words,
+        )
+
+    def float8_pairs(self, words: Any) -> tuple[Any, Any]:
+        """Four E4M3 codes in each word as pairs of bfloat16: bytes 0 and 2, and bytes 1 and 3.
+
+        Only where `has_byte_tables`: both bytes of a bfloat16 are looked up by 7 bits of the code.
+        """
+        b = self.b
+        codes = b.bitcast(words, self.bytes_type)
+        low, high = (
+            b.call(self._byte_table, [self._bytes(_E4M3[:64], at), codes,
+                                      self._bytes(_E4M3[64:], at)])
+            for at in (0, 8)
+        )  # fmt: skip
+        low = b.bitcast(low, self.words)
+        sign = b.and_(words, self.same(0x80808080 - 2**32))
+        high = b.or_(b.bitcast(high, self.words), sign)
+        even, odd = self.same(0x00FF00FF), self.same(0xFF00FF00 - 2**32)
+        eight = self.same(8)
+        first = b.or_(b.and_(low, even), b.and_(b.shl(high, eight), odd))
+        second = b.or_(b.and_(b.lshr(low, eight), even), b.and_(high, odd))
+        return first, second
+
+    def _bytes(self, values: tuple[float, ...], first: int) -> Any:
+        """8 bits of each value's bfloat16."""
+        return ir.Constant(self.bytes_type, [bfloat_bits(v) >> first & 0xFF for v in values])
+
+    def wide_table_pair(self, values: tuple[float, ...], words: Any) -> Any:
+        """values[code] as pairs of bfloat16, of 64 that the lowest 6 bits of both halves choose."""
+        bits = [bfloat_bits(value) for value in values]
+        low, high = (ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32))
+        codes = self.b.bitcast(words, self.pair_type)
+        return self.b.bitcast(self.b.call(self._wide_table, [low, codes, high]), self.words)
+
+    def both_bits(self, words: Any, first: int, count: int) -> Any:
+        """`count` bits of each half of the words from bit `first` on."""
+        moved = self.b.lshr(words, self.same(first)) if first else words
+        return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
+
+    def shorts(self, value: int) -> Any:
+        """An integer in every 16-bit lane."""
+        return ir.Constant(self.pair_type, [value] * (2 * self.lanes))
+
+
+def bfloat_bits(value: float) -> int:
+    """The bits of the bfloat16 that is nearest to a normal number or zero."""
+    bits = int.from_bytes(struct.pack("<f", value), "little")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF

@@ -1,0 +1,107 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
+"""Triton kernels over row-packed weights: unpacked whole, and the fused product for few rows.
+
+References: RowWeight.unpack, and x @ unpack().T. How weights are read is a function of the format
+(RowFormat.triton, triton_formats); everything else is shared.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specexec_kernels.formats.base import RowWeight
+
+
+@triton.jit
+def _unpack_kernel(
+    parts, out, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
+    inside = (k < K) & (n < N)
+    weight = READ(parts, n, k, inside, K, SETTINGS)
+    tl.store(out + n * K + k, weight.to(out.dtype.element_ty), mask=inside)
+
+
+def unpack(weight: RowWeight, dtype: torch.dtype) -> Tensor:
+    """(outputs, inputs), as RowWeight.unpack rounded to `dtype`."""
+    inputs, outputs = weight.in_features, weight.out_features
+    parts, constants = _arguments(weight)
+    out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
+    block_k, block_n = 128, 16
+    grid = (triton.cdiv(inputs, block_k), triton.cdiv(outputs, block_n))
+    # weights are rounded as their definition says: no product joins an addition
+    _unpack_kernel[grid](
+        parts, out, inputs, outputs, **constants, BLOCK_K=block_k, BLOCK_N=block_n,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_kernel(
+    parts, x, out, M, K, N, READ: tl.constexpr, SETTINGS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    sums = tl.zeros((ROWS, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        k = (start + tl.arange(0, BLOCK_K))[None, :]
+        outputs = n[:, None].to(tl.int64)
+        inside = (k < K) & (outputs < N)
+        # what lies outside may be read as anything, NaN included
+        weight = tl.where(inside, READ(parts, outputs, k, inside, K, SETTINGS), 0.0)
+        rows = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)
+        sums = tl.dot(rows, tl.trans(weight.to(rows.dtype)), acc=sums, input_precision="ieee")
+    place = out + m * N + n[None, :]
+    tl.store(place, sums.to(out.dtype.element_ty), mask=(m < M) & (n[None, :] < N))
+
+
+def quantized_matmul(x: Tensor, weight: RowWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+    """x (rows, inputs) times the transposed weight in x's dtype, sums in float32.
+
+    Args:
+        out_dtype: of the result, x's unless told.
+
+    One program carries 16 rows and 32 outputs through all inputs, so each packed byte is read once
+    for 16 rows and the order of the sums does not depend on the launch.
+    """
+    x = x.contiguous()
+    rows, inputs = x.shape
+    outputs = weight.out_features
+    out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
+    parts, constants = _arguments(weight)
+    row_tile, block_k, block_n = 16, 64, 32
+    grid = (triton.cdiv(outputs, block_n), triton.cdiv(rows, row_tile))
+    _few_rows_kernel[grid](
+        parts, x, out, rows, inputs, outputs, **constants,
+        ROWS=row_tile, BLOCK_K=block_k, BLOCK_N=block_n, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _arguments(weight: RowWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    """The tensors that a format's function reads, its table behind them, and what it is told."""
+    found = weight.format.triton()
+    assert found is not None, f"{weight.format.name} has no Triton form"
+    matrices = weight.matrices()
+    parts = [matrices[part.leaf].contiguous() for part in weight.format.parts]
+    # GPUs before Ada know no E4M3: its bytes are decoded with integers
+    parts = [part.view(torch.uint8) if part.is_floating_point() and part.element_size() == 1
+             else part for part in parts]  # fmt: skip
+    if found.table:
+        parts.append(_table(found.table, parts[0].device))
+    return tuple(parts), {"READ": found.read, "SETTINGS": found.settings}
+
+
+@cache
+def _table(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)

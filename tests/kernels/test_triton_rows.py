@@ -1,0 +1,104 @@
+"""Row-packed weights in Triton against each format's definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import random_blocks
+from row_packed import FORMATS, random_weight
+from specexec_kernels import dispatch
+from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.gguf import GGUF_FORMATS
+
+INPUTS = 256
+GGUF = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+
+
+def weight(name: str, outputs: int = 40) -> RowWeight:
+    """40 outputs are a block of the product's 32 and a part of one."""
+    if name in GGUF_FORMATS:
+        fmt = GGUF_FORMATS[name]
+        columns = fmt.parts[0].shape(outputs, INPUTS)[1]
+        blocks = torch.from_numpy(random_blocks(Kind[name], outputs * columns, seed=0))
+        return RowWeight(fmt, INPUTS, outputs, {"weight": blocks.view(outputs, columns)})
+    return random_weight(FORMATS[name], outputs, INPUTS)
+
+
+def on_device(packed: RowWeight, device: torch.device) -> RowWeight:
+    return replace(packed, tensors={leaf: t.to(device) for leaf, t in packed.tensors.items()})
+
+
+@pytest.mark.parametrize("name", [*FORMATS, *GGUF])
+def test_unpacking_is_exact(name: str, device: torch.device) -> None:
+    from specexec_kernels import triton_rows
+
+    packed = weight(name, 20)
+    found = triton_rows.unpack(on_device(packed, device), torch.float32)
+    assert torch.equal(found.cpu(), packed.unpack())
+
+
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+def test_every_float8_is_read_as_torch_reads_it(kind: str, device: torch.device) -> None:
+    from specexec_kernels import triton_rows
+
+    dtype = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}[kind]
+    codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
+    fmt = replace(FORMATS["fp8-tensor"], kind=kind)
+    stored = {"weight": codes, "weight_scale": torch.ones(1)}
+    packed = on_device(RowWeight(fmt, 16, 16, stored), device)
+    with np.errstate(invalid="ignore"):  # numpy, which the interpreter takes, warns of NaN
+        found = triton_rows.unpack(packed, torch.float32)
+    torch.testing.assert_close(found.cpu(), codes.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ["fp8-block", "mxfp4", "nvfp4", "int4-zeros", "nf4", "Q4_K"])
+@pytest.mark.parametrize("rows", [1, 17])
+def test_products(name: str, rows: int, device: torch.device) -> None:
+    from specexec_kernels import triton_rows
+
+    packed = weight(name)
+    x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(rows))
+    dense = packed.unpack().double().T
+    found = triton_rows.quantized_matmul(x.to(device), on_device(packed, device)).cpu()
+    allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
+    assert ((found - x.double() @ dense).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "Q4_1"])
+@pytest.mark.parametrize("rows", [dispatch.GPU_FUSED_ROWS, dispatch.GPU_FUSED_ROWS + 1])
+def test_a_gpu_multiplies_what_triton_reads_and_what_it_does_not(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specexec_kernels import triton_rows
+
+    called = []
+    for function in (triton_rows.quantized_matmul, triton_rows.unpack):
+
+        def record(*args, function=function):  # type: ignore[no-untyped-def]
+            called.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(triton_rows, function.__name__, record)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    packed = weight(name)
+    x = torch.randn(rows, INPUTS, generator=torch.Generator().manual_seed(0))
+    found = dispatch.quantized_matmul(x, packed)
+    few = rows <= dispatch.GPU_FUSED_ROWS
+    assert called == ([] if name == "Q4_1" else ["quantized_matmul" if few else "unpack"])
+    torch.testing.assert_close(found, x @ packed.unpack().T, rtol=1e-4, atol=1e-4)
+
+
+def test_sums_may_be_kept_in_float32(device: torch.device) -> None:
+    from specexec_kernels import triton_rows
+
+    packed = on_device(weight("mxfp4"), device)
+    x = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(0)).half().to(device)
+    found = triton_rows.quantized_matmul(x, packed, torch.float32)
+    assert found.dtype == torch.float32
+    exact = x.double() @ triton_rows.unpack(packed, torch.float16).double().T
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    assert triton_rows.quantized_matmul(x, packed).dtype == torch.float16
