@@ -129,6 +129,13 @@ Past = Annotated[
         rich_help_panel=TREE,
     ),
 ]
+Overlapping = Annotated[
+    str,
+    typer.Option(
+        help="on, off, auto: go on drafting while a pass waits for the SSD; auto: where it does.",
+        rich_help_panel=TREE,
+    ),
+]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=SAMPLING)]
 TopP = Annotated[
     float,

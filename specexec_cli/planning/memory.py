@@ -81,9 +81,11 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
+        ahead = work.budget if work.texts == 1 else 0  # nodes that are found while a pass waits
+        slots = work.slots + ahead
         parts += [
             ("draft model", draft.loaded(work.item_bytes)),
-            ("draft model's KV cache", draft.kv_elements * work.slots * work.item_bytes),
+            ("draft model's KV cache", draft.kv_elements * slots * work.item_bytes),
         ]
     return tuple(parts)
 

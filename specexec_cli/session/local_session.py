@@ -171,7 +171,25 @@ class LocalSession(TextSession):
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self._target, drafter, sampler, *ends)
             else:
-                yield from specexec(self._target, drafter, sampler, *ends)
+                ahead = drafter if self._overlaps(request, drafter) else None
+                assert ahead is None or isinstance(ahead, ModelDrafter)
+                yield from specexec(self._target, drafter, sampler, *ends, ahead=ahead)
+
+    def _overlaps(self, request: GenerationRequest, drafter: SessionDrafter) -> bool:
+        """Whether drafting goes on while passes wait for weights.
+
+        Raises:
+            ConfigError: it is asked for, and no pass waits or nothing could be drafted meanwhile.
+        """
+        if request.tree.overlap == "off":
+            return False
+        able = request.method == "specexec" and isinstance(drafter, ModelDrafter)
+        if request.tree.overlap == "on" and not (able and self._target.model.waits):
+            raise ConfigError(
+                "`overlap='on'`: no pass of this session waits for an SSD with a draft model to go "
+                "on with. Leave it at `overlap='auto'`"
+            )
+        return able and self._target.model.waits
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
