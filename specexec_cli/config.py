@@ -12,6 +12,7 @@ from specexec_cli.errors import ConfigError
 Method = Literal["specexec", "autoregressive", "dsi"]
 SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
 SELF = "self"  # likewise: drafts with the target's own layers in few bits
+AUTO_DRAFT = "auto"  # likewise: whichever is expected to be fastest
 SELF_DRAFTS: Mapping[str, int] = MappingProxyType({SELF: 4, "self-4": 4, "self-3": 3, "self-2": 2})
 BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]

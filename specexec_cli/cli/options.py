@@ -40,7 +40,7 @@ Draft = Annotated[
     str | None,
     typer.Option(
         help="Draft model, likewise; self: a 4-bit copy; "
-        "suffix: past text. Default: the pair's or best.",
+        "suffix: past text; auto: the fastest of those here. Default: the pair's or best.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip

@@ -41,6 +41,7 @@ from specexec_cli.drafting.tree_rows import TreeRows
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows, embeddable
+from specexec_cli.models.shared_cache import SharedCache
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
 
@@ -64,6 +65,16 @@ class Drafter(Protocol):
 
     def observe(self, step: StepResult) -> None:
         """Tells what the iteration brought and cost."""
+
+
+class Committed(Protocol):
+    """The target, as the owner of rows that a draft model of its own layers may read."""
+
+    tokens: list[int]  # whose rows are in the cache
+
+    @property
+    def cache(self) -> SlotCache:
+        """Keys and values of the target's layers."""
 
 
 class AheadDrafter(Drafter, Protocol):
@@ -106,6 +117,10 @@ class ModelDrafter:
     Between trees the cache holds the committed tokens `tokens`, and behind them the rows of nodes
     that were found ahead. While a tree grows, the row of each expanded node joins them, in order of
     expansion.
+
+    Args:
+        shared: the target that the draft model is a copy of, whose cache rows it is to read; its
+            `commit` is called before this one's.
     """
 
     # of the present tree, see _reset_tree
@@ -123,14 +138,17 @@ class ModelDrafter:
         target_vocab_size: int,
         search: Search = grow_tree,
         learned: Learned | None = None,
+        shared: Committed | None = None,
     ) -> None:
         self.model = model
         self._search = search
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
-        self._cache = model.new_cache()
+        self._shared = shared
+        self._cache = model.new_cache() if shared is None else SharedCache(shared.cache)
         captured = model.device.type == "cuda" and model.capturable
+        assert shared is None or not captured, "a captured step holds addresses of one cache"
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree
@@ -217,6 +235,8 @@ class ModelDrafter:
             self._rows = kept
         else:
             self._crop_to_common_prefix(context)
+        if self._shared is not None and len(context) - len(self.tokens) > self._tree.budget:
+            return 0  # a prompt would take rows that the target is about to have
         return min(max_depth, self.model.context_length - len(context))
 
     def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
@@ -262,6 +282,8 @@ class ModelDrafter:
         prefix_len = len(self.tokens)
         self._cache.compact(prefix_len, [prefix_len + slot for slot in [*path, *kept]])
         self.tokens += tokens[: len(path)]
+        if self._shared is not None:
+            self._share(self._shared.tokens, whole=not went_on)
         self._kept = below
 
     def copy_rows(self, other: ModelDrafter, length: int) -> None:
@@ -298,10 +320,25 @@ class ModelDrafter:
 
     def _crop_to_common_prefix(self, context: Sequence[int]) -> None:
         """Forgets what the context does not begin with; its last token must be run again."""
+        if self._shared is not None:
+            self._share(self._shared.tokens, whole=True)
+            return
         del self.tokens[self._cache.length :]  # growth that ran out of memory has emptied it
         common = common_prefix(self.tokens, context[:-1])
         del self.tokens[common:]
         self._cache.crop(common)
+
+    def _share(self, tokens: Sequence[int], whole: bool) -> None:
+        """Reads the rows of these committed tokens from the target's cache.
+
+        Args:
+            whole: own rows are dropped, not only those of these tokens.
+        """
+        assert isinstance(self._cache, SharedCache)
+        if whole:
+            self._cache.crop(0)
+            self.tokens = list(tokens)
+        self._cache.share(len(tokens))
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """Runs a frontier through the draft model, unless it has been; see search.Expand."""

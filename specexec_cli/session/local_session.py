@@ -194,13 +194,18 @@ class LocalSession(TextSession):
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
         if self._drafter is None or self._drafter_method != request.method:
-            self._drafter = self._made_drafter(request.method, sampler, request.tree)
+            shared = self._target if self._decision.work.shares_cache else None
+            self._drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
         self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
         return self._drafter
 
     def _made_drafter(
-        self, method: BenchMethod, sampler: Sampler, tree: TreeConfig
+        self,
+        method: BenchMethod,
+        sampler: Sampler,
+        tree: TreeConfig,
+        shared: LocalTarget | None = None,
     ) -> SessionDrafter:
         return SOURCES[method].make(
             DraftSetup(
@@ -209,6 +214,7 @@ class LocalSession(TextSession):
                 tree=tree,
                 target_vocab_size=self.vocab_size,
                 learned=self.learned,
+                shared=shared,
             )
         )
 

@@ -58,6 +58,11 @@ class LocalTarget:
         return self.model.bytes_streamed
 
     @property
+    def cache(self) -> SlotCache:
+        """Keys and values of its committed tokens, and behind them of the last pass's tree."""
+        return self._cache
+
+    @property
     def tree_nodes(self) -> int:
         """Draft nodes in the running or the last pass."""
         return len(self._tree)

@@ -200,12 +200,16 @@ def test_a_session_on_the_cpu(
     break_everywhere(Conversation(*sessions, "specexec", 0.8), kind, KEEPERS, every, seen)
 
 
-@pytest.mark.parametrize(("kind", "every"), [(NoMemory, 17), (Interruption, 43)])
+@pytest.mark.parametrize(
+    ("kind", "every", "seen"),
+    [(NoMemory, 17, ["drafter.py"]), (Interruption, 61, ["drafter.py", "tree_rows.py"])],
+)
 def test_drafting_that_goes_on_while_a_pass_waits(
     sessions: tuple[TextSession, TextSession],
     monkeypatch: pytest.MonkeyPatch,
     kind: type[NoMemory],
     every: int,
+    seen: list[str],
 ) -> None:
     arrive = LayerStream._wait_for_turn
 
@@ -217,7 +221,7 @@ def test_drafting_that_goes_on_while_a_pass_waits(
 
     monkeypatch.setattr(LayerStream, "_wait_for_turn", late)
     conversation = Conversation(*sessions, "specexec", 0.8, overlap="on")
-    break_everywhere(conversation, kind, [], every, ["tree_rows.py", "drafter.py"])
+    break_everywhere(conversation, kind, [], every, seen)
     assert conversation.session.stats.draft_hidden_s > 0.0
 
 

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from checkpoints import assert_fresh, byte_llama, save_pair
+from checkpoints import (
+    assert_fresh,
+    byte_llama,
+    open_float32,
+    save_byte_tokenizer,
+    save_checkpoint,
+    save_pair,
+)
 
 from specexec_cli.bench.cases import variant
 from specexec_cli.cli.render import stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.stream import LayerStream
+from specexec_cli.sampling import Sampler
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
+from specexec_cli.verify.verifier import LocalTarget
 
 TREE = TreeConfig(budget=12, max_depth=4, batch=3, overlap="auto")
 TURNS = [list(range(10, 20)), [5, 6], [7]]
@@ -61,9 +73,10 @@ def conversation(session: LocalSession, tree: TreeConfig, sampling: SamplingConf
     return text
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("policy", ["fixed", "cost"])
-@pytest.mark.parametrize("penalty", [1.0, 1.2])
+@pytest.mark.parametrize(
+    ("temperature", "policy", "penalty"),
+    [(0.0, "fixed", 1.0), (0.8, "cost", 1.0), (0.8, "fixed", 1.2)],
+)
 @pytest.mark.usefixtures("late")
 def test_turns_are_those_of_plain_decoding(
     session: LocalSession, temperature: float, policy: str, penalty: float
@@ -97,3 +110,48 @@ def test_overlap_that_cannot_be_is_refused(pair: dict[str, str]) -> None:
             assert resident.stats.draft_hidden_s == 0.0
         with pytest.raises(ConfigError, match="`overlap='on'`: no pass of this session waits"):
             list(resident.generate([5, 6], tree=replace(TREE, overlap="on")))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.usefixtures("late")
+def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_its_own(
+    pair: dict[str, str], temperature: float
+) -> None:
+    """Told apart by nothing where the copy is as exact as the target."""
+    sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
+    draft = open_float32(Path(pair["target"]), None)
+    steps = []
+    for shares in (False, True):
+        target = LocalTarget(open_float32(Path(pair["target"])))
+        tree = replace(TREE, calibrated=False)
+        drafter = ModelDrafter(
+            draft, sampler, tree, draft.vocab_size, shared=target if shares else None
+        )
+        decoded = list(specexec(target, drafter, sampler, TURNS[0], 40, (), ahead=drafter))
+        assert sum(step.draft_hidden_s for step in decoded) > 0.0
+        steps.append([(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded])
+        assert_fresh(target.model, target._cache, target.tokens)
+        own_slots = drafter._cache.length - (len(target.tokens) if shares else 0)
+        assert own_slots <= 2 * TREE.budget + 1 or not shares
+        target.close()
+    assert steps[0] == steps[1]
+    assert max(len(tokens) for tokens, *_ in steps[0]) > 1
+
+
+@pytest.mark.usefixtures("late")
+def test_turns_of_a_target_that_drafts_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_checkpoint(tmp_path / "target", byte_llama(hidden_size=64, intermediate_size=128))
+    save_byte_tokenizer(tmp_path / "target")
+    with Session.open(
+        target=str(tmp_path / "target"), draft="self", offload="ssd", device="cpu"
+    ) as session:
+        plain = conversation(session, replace(TREE, overlap="off"), SamplingConfig())
+        assert conversation(session, TREE, SamplingConfig()) == plain
+        drafter, target = session._drafter, session._target
+        # its cache is the target's, and a little behind it
+        assert [layer._first for layer in drafter._cache.layers] == list(target.cache.layers)
+        assert drafter._cache.layers[0].keys.shape[2] < 2 * TREE.budget + TREE.budget + 256
+        assert session._decision.work.shares_cache
