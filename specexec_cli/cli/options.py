@@ -39,8 +39,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise; self: a 4-bit copy; "
-        "suffix: past text; auto: the fastest of those here. Default: the pair's or best.",
+        help="Draft model (default: the pair's); self: 4-bit copy; suffix: past text; "
+        "auto: fastest.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip

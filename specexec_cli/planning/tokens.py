@@ -39,8 +39,8 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
         return None
     if decision.pair.own_bits is not None and not _runs(decision):
         most = decision.recommended.max_depth + 1.0
-        figures = [min(each, most) for each in _OWN_COPIES[decision.pair.own_bits]]
-        return TokensPerPass(*figures, "as the demo target's own copies reach")
+        low, typical, high = (min(each, most) for each in _OWN_COPIES[decision.pair.own_bits])
+        return TokensPerPass(low, typical, high, "as the demo target's own copies reach")
     target, draft = decision.target.entry, decision.draft.entry
     rates = sorted(run.tokens_per_pass for run in _runs(decision))
     if rates:

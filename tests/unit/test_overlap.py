@@ -21,6 +21,8 @@ from specexec_cli.cli.render import stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.forest import Forest
+from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
@@ -110,6 +112,8 @@ def test_overlap_that_cannot_be_is_refused(pair: dict[str, str]) -> None:
             assert resident.stats.draft_hidden_s == 0.0
         with pytest.raises(ConfigError, match="`overlap='on'`: no pass of this session waits"):
             list(resident.generate([5, 6], tree=replace(TREE, overlap="on")))
+    with pytest.raises(ConfigError, match="`overlap='on'` is for one text at a time"):
+        Forest(None, replace(TREE, overlap="on"), 2, Learned())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

