@@ -12,6 +12,7 @@ from specexec_cli.errors import ConfigError
 Method = Literal["specexec", "autoregressive", "dsi"]
 SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
 SELF = "self"  # likewise: drafts with the target's own layers in few bits
+AUTO_DRAFT = "auto"  # likewise: whichever is expected to be fastest
 SELF_DRAFTS: Mapping[str, int] = MappingProxyType({SELF: 4, "self-4": 4, "self-3": 3, "self-2": 2})
 BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
@@ -20,6 +21,7 @@ ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are com
 # (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.
 Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
+Overlap = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
@@ -66,6 +68,7 @@ class TreeConfig:
     policy: str = "fixed"  # how much of the budget a tree uses: a name in drafting.policies
     calibrated: bool = True  # scores corrected by what was accepted, see drafting/calibration.py
     past: bool = False  # with nodes that the text's own past suggests, see drafting/suffix.py
+    overlap: Overlap = "off"  # whether drafting goes on while passes wait for weights
 
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "batch"):

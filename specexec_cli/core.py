@@ -75,10 +75,11 @@ class StepResult:
     drafted: tuple[bool, ...]  # per token: True if it came from the tree, False for the bonus token
     tree_nodes: int
     tree_depth: int
-    draft_s: float
+    draft_s: float  # before the pass
     verify_s: float
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
+    draft_hidden_s: float = 0.0  # of verify_s, while the pass waited for weights
     text: str = ""  # what may be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token where they were asked for
@@ -112,6 +113,7 @@ class GenerationStats:
     total_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
+    draft_hidden_s: float = 0.0  # of verify_s, while passes waited for weights
     # Behind the first pass, of a method that grows trees: tokens and seconds of passes with a tree,
     # and passes and seconds of those that the policy wanted none for.
     tree_tokens: int = 0
@@ -133,6 +135,7 @@ class GenerationStats:
         self.target_passes += 1
         self.draft_s += step.draft_s
         self.verify_s += step.verify_s
+        self.draft_hidden_s += step.draft_hidden_s
         self.bytes_streamed += step.bytes_streamed
         if step.pending_rows > 1:
             return
@@ -187,6 +190,6 @@ class GenerationStats:
 
 _DOCUMENTED = (
     "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s", "tpot_s",
-    "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
+    "tokens_per_s", "draft_s", "draft_hidden_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
     "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held", "bytes_per_token",
 )  # fmt: skip

@@ -34,6 +34,7 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
 from specexec_cli.planning.tiers import Plan
+from specexec_cli.planning.weighing import with_best_draft
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -167,7 +168,7 @@ def prepare(
 
     site = this_site([pick_device(name) for name in devices or [request.device]], copies)
     decision = resolve(
-        request,
+        with_best_draft(request, site, notice),
         site,
         fetch_weights=True,
         check=load_config,

@@ -7,7 +7,7 @@ many, too few, or at a wrong position fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,7 +51,7 @@ class SlotList:
 
 @dataclass
 class SlotToy:
-    """A StreamedModel over a toy."""
+    """A StreamedModel over a toy, whose passes wait for as long as `waits` draft steps take."""
 
     model: ToyLM | NoisyCopy
     chunk_rows: int = 512
@@ -60,6 +60,11 @@ class SlotToy:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     passes: int = 0
     bytes_streamed: int = 0
+    waits: int = 0
+    work: Callable[[], bool] | None = None
+
+    def meanwhile(self, work: Callable[[], bool] | None) -> None:
+        self.work = work
 
     @property
     def vocab_size(self) -> int:
@@ -73,6 +78,9 @@ class SlotToy:
 
     def forward(self, rows: PassRows, cache: SlotList, logit_rows: Sequence[int]) -> Tensor:
         self.passes += 1
+        for _ in range(self.waits if self.work is not None else 0):
+            if not self.work():
+                break
         assert max(rows.positions) < self.context_length
         assert max(rows.tokens) < self.vocab_size, "an embedding has no row for it"
         logits = []
@@ -101,8 +109,8 @@ class SlotToy:
         return [token for _, token in seen]
 
 
-def slot_target(model: ToyLM, chunk_rows: int = 512) -> LocalTarget:
-    return LocalTarget(SlotToy(model, chunk_rows))  # type: ignore[arg-type]
+def slot_target(model: ToyLM, chunk_rows: int = 512, waits: int = 0) -> LocalTarget:
+    return LocalTarget(SlotToy(model, chunk_rows, waits=waits))  # type: ignore[arg-type]
 
 
 def slot_drafter(

@@ -15,6 +15,7 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
+from specexec_cli.verify.verifier import Meanwhile
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class ToyTarget:
     bytes_streamed: int = 0
     passes: int = 0
 
-    def verify(self, pending: Sequence[int], tree: DraftTree) -> torch.Tensor:
+    def verify(
+        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
+    ) -> torch.Tensor:
         assert pending, "a pass needs the root among its rows"
         self.passes += 1
         self._pending, self._tree = list(pending), tree

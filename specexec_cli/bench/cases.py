@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specexec_cli.config import BenchMethod, DraftScoring, SamplingConfig, TreeConfig
+from specexec_cli.config import BenchMethod, DraftScoring, Overlap, SamplingConfig, TreeConfig
 from specexec_cli.drafting.policies import policies_for
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError, nearest
@@ -69,6 +69,8 @@ def variant(settings: Mapping[str, Any]) -> str:
         words.append("uncalibrated")
     if settings.get("past", False):
         words.append("past")
+    if settings.get("overlap", "off") != "off":
+        words.append("overlap")
     return " ".join(words)
 
 
@@ -84,6 +86,7 @@ class Grid:
     policies: Sequence[str] = ("fixed",)  # a method passes over those that cannot size its trees
     calibrated: Sequence[bool] = (True,)
     past: Sequence[bool] = (False,)  # other methods than specexec's have no such nodes
+    overlap: Sequence[Overlap] = ("off",)  # nor do they draft beside a pass
     sampling: Sequence[SamplingConfig]
     max_tokens: int
     baseline_tokens: int
@@ -123,12 +126,20 @@ class Grid:
 
     def _variants(self, method: BenchMethod, tree: TreeConfig) -> list[TreeConfig]:
         return [
-            replace(tree, scoring=scoring, policy=policy, calibrated=calibrated, past=past)
+            replace(
+                tree,
+                scoring=scoring,
+                policy=policy,
+                calibrated=calibrated,
+                past=past,
+                overlap=overlap,
+            )
             for policy in self.policies
             if policy in policies_for(method)
             for scoring in self.scorings
             for calibrated in self.calibrated
             for past in (self.past if method == "specexec" else (False,))
+            for overlap in (self.overlap if method == "specexec" else ("off",))
         ]
 
     def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:

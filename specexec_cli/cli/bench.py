@@ -45,9 +45,7 @@ DatasetNames = Annotated[
 ]
 Data = Annotated[Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)]
 Prompts = Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)]
-Results = Annotated[
-    Path, typer.Option(help="Rows are appended here as runs end; finished ones are not repeated.")
-]
+Results = Annotated[Path, typer.Option(help="Runs are appended here; none is repeated.")]
 Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or csv.")]
 
 

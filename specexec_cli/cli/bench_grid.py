@@ -9,7 +9,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.panels import TREE_LISTS
-from specexec_cli.config import DraftScoring, SamplingConfig
+from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES, policies_for
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError
@@ -79,6 +79,13 @@ class GridOptions:
             rich_help_panel=TREE_LISTS,
         ),
     ] = "off"
+    overlap: Annotated[
+        str,
+        typer.Option(
+            help="on, off: specexec drafts on while a pass waits for the SSD, or not.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "off"
 
     def grid(
         self,
@@ -110,6 +117,7 @@ class GridOptions:
                 word == "on" for word in _chosen(self.calibration, "--calibration", ("on", "off"))
             ],
             past=[word == "on" for word in _chosen(self.past, "--past", ("on", "off"))],
+            overlap=cast(list[Overlap], _chosen(self.overlap, "--overlap", ("on", "off"))),
             sampling=[
                 SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
                 for value in numbers(self.temperature, "--temperature", float)

@@ -20,6 +20,7 @@ from specexec_cli.config import (
     ExpertPlace,
     Method,
     OffloadMode,
+    Overlap,
     SamplingConfig,
 )
 from specexec_cli.drafting.policies import policies_for
@@ -75,6 +76,7 @@ class TreeOptions:
     policy: options.PolicyName = "auto"
     calibration: options.Calibration = True
     past: options.Past = True
+    overlap: options.Overlapping = "auto"
 
     def request(self) -> TreeRequest:
         """These options as a TreeRequest, each word checked against those that it may be."""
@@ -89,6 +91,7 @@ class TreeOptions:
             policy=None if chosen == "auto" else chosen,
             calibrated=self.calibration,
             past=self.past,
+            overlap=cast(Overlap, one_of(self.overlap, "--overlap", get_args(Overlap))),
         )
 
 

@@ -39,8 +39,8 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model, likewise; self: a 4-bit copy; "
-        "suffix: past text. Default: the pair's or best.",
+        help="Draft model (default: the pair's); self: 4-bit copy; suffix: past text; "
+        "auto: fastest.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
 ]  # fmt: skip
@@ -126,6 +126,13 @@ Past = Annotated[
     bool,
     typer.Option(
         help="Add what followed the last tokens where they stood before.",
+        rich_help_panel=TREE,
+    ),
+]
+Overlapping = Annotated[
+    str,
+    typer.Option(
+        help="on, off, auto: go on drafting while a pass waits for the SSD; auto: where it does.",
         rich_help_panel=TREE,
     ),
 ]

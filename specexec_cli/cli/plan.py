@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from specexec_cli.cli import machine, option_groups, options
+from specexec_cli.cli.render import notice
 from specexec_cli.config import Method
 from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
@@ -19,6 +20,7 @@ from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, SizedModel, resolve
 from specexec_cli.planning.site import ASSUMED
 from specexec_cli.planning.tokens import predicted
+from specexec_cli.planning.weighing import with_best_draft
 
 SCHEMA = 1
 
@@ -55,7 +57,8 @@ def plan(
         experts=option_groups.expert_place(experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
     )  # fmt: skip
-    decision = resolve(request, machine.site(ram, vram, ssd, link))
+    site = machine.site(ram, vram, ssd, link)
+    decision = resolve(with_best_draft(request, site, notice), site)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     speed, runs = predicted(decision, models_file), _runs(decision)
     if as_json:

@@ -1,8 +1,19 @@
-"""The drafter: a resident draft model that grows trees by batched best-first search."""
+"""The drafter: a resident draft model that grows trees by batched best-first search.
+
+While the target's pass waits for weights, it may go on (`ahead`): the search for the last tree goes
+on with twice the budget, so to the continuations that are next in probability. Of the nodes that it
+finds there, those behind the committed tokens are kept, and the next search has their children
+without a draft step. Since a search's result does not depend on the order in which nodes are
+expanded, the next tree is the one that it would be anyway.
+Source: growing while weights stream, as ShadowSpec does for SubSpec's drafts (arXiv:2509.18344).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -16,19 +27,27 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import (
     ROOT,
+    Bools,
     Floats,
     Frontier,
     Ints,
     Search,
     SearchResult,
+    grow_in_steps,
     grow_tree,
 )
 from specexec_cli.drafting.suffix import Repetitions, merged
+from specexec_cli.drafting.tree_rows import TreeRows
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows, embeddable
+from specexec_cli.models.shared_cache import SharedCache
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
+
+# The search goes on for so many times the budget, in rows of the draft model's cache as well.
+AHEAD = 2
+_ENDED = object()
 
 
 class Drafter(Protocol):
@@ -46,6 +65,25 @@ class Drafter(Protocol):
 
     def observe(self, step: StepResult) -> None:
         """Tells what the iteration brought and cost."""
+
+
+class Committed(Protocol):
+    """The target, as the owner of rows that a draft model of its own layers may read."""
+
+    tokens: list[int]  # whose rows are in the cache
+
+    @property
+    def cache(self) -> SlotCache:
+        """Keys and values of the target's layers."""
+
+
+class AheadDrafter(Drafter, Protocol):
+    """A drafter that can go on while the target's pass waits."""
+
+    ahead_s: float  # seconds of it since the last tree
+
+    def ahead(self) -> bool:
+        """Takes one draft step towards the tree behind the next; returns whether it could."""
 
 
 class SessionDrafter(Drafter, Protocol):
@@ -76,9 +114,21 @@ class SessionDrafter(Drafter, Protocol):
 class ModelDrafter:
     """Grows trees with a draft model.
 
-    Between trees the cache holds the committed tokens `tokens`. While a tree grows, the row of
-    each expanded node joins behind them, in order of expansion.
+    Between trees the cache holds the committed tokens `tokens`, and behind them the rows of nodes
+    that were found ahead. While a tree grows, the row of each expanded node joins them, in order of
+    expansion.
+
+    Args:
+        shared: the target that the draft model is a copy of, whose cache rows it is to read; its
+            `commit` is called before this one's.
     """
+
+    # of the present tree, see _reset_tree
+    ahead_s: float
+    _rows: TreeRows
+    _slots: dict[int, int]
+    _ahead: Iterator[bool] | None
+    _kept: TreeRows | None
 
     def __init__(
         self,
@@ -88,14 +138,17 @@ class ModelDrafter:
         target_vocab_size: int,
         search: Search = grow_tree,
         learned: Learned | None = None,
+        shared: Committed | None = None,
     ) -> None:
         self.model = model
         self._search = search
         # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
-        self._cache = model.new_cache()
+        self._shared = shared
+        self._cache = model.new_cache() if shared is None else SharedCache(shared.cache)
         captured = model.device.type == "cuda" and model.capturable
+        assert shared is None or not captured, "a captured step holds addresses of one cache"
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree
@@ -113,6 +166,7 @@ class ModelDrafter:
     ) -> None:
         """See SessionDrafter."""
         self._tree = tree
+        self._kept = None  # the noise may be another
         self._learned = learned = learned or self._learned
         self._policy = learned.policy(tree, continuation)
         kind = DraftScorer.kind(sampler, tree.scoring)
@@ -139,9 +193,33 @@ class ModelDrafter:
         max_depth = self.begin(context, max_depth)
         found, rested = None, False
         if max_depth >= 1:
-            found = self._policy.grow(self._search, self._expand, max_depth, self._signals, pending)
+            search: Search = self._search
+            if len(self._rows) or self._rows.utilities:
+                search = partial(grow_tree, known=self._known)
+            found = self._policy.grow(search, self._expand, max_depth, self._signals, pending)
             rested = not len(found.tree)
         return self.take(found, self._tree.budget, rested)
+
+    def ahead(self) -> bool:
+        """See AheadDrafter; False where enough is known, or there is nothing to go on from."""
+        began_s = time.perf_counter()
+        if self._ahead is None:
+            self._ahead = self._going_on()
+        stepped = next(self._ahead, False)
+        self.ahead_s += time.perf_counter() - began_s
+        return stepped
+
+    def _going_on(self) -> Iterator[bool]:
+        """The search for the last tree with `AHEAD` times its budget, True behind each step."""
+        depth = min(self._longest, 2 * self._tree.max_depth)
+        depth = min(depth, self.model.context_length - len(self._context))
+        if ROOT not in self._rows.utilities or self.rested or depth < 1:
+            return
+        self._slots = {ROOT: ROOT}
+        tree = replace(self._tree, budget=AHEAD * self._tree.budget)
+        steps = grow_in_steps(self._expand, tree, depth, known=self._known)
+        while len(self._rows) + tree.batch <= tree.budget and next(steps, _ENDED) is not _ENDED:
+            yield True
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
         """Makes ready for the tree behind `context`; see `grow` for both.
@@ -149,10 +227,16 @@ class ModelDrafter:
         Returns:
             the longest path that the draft model may find; none where it is below 1.
         """
+        kept, goes_on = self._kept, self.tokens == list(context)
+        self._reset_tree()
         self._context, self._longest = context, max_depth
         self._seen_before = self._tree.past and self._repetitions.follow(context)
-        self._reset_tree()
-        self._crop_to_common_prefix(context)
+        if kept is not None and goes_on:
+            self._rows = kept
+        else:
+            self._crop_to_common_prefix(context)
+        if self._shared is not None and len(context) - len(self.tokens) > self._tree.budget:
+            return 0  # a prompt would take rows that the target is about to have
         return min(max_depth, self.model.context_length - len(context))
 
     def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
@@ -181,16 +265,26 @@ class ModelDrafter:
         return merged(found, other, least, budget)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
+        """Keeps the rows of accepted nodes; the last of them may never have been expanded.
+
+        Where the search went on to the bonus token, what it found behind that is kept as well.
+        """
         self._repetitions.learn(tokens)
-        ids = [int(self._result.ids[node]) for node in nodes]
-        for depth, (node_id, token) in enumerate(zip([ROOT, *ids], tokens, strict=False), 1):
-            if node_id in self._utilities and token < self._vocab_size:
-                self._scorer.observe(self._utilities[node_id], depth, token)
-        slots = [self._slots[node_id] for node_id in ids if node_id in self._slots]
+        rows, path = self._rows, self._rows.walk(tokens)
+        for depth, (slot, token) in enumerate(zip([ROOT, *path], tokens, strict=False), 1):
+            if slot in rows.utilities and token < self._vocab_size:
+                self._scorer.observe(rows.utilities[slot], depth, token)
+        went_on = self._ahead is not None and len(path) == len(tokens) and self._scorer.lasting
+        self._rows = TreeRows()  # until all is done: whatever comes in between, nothing is kept
+        if not went_on:
+            path = path[: len(nodes)]
+        kept, below = rows.below(path[-1], self._tree.budget) if went_on else ([], None)
         prefix_len = len(self.tokens)
-        self._cache.compact(prefix_len, [prefix_len + slot for slot in slots])
-        self.tokens += [int(self._result.tree.tokens[node]) for node in nodes[: len(slots)]]
+        self._cache.compact(prefix_len, [prefix_len + slot for slot in [*path, *kept]])
+        self.tokens += tokens[: len(path)]
+        if self._shared is not None:
+            self._share(self._shared.tokens, whole=not went_on)
+        self._kept = below
 
     def copy_rows(self, other: ModelDrafter, length: int) -> None:
         """Takes the cache rows of the first `length` committed tokens of another text.
@@ -218,27 +312,58 @@ class ModelDrafter:
     def _reset_tree(self) -> None:
         self.rested = False  # whether the policy wanted no tree where there was room for one
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
-        self._slots: dict[int, int] = {}  # node id -> slot behind the committed prefix
-        self._utilities: dict[int, Tensor] = {}  # expanded node id -> (vocab,)
-        self._paths: dict[int, tuple[int, ...]] = {}  # likewise, from the root; see _paths_to
-        self._ancestors = np.zeros((0, 0), dtype=bool)  # among slots, self included
-        self._positions = np.zeros(0, dtype=np.int64)
+        self._rows = TreeRows()  # of expanded nodes, behind the committed ones
+        self._slots = {ROOT: ROOT}  # node id of the present search -> slot
+        self._ahead = None  # under way since this tree was grown
+        self._kept = None  # found ahead, below the last committed token
+        self.ahead_s = 0.0
 
     def _crop_to_common_prefix(self, context: Sequence[int]) -> None:
         """Forgets what the context does not begin with; its last token must be run again."""
+        if self._shared is not None:
+            self._share(self._shared.tokens, whole=True)
+            return
         del self.tokens[self._cache.length :]  # growth that ran out of memory has emptied it
         common = common_prefix(self.tokens, context[:-1])
         del self.tokens[common:]
         self._cache.crop(common)
 
+    def _share(self, tokens: Sequence[int], whole: bool) -> None:
+        """Reads the rows of these committed tokens from the target's cache.
+
+        Args:
+            whole: own rows are dropped, not only those of these tokens.
+        """
+        assert isinstance(self._cache, SharedCache)
+        if whole:
+            self._cache.crop(0)
+            self.tokens = list(tokens)
+        self._cache.share(len(tokens))
+
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """Runs a frontier through the draft model; see search.Expand."""
+        """Runs a frontier through the draft model, unless it has been; see search.Expand."""
+        if self._known(frontier).all():
+            slots = [self._slots[node] for node in frontier.ids.tolist()]
+            utilities = torch.stack([self._rows.utilities[slot] for slot in slots])
+            return self._scorer.best(utilities, width, frontier.depths + 1)
         rows, cache, logit_rows = self.rows_of(frontier)
         if self._steps is not None:
             logits = self._steps.forward(rows, logit_rows)
         else:
             logits = self.model.forward(rows, cache, logit_rows)
         return self.children(frontier, logits, width)
+
+    def _known(self, frontier: Frontier) -> Bools:
+        """See search.Known."""
+        return np.array([self._found(*node) for node in _nodes(frontier)], dtype=np.bool_)
+
+    def _found(self, node: int, parent: int, token: int) -> bool:
+        """Whether there is a row of a node with its utilities; it then has a slot."""
+        if node != ROOT and parent in self._slots:
+            slot = self._rows.find(self._slots[parent], token)
+            if slot is not None:
+                self._slots[node] = slot
+        return self._slots.get(node) in self._rows.utilities
 
     def rows_of(self, frontier: Frontier) -> tuple[PassRows, SlotCache, Sequence[int]]:
         """What the draft model is to be given: rows, their cache, and the rows of the frontier."""
@@ -266,44 +391,35 @@ class ModelDrafter:
     def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         """Each node's children, best first, from its (vocab,) row of logits."""
         positions = (len(self._context) + frontier.depths).tolist()
-        paths = self._paths_to(frontier) if self._scorer.constrained else None
+        slots = [self._slots[node] for node in frontier.ids.tolist()]
+        paths = [self._rows.path(slot) for slot in slots] if self._scorer.constrained else None
         utilities = self._scorer.utilities(logits, positions, self._context, paths)
-        self._utilities.update(zip(frontier.ids.tolist(), utilities, strict=True))
+        self._rows.utilities.update(zip(slots, utilities, strict=True))
         return self._scorer.best(utilities, width, frontier.depths + 1)
-
-    def _paths_to(self, frontier: Frontier) -> list[tuple[int, ...]]:
-        """The tokens from the root to each node, the node's own last; none to the root."""
-        found = []
-        for node, parent, token in zip(
-            frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist(), strict=True
-        ):
-            self._paths[node] = (*self._paths[parent], token) if node != ROOT else ()
-            found.append(self._paths[node])
-        return found
 
     def _signals(self, ids: Ints) -> Floats:
         """What policies read of expanded nodes; see policies.Signals."""
-        utilities = torch.stack([self._utilities[node] for node in ids.tolist()])
-        return signals(utilities)
+        slots = [self._slots[node] for node in ids.tolist()]
+        return signals(torch.stack([self._rows.utilities[slot] for slot in slots]))
 
     def _tree_rows(self, frontier: Frontier) -> PassRows:
         """The frontier as rows behind those already expanded; they join the slots."""
-        old, new = len(self._positions), len(frontier.ids)
-        ancestors = np.zeros((old + new, old + new), dtype=bool)
-        ancestors[:old, :old] = self._ancestors
-        for row, parent in enumerate(frontier.parents.tolist()):
-            if parent != ROOT:
-                ancestors[old + row, :old] = self._ancestors[self._slots[parent]]
-            ancestors[old + row, old + row] = True
+        old = len(self._rows)
         positions = len(self._context) - 1 + frontier.depths
-        self._ancestors = ancestors
-        self._positions = np.concatenate([self._positions, positions])
+        parents = [self._slots[parent] for parent in frontier.parents.tolist()]
+        mask = self._rows.add(parents, frontier.tokens.tolist(), positions)
         self._slots.update({node: old + row for row, node in enumerate(frontier.ids.tolist())})
         return PassRows(
             tokens=frontier.tokens.tolist(),
             positions=positions.tolist(),
             prefix_len=len(self.tokens),
             pending=0,
-            tree_mask=ancestors[old:],
-            tree_positions=self._positions,
+            tree_mask=mask,
+            tree_positions=self._rows.positions,
         )
+
+
+def _nodes(frontier: Frontier) -> list[tuple[int, int, int]]:
+    """(id, parent, token) of each."""
+    columns = frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist()
+    return list(zip(*columns, strict=True))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specexec_cli.config import TreeConfig
-    from specexec_cli.drafting.drafter import SessionDrafter
+    from specexec_cli.drafting.drafter import Committed, SessionDrafter
     from specexec_cli.drafting.learned import Learned
     from specexec_cli.drafting.search import Search
     from specexec_cli.models.streamed import StreamedModel
@@ -30,6 +30,7 @@ class DraftSetup:
     tree: TreeConfig
     target_vocab_size: int
     learned: Learned  # about the pair, by all generations so far
+    shared: Committed | None = None  # the target, where the draft model may read its cache rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +78,9 @@ def _searched(setup: DraftSetup, search: Search) -> SessionDrafter:
 
     assert setup.model is not None, "the session has seen to it"
     return ModelDrafter(
-        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned
-    )
+        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
+        setup.shared,
+    )  # fmt: skip
 
 
 def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
@@ -87,8 +89,9 @@ def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
 
     assert setup.model is not None, "the session has seen to it"
     return SampledDrafter(
-        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned
-    )
+        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
+        setup.shared,
+    )  # fmt: skip
 
 
 @draft_source("specexec")
@@ -108,7 +111,7 @@ def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
     assert setup.model is not None, "the session has seen to it"
     return AsPrintedDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, grow_in_rounds,
-        setup.learned,
+        setup.learned, setup.shared,
     )  # fmt: skip
 
 

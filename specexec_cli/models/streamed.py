@@ -190,6 +190,21 @@ class StreamedModel:
         self.context.source = source
 
     @property
+    def waits(self) -> bool:
+        """Whether its passes wait for whole layers on the CPU, and so may do something meanwhile.
+
+        A mixture's dense parts come faster than a draft step takes, and its experts are asked for
+        one layer at a time: what delays the pass delays its reads. On a GPU what drafts would stand
+        in line behind the pass.
+        """
+        return isinstance(self.source, LayerStream) and self.source.streams
+
+    def meanwhile(self, work: Callable[[], bool] | None) -> None:
+        """What later passes do in place of waiting; see LayerStream.meanwhile."""
+        if isinstance(self.source, LayerStream):
+            self.source.meanwhile = work
+
+    @property
     def on_layer(self) -> Callable[[int], None]:
         """Called with a layer's index when it is done; what it raises ends the pass."""
         return self.context.on_layer

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -75,7 +75,9 @@ class LayerStream:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
-        self.wait_s = 0.0  # the consumer waited for the reader
+        self.wait_s = 0.0  # the consumer waited for the reader, with nothing else to do
+        # What the consumer does in place of waiting: a little at a time, True while there is more.
+        self.meanwhile: Callable[[], bool] | None = None
         self.layouts = [lay_out(layer) for layer in layers]
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
@@ -183,15 +185,26 @@ class LayerStream:
                     self._in_use = None
 
     def _wait_for_turn(self) -> None:
+        while self.meanwhile is not None and not self._arrived() and self.meanwhile():
+            pass
         started = time.perf_counter()
         with self._lock:
-            while self._error is None and self._missing.get(self._turn) != 0:
+            while not self._arrived():
                 self._layer_ready.wait()
             self.wait_s += time.perf_counter() - started
             if isinstance(self._error, StreamError):
                 raise StreamError(str(self._error))
             if self._error is not None:
                 raise RuntimeError("the reader thread died") from self._error
+
+    def _arrived(self) -> bool:
+        """Whether the next layer of the ring is there, or an error in its place."""
+        return self._error is not None or self._missing.get(self._turn) == 0
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer comes from the disk pass after pass."""
+        return bool(self._streamed)
 
     @property
     def blobs(self) -> list[Tensor]:

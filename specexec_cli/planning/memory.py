@@ -29,6 +29,7 @@ class Work:
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
     widened: bool = False  # whether a CPU multiplies that dtype as float32
+    shares_cache: bool = False  # whether the draft model reads the target's own cache rows
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -83,9 +84,20 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
     if draft is not None:
         parts += [
             ("draft model", draft.loaded(work.item_bytes)),
-            ("draft model's KV cache", draft.kv_elements * work.slots * work.item_bytes),
+            ("draft model's KV cache", _draft_cache_bytes(draft, work)),
         ]
     return tuple(parts)
+
+
+def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
+    """Keys and values of the draft model, as far as they are its own."""
+    ahead = work.budget if work.texts == 1 else 0  # nodes that are found while a pass waits
+    row_bytes = draft.kv_elements * work.item_bytes
+    if not work.shares_cache:
+        return row_bytes * (work.slots + ahead)
+    # besides the nodes as many pending rows; the rows of one layer are put together for attention
+    one_layer = row_bytes * work.slots // max(len(draft.layers), 1)
+    return row_bytes * (2 * work.budget + ahead + 1) + one_layer
 
 
 def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:

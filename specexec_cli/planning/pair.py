@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import ModelEntry, PairEntry, Registry
-from specexec_cli.config import SELF, SUFFIX, TreeConfig
+from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
 from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.planning.low_bits import own_bits
 from specexec_cli.planning.request import Request
@@ -58,9 +58,9 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
         return ChosenPair(name, target_entry, None, tree)
     if draft is None and known is not None:
         draft = known.draft
-    if draft == SUFFIX:
+    if draft in (SUFFIX, AUTO_DRAFT):  # before it has been weighed, there is no draft model
         if request.method == "dsi":
-            raise ConfigError("`draft='suffix'` takes no device: use it without `method='dsi'`")
+            raise ConfigError(f"`draft='{draft}'` takes no device: use it without `method='dsi'`")
         # a repetition may be as long as the tree is large
         return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
     if draft is None:

@@ -16,6 +16,7 @@ from specexec_cli.config import (
     ExpertPlace,
     Method,
     OffloadMode,
+    Overlap,
     TreeConfig,
 )
 from specexec_cli.errors import ConfigError
@@ -35,6 +36,7 @@ class TreeRequest:
     policy: str | None = None  # None is cost, and fixed for other methods than specexec
     calibrated: bool = True
     past: bool = True
+    overlap: Overlap = "auto"
 
     def resolve(self, recommended: TreeConfig, method: Method, slots: int = 1) -> TreeConfig:
         """The tree to use and to plan memory for.
@@ -61,6 +63,7 @@ class TreeRequest:
             policy=policy,
             calibrated=self.calibrated,
             past=self.past,
+            overlap=self.overlap,
         )
 
 

@@ -171,18 +171,41 @@ class LocalSession(TextSession):
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self._target, drafter, sampler, *ends)
             else:
-                yield from specexec(self._target, drafter, sampler, *ends)
+                ahead = drafter if self._overlaps(request, drafter) else None
+                assert ahead is None or isinstance(ahead, ModelDrafter)
+                yield from specexec(self._target, drafter, sampler, *ends, ahead=ahead)
+
+    def _overlaps(self, request: GenerationRequest, drafter: SessionDrafter) -> bool:
+        """Whether drafting goes on while passes wait for weights.
+
+        Raises:
+            ConfigError: it is asked for, and no pass waits or nothing could be drafted meanwhile.
+        """
+        if request.tree.overlap == "off":
+            return False
+        able = request.method == "specexec" and isinstance(drafter, ModelDrafter)
+        if request.tree.overlap == "on" and not (able and self._target.model.waits):
+            raise ConfigError(
+                "`overlap='on'`: no pass of this session waits for an SSD with a draft model to go "
+                "on with. Leave it at `overlap='auto'`"
+            )
+        return able and self._target.model.waits
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The drafter of the method, set up for a generation."""
         if self._drafter is None or self._drafter_method != request.method:
-            self._drafter = self._made_drafter(request.method, sampler, request.tree)
+            shared = self._target if self._decision.work.shares_cache else None
+            self._drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
         self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
         return self._drafter
 
     def _made_drafter(
-        self, method: BenchMethod, sampler: Sampler, tree: TreeConfig
+        self,
+        method: BenchMethod,
+        sampler: Sampler,
+        tree: TreeConfig,
+        shared: LocalTarget | None = None,
     ) -> SessionDrafter:
         return SOURCES[method].make(
             DraftSetup(
@@ -191,6 +214,7 @@ class LocalSession(TextSession):
                 tree=tree,
                 target_vocab_size=self.vocab_size,
                 learned=self.learned,
+                shared=shared,
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,14 +13,23 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
 
+# Does a little, and returns whether there is more to do.
+Meanwhile = Callable[[], bool]
+
 
 class TargetServer(Protocol):
     """What decoding needs of a target."""
 
     tokens: list[int]  # committed tokens whose rows are in the cache
 
-    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
-        """Logits behind the last pending token and behind every node, (1 + nodes, vocab)."""
+    def verify(
+        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
+    ) -> Tensor:
+        """Logits behind the last pending token and behind every node, (1 + nodes, vocab).
+
+        Args:
+            meanwhile: what to do in place of waiting for weights.
+        """
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keeps the accepted nodes of the last verification, drops the rest."""
@@ -49,6 +58,11 @@ class LocalTarget:
         return self.model.bytes_streamed
 
     @property
+    def cache(self) -> SlotCache:
+        """Keys and values of its committed tokens, and behind them of the last pass's tree."""
+        return self._cache
+
+    @property
     def tree_nodes(self) -> int:
         """Draft nodes in the running or the last pass."""
         return len(self._tree)
@@ -57,17 +71,24 @@ class LocalTarget:
         """Makes room for `slots` cache rows at the next growth."""
         self._cache.reserve(slots)
 
-    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+    def verify(
+        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
+    ) -> Tensor:
         """One pass over pending rows and tree.
 
         Args:
             pending: committed tokens not in the cache yet, at least one; the last is the root.
+            meanwhile: what to do in place of waiting for weights. What it raises ends the pass.
         Returns:
             (1 + nodes, vocab), row 0 behind the last pending token, row i + 1 behind node i.
         Raises:
             StreamError: the weights could not be read; the cache is as before the call.
         """
-        [logits] = verify_together([(self, pending, tree)])
+        self.model.meanwhile(meanwhile)
+        try:
+            [logits] = verify_together([(self, pending, tree)])
+        finally:
+            self.model.meanwhile(None)
         return logits
 
     def begin(

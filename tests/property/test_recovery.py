@@ -21,11 +21,19 @@ from faults import Fault, Interruption, NoMemory, Point, points
 from torch.overrides import _get_current_function_mode_stack
 
 from specexec_cli import loading
-from specexec_cli.config import BenchMethod, GenerationConfig, Method, SamplingConfig, TreeConfig
+from specexec_cli.config import (
+    BenchMethod,
+    GenerationConfig,
+    Method,
+    Overlap,
+    SamplingConfig,
+    TreeConfig,
+)
 from specexec_cli.decoding import loop
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import graphs, kv_cache
+from specexec_cli.offload.stream import LayerStream
 from specexec_cli.planning import resolve
 from specexec_cli.planning.tiers import Plan, plan_of
 from specexec_cli.session import Session, TextSession, cost_prior, local_session
@@ -64,9 +72,10 @@ class Conversation:
         method: Method | BenchMethod,
         temperature: float,
         policy: str = "fixed",
+        overlap: Overlap = "off",
     ) -> None:
         self.session = session
-        self._tree = replace(TREE, policy=policy)
+        self._tree = replace(TREE, policy=policy, overlap=overlap)
         self._unharmed = unharmed
         self._method = method
         self._sampling = SamplingConfig(temperature=temperature, seed=3)
@@ -128,6 +137,7 @@ class Conversation:
         target, drafter = self.session._target, self.session._drafter
         assert_fresh(target.model, target._cache, target.tokens)
         if drafter is not None:
+            drafter._cache.crop(len(drafter.tokens))  # behind them is what was found ahead
             assert_fresh(drafter.model, drafter._cache, drafter.tokens)
 
 
@@ -188,6 +198,31 @@ def test_a_session_on_the_cpu(
     sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int, seen: list[str]
 ) -> None:
     break_everywhere(Conversation(*sessions, "specexec", 0.8), kind, KEEPERS, every, seen)
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "seen"),
+    [(NoMemory, 17, ["drafter.py"]), (Interruption, 61, ["drafter.py", "tree_rows.py"])],
+)
+def test_drafting_that_goes_on_while_a_pass_waits(
+    sessions: tuple[TextSession, TextSession],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[NoMemory],
+    every: int,
+    seen: list[str],
+) -> None:
+    arrive = LayerStream._wait_for_turn
+
+    def late(stream: LayerStream) -> None:
+        """Each layer as much later as two draft steps take."""
+        for _ in range(2 if stream.meanwhile is not None else 0):
+            stream.meanwhile()
+        arrive(stream)
+
+    monkeypatch.setattr(LayerStream, "_wait_for_turn", late)
+    conversation = Conversation(*sessions, "specexec", 0.8, overlap="on")
+    break_everywhere(conversation, kind, [], every, seen)
+    assert conversation.session.stats.draft_hidden_s > 0.0
 
 
 @pytest.mark.parametrize(("kind", "every"), [(NoMemory, 9), (Interruption, 41)])

@@ -1,0 +1,90 @@
+"""A draft model's cache whose committed rows are the target's own.
+
+A target that drafts with its own layers in few bits keeps keys and values of the same shapes as
+itself, and those that it has computed exactly need no second copy in few bits. So the first rows
+are read from the target's cache, and only what follows is kept here: the last committed token, and
+nodes of the tree. While the target's pass runs, the rows that are read stay what they are, since it
+appends its own behind them.
+Source: SubSpec, arXiv:2509.18344.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+
+
+class _SharedLayer(SlotLayer):
+    """Rows of its own behind the first `shared` ones of another layer; `length` counts its own."""
+
+    def __init__(self, first: SlotLayer) -> None:
+        super().__init__()
+        self.shared = 0
+        self._first = first
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Appends (1, heads, n, head_dim) rows; returns every row, in memory for this layer."""
+        keys, values = super().update(key_states, value_states)
+        if not self.shared:
+            return keys, values
+        first = slice(0, self.shared)
+        return (
+            torch.cat([self._first.keys[:, :, first], keys], dim=2),
+            torch.cat([self._first.values[:, :, first], values], dim=2),
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Total slots after `query_length` more rows, and the first slot."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Filled slots, shared ones included."""
+        return self.shared + self.length
+
+
+class SharedCache(SlotCache):
+    """A SlotCache whose first slots are those of `target`."""
+
+    layers: list[_SharedLayer]
+
+    def __init__(self, target: SlotCache) -> None:
+        super().__init__(0)
+        self.layers = [_SharedLayer(layer) for layer in target.layers]
+
+    @property
+    def length(self) -> int:
+        """Slots filled in every layer, shared ones included."""
+        return min(layer.get_seq_length() for layer in self.layers)
+
+    def share(self, length: int) -> None:
+        """From now on the first `length` slots are the target's; own rows of them are let go.
+
+        Args:
+            length: of rows that the target has, at least as many as were shared before.
+        """
+        for layer in self.layers:
+            own = range(length - layer.shared, layer.length)
+            if layer.length:
+                layer.compact(0, torch.tensor(list(own), dtype=torch.int64, device=layer.device))
+            layer.shared = length
+
+    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
+        """Keeps the first `prefix_len` slots followed by the slots `kept`, which must rise."""
+        if not kept:
+            self.crop(prefix_len)
+            return
+        for layer in self.layers:
+            slots = torch.tensor(kept, device=layer.device) - layer.shared
+            layer.compact(prefix_len - layer.shared, slots)
+
+    def crop(self, length: int) -> None:
+        """Drops every slot from `length` on."""
+        for layer in self.layers:
+            layer.length = max(0, min(layer.length, length - layer.shared))
+            layer.shared = min(layer.shared, length)

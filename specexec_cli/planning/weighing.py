@@ -1,0 +1,113 @@
+"""Which draft a target gets where `draft='auto'` leaves it to us: the one expected to be fastest.
+
+Weighed are the draft models that are on this machine and the target's own copy in each number of
+bits, by the tokens per second that `plan` would predict of them. None of them is taken where plain
+decoding is expected to be faster: the text's own past drafts then, which takes next to no time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from specexec_cli.catalog.hub import cached_snapshot
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
+from specexec_cli.errors import SpecexecError
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.site import Site
+from specexec_cli.planning.speed import Speed, figure
+from specexec_cli.planning.tokens import predicted
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A draft for a target on a machine."""
+
+    draft: str  # as `draft` names it
+    speed: Speed | None
+    obstacle: str = ""  # why it cannot be used, where there is no speed
+
+    @property
+    def pays(self) -> bool:
+        """Whether it is expected to be faster than plain decoding."""
+        return self.speed is not None and self.speed.drafting_pays
+
+    @property
+    def tokens_per_s(self) -> float:
+        """As expected; 0 where it cannot be used."""
+        return self.speed.typical if self.speed is not None else 0.0
+
+
+def with_best_draft(
+    request: Request, site: Site, notice: Callable[[str], None] = lambda text: None
+) -> Request:
+    """The request with the draft that is expected to be fastest, where it leaves that to us.
+
+    Args:
+        notice: told in one line which it is, and what the others would come to.
+    Raises:
+        OutOfMemoryError: the target does not fit with any draft, nor without.
+    """
+    if request.draft != AUTO_DRAFT or request.method != "specexec":
+        return request
+    found = weighed(request, site)
+    paying = [candidate for candidate in found if candidate.pays]
+    chosen = paying[0].draft if paying else SUFFIX
+    notice(_told(chosen, found))
+    return replace(request, draft=chosen)
+
+
+def weighed(request: Request, site: Site) -> list[Candidate]:
+    """Every draft at hand, the fastest first.
+
+    Raises:
+        OutOfMemoryError: the target does not fit even without a draft model.
+    """
+    plain = resolve(replace(request, draft=SUFFIX, prompt=None), site)
+    # what this has measured is not measured again for each of them
+    site = replace(site, settings=plain.settings, measure=None)
+    found = []
+    for name in _at_hand(request, plain):
+        asked = replace(request, draft=name, prompt=None)
+        try:
+            speed = predicted(resolve(asked, site), request.models_file)
+        except SpecexecError as error:
+            found.append(Candidate(name, None, str(error)))
+        else:
+            found.append(Candidate(name, speed))
+    return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
+
+
+def _at_hand(request: Request, plain: Decision) -> list[str]:
+    """The target's own copies, and draft models of its tokenizer that are on this machine."""
+    # a copy of weights that are quantized already would hardly be smaller
+    names = [] if plain.target.sizes.packed else [SELF, f"{SELF}-3", f"{SELF}-2"]
+    registry = load_registry(request.models_file)
+    reference = request.target or registry.pair(request.pair or "demo").target
+    for name in registry.drafts_for(reference):
+        with suppress(SpecexecError):  # a folder of the user's own that has gone
+            entry = registry.resolve(name)
+            if entry.folder is not None or cached_snapshot(entry) is not None:
+                names.append(name)
+    return names
+
+
+def _told(chosen: str, found: Sequence[Candidate]) -> str:
+    """What was chosen and why, in one line."""
+    plain = next((one.speed.plain for one in found if one.speed is not None), None)
+    others = [
+        f"{one.draft} {figure(one.tokens_per_s)}" if one.speed else f"{one.draft} cannot be used"
+        for one in found
+        if one.draft != chosen
+    ]
+    if plain is not None:
+        others.append(f"none {figure(plain)}")
+    beside = f" ({', '.join(others)})" if others else ""
+    if chosen == SUFFIX:
+        return f"no draft model is expected to pay, so the text's own past drafts{beside}"
+    speed = next(one.speed for one in found if one.draft == chosen)
+    assert speed is not None
+    return f"`draft='{chosen}'` is expected to be fastest, {figure(speed.typical)} tok/s{beside}"

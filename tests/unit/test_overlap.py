@@ -1,0 +1,161 @@
+"""Drafting beside the pass: real models and a stream that comes late, and the words around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from checkpoints import (
+    assert_fresh,
+    byte_llama,
+    open_float32,
+    save_byte_tokenizer,
+    save_checkpoint,
+    save_pair,
+)
+
+from specexec_cli.bench.cases import variant
+from specexec_cli.cli.render import stats_line
+from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.decoding.loop import specexec
+from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.drafting.forest import Forest
+from specexec_cli.drafting.learned import Learned
+from specexec_cli.errors import ConfigError
+from specexec_cli.offload.stream import LayerStream
+from specexec_cli.sampling import Sampler
+from specexec_cli.session import Session
+from specexec_cli.session.local_session import LocalSession
+from specexec_cli.verify.verifier import LocalTarget
+
+TREE = TreeConfig(budget=12, max_depth=4, batch=3, overlap="auto")
+TURNS = [list(range(10, 20)), [5, 6], [7]]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    target, draft = save_pair(tmp_path_factory.mktemp("pair"), target=byte_llama(), noise=0.03)
+    return {"target": str(target), "draft": str(draft)}
+
+
+@pytest.fixture(scope="module")
+def session(pair: dict[str, str]) -> Iterator[LocalSession]:
+    with Session.open(**pair, dtype="float32", offload="ssd", device="cpu") as session:
+        assert isinstance(session, LocalSession)
+        yield session
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer comes as much later as three draft steps take."""
+    arrive = LayerStream._wait_for_turn
+
+    def waiting(stream: LayerStream) -> None:
+        for _ in range(3 if stream.meanwhile is not None else 0):
+            stream.meanwhile()
+        arrive(stream)
+
+    monkeypatch.setattr(LayerStream, "_wait_for_turn", waiting)
+
+
+def conversation(session: LocalSession, tree: TreeConfig, sampling: SamplingConfig) -> list[int]:
+    """Three turns, each behind the answer to the one before."""
+    session.forget()
+    text: list[int] = []
+    method = "specexec" if tree.overlap != "off" else "autoregressive"
+    for turn in TURNS:
+        text += turn
+        steps = session.generate(
+            text, method=method, tree=tree, sampling=sampling,
+            generation=GenerationConfig(max_tokens=12),
+        )  # fmt: skip
+        text += [token for step in steps for token in step.tokens]
+    return text
+
+
+@pytest.mark.parametrize(
+    ("temperature", "policy", "penalty"),
+    [(0.0, "fixed", 1.0), (0.8, "cost", 1.0), (0.8, "fixed", 1.2)],
+)
+@pytest.mark.usefixtures("late")
+def test_turns_are_those_of_plain_decoding(
+    session: LocalSession, temperature: float, policy: str, penalty: float
+) -> None:
+    sampling = SamplingConfig(temperature=temperature, seed=3, repetition_penalty=penalty)
+    tree = replace(TREE, policy=policy, past=True)
+    plain = conversation(session, replace(tree, overlap="off"), sampling)
+    assert conversation(session, tree, sampling) == plain
+    assert session.stats.draft_hidden_s > 0.0
+    assert session.stats.verify_s > session.stats.draft_hidden_s
+    drafter = session._drafter
+    assert_fresh(session._target.model, session._target._cache, session._target.tokens)
+    drafter._cache.crop(len(drafter.tokens))  # behind them is what was found ahead
+    assert_fresh(drafter.model, drafter._cache, drafter.tokens)
+
+
+@pytest.mark.usefixtures("late")
+def test_what_was_hidden_is_told(session: LocalSession) -> None:
+    conversation(session, TREE, SamplingConfig())
+    stats = session.stats
+    assert f"draft {stats.draft_s:.2f} s + {stats.draft_hidden_s:.2f} s hidden" in stats_line(stats)
+    assert stats.named()["draft_hidden_s"] == stats.draft_hidden_s
+    settings = {"method": "specexec", "overlap": "on"}
+    assert variant(settings) == "specexec overlap"
+
+
+def test_overlap_that_cannot_be_is_refused(pair: dict[str, str]) -> None:
+    with Session.open(**pair, dtype="float32", device="cpu") as resident:
+        for overlap in ("auto", "off"):
+            list(resident.generate([5, 6], tree=replace(TREE, overlap=overlap)))
+            assert resident.stats.draft_hidden_s == 0.0
+        with pytest.raises(ConfigError, match="`overlap='on'`: no pass of this session waits"):
+            list(resident.generate([5, 6], tree=replace(TREE, overlap="on")))
+    with pytest.raises(ConfigError, match="`overlap='on'` is for one text at a time"):
+        Forest(None, replace(TREE, overlap="on"), 2, Learned())
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.usefixtures("late")
+def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_its_own(
+    pair: dict[str, str], temperature: float
+) -> None:
+    """Told apart by nothing where the copy is as exact as the target."""
+    sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
+    draft = open_float32(Path(pair["target"]), None)
+    steps = []
+    for shares in (False, True):
+        target = LocalTarget(open_float32(Path(pair["target"])))
+        tree = replace(TREE, calibrated=False)
+        drafter = ModelDrafter(
+            draft, sampler, tree, draft.vocab_size, shared=target if shares else None
+        )
+        decoded = list(specexec(target, drafter, sampler, TURNS[0], 40, (), ahead=drafter))
+        assert sum(step.draft_hidden_s for step in decoded) > 0.0
+        steps.append([(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded])
+        assert_fresh(target.model, target._cache, target.tokens)
+        own_slots = drafter._cache.length - (len(target.tokens) if shares else 0)
+        assert own_slots <= 2 * TREE.budget + 1 or not shares
+        target.close()
+    assert steps[0] == steps[1]
+    assert max(len(tokens) for tokens, *_ in steps[0]) > 1
+
+
+@pytest.mark.usefixtures("late")
+def test_turns_of_a_target_that_drafts_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    save_checkpoint(tmp_path / "target", byte_llama(hidden_size=64, intermediate_size=128))
+    save_byte_tokenizer(tmp_path / "target")
+    with Session.open(
+        target=str(tmp_path / "target"), draft="self", offload="ssd", device="cpu"
+    ) as session:
+        plain = conversation(session, replace(TREE, overlap="off"), SamplingConfig())
+        assert conversation(session, TREE, SamplingConfig()) == plain
+        drafter, target = session._drafter, session._target
+        # its cache is the target's, and a little behind it
+        assert [layer._first for layer in drafter._cache.layers] == list(target.cache.layers)
+        assert drafter._cache.layers[0].keys.shape[2] < 2 * TREE.budget + TREE.budget + 256
+        assert session._decision.work.shares_cache
