@@ -42,13 +42,16 @@ _RAISED = [
         "writes text only about a picture, never without one",
     ),
     (r"do not depend on the text", "writes about a picture, whatever the text"),
-    (r"timm", "its part that sees is built by timm, which is not installed"),
+    (r"timm", "its part that sees wants the library timm, which was not there"),
     (
         r"Strict\w*ValidationError|a model of 0 layers|NoneType|must be tuple"
         r"|split_with_sizes|stack expects|NotImplemented|StopIteration",
         "no small model of it could be made to be tried",
     ),
-    (r"no list of \d+ decoder layers", "decoder layers that are not in one list, one after another"),
+    (
+        r"no list of \d+ decoder layers",
+        "decoder layers that are not in one list, one after another",
+    ),
     (r"logits .* differ", "its logits came out otherwise than transformers' own"),
 ]
 _ALIBI = ("bloom", "mpt")

@@ -76,10 +76,10 @@ register(
         model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
     )
 )  # fmt: skip
-register(Architecture(model_type="deepseek_v2", title="DeepSeek-V2", mlp="experts", latent=True))
+register(Architecture(model_type="deepseek_v2", title="DeepseekV2", mlp="experts", latent=True))
 register(
     Architecture(
-        model_type="glm4_moe", title="GLM-4.5", mlp="experts", biases="qkv as configured",
+        model_type="glm4_moe", title="Glm4Moe", mlp="experts", biases="qkv as configured",
         router_bias=True,
     )
 )  # fmt: skip

@@ -186,28 +186,12 @@ def text_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     """transformers' class that writes text for a config: with pictures or without."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    _without_timm()
     tables = [MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING]
     if config.get_text_config(decoder=True) is not config:  # text is but a part of it
         tables.reverse()
     found = tables[0].get(type(config), None) or tables[1][type(config)]
     kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     return kind
-
-
-def _without_timm() -> None:
-    """Parts that see by way of timm stay empty where it is not installed: text needs none of it."""
-    from transformers import CONFIG_MAPPING, AutoModel, PreTrainedModel
-    from transformers.utils import is_timm_available
-
-    if is_timm_available():
-        return
-    for name in ("timm_wrapper", "gemma3n_vision"):
-
-        class Empty(PreTrainedModel):
-            config_class = CONFIG_MAPPING[name]
-
-        AutoModel.register(CONFIG_MAPPING[name], Empty, exist_ok=True)
 
 
 def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleList]:
