@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from specexec_cli.planning.conforming import ONE_BY_ONE, WITH_LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
-_LONGEST = 110  # characters of a reason
+_LONGEST = 130  # characters of a reason
 TABLE = ROOT / "specexec_cli" / "planning" / "conforming.py"
 
 # (pattern over the class names of a model's modules, what it means)
@@ -32,6 +33,26 @@ _KINDS = [
         r"Indexer|Compressor|HashAttention",
         "attention that picks earlier rows by an index of its own",
     ),
+    (r"TextCrossAttention|GatedCrossAttention", "layers of text that attend to pictures"),
+]
+# (pattern over what trying it raised, what it means)
+_RAISED = [
+    (
+        r"pixel_values|image_embeds|missing \d required positional",
+        "writes text only about a picture, never without one",
+    ),
+    (r"do not depend on the text", "writes about a picture, whatever the text"),
+    (r"timm", "its part that sees wants the library timm, which was not there"),
+    (
+        r"Strict\w*ValidationError|a model of 0 layers|NoneType|must be tuple"
+        r"|split_with_sizes|stack expects|NotImplemented|StopIteration",
+        "no small model of it could be made to be tried",
+    ),
+    (
+        r"no list of \d+ decoder layers",
+        "decoder layers that are not in one list, one after another",
+    ),
+    (r"logits .* differ", "its logits came out otherwise than those of transformers"),
 ]
 _ALIBI = ("bloom", "mpt")
 _ENCODERS = (
@@ -54,12 +75,19 @@ def reason_of(model_type: str) -> str | None:
             model = empty_model(_text(make(model_type)))
         except Exception:  # nothing can be told of what cannot be built
             continue
-        names = dict.fromkeys(type(module).__name__ for module in model.modules())
+        return _kind_among(dict.fromkeys(type(module).__name__ for module in model.modules()))
+    code = import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    return _kind_among(
+        name for name, part in vars(code).items()
+        if isinstance(part, type) and issubclass(part, nn.Module)
+    )  # fmt: skip
+
+
+def _kind_among(class_names: Iterable[str]) -> str | None:
+    for name in class_names:
         for pattern, meaning in _KINDS:
-            found = [name for name in names if re.search(pattern, name) and _of_text(name)]
-            if found:
-                return f"{meaning} ({found[0]})"
-        return None
+            if re.search(pattern, name) and _of_text(name):
+                return f"{meaning} ({name})"
     return None
 
 
@@ -67,12 +95,10 @@ def untried_kinds(model: PreTrainedModel) -> str | None:
     """What a type's modelling code has for text that its tiny model has not; real ones may."""
     module = sys.modules[type(model.get_decoder()).__module__]
     used = {type(part).__name__ for part in model.modules()}
-    for name, kind in vars(module).items():
-        if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used:
-            for pattern, meaning in _KINDS:
-                if re.search(pattern, name) and _of_text(name):
-                    return f"{meaning} ({name})"
-    return None
+    return _kind_among(
+        name for name, kind in vars(module).items()
+        if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used
+    )  # fmt: skip
 
 
 def _of_text(class_name: str) -> bool:
@@ -142,7 +168,8 @@ def _shown(reason: str) -> str:
     """A reason without quotes and folders, in one short line."""
     reason = re.sub(r"/\S*/", "", reason).replace('"', "").replace("'", "").replace("\\", "")
     if re.match(r"\w+(Error|Iteration): |logits |transformers own", reason):
-        reason = f"fails when it is tried: {reason}"
+        meant = next((meaning for pattern, meaning in _RAISED if re.search(pattern, reason)), None)
+        reason = f"{meant} ({reason})" if meant else f"fails when it is tried: {reason}"
     return reason if len(reason) <= _LONGEST else reason[: _LONGEST - 3].rstrip() + "..."
 
 

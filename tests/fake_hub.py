@@ -21,8 +21,20 @@ TOKEN = "accepted"
 _PIECE = 1 << 14
 
 
-def oid(data: bytes) -> str:
-    return hashlib.sha1(data).hexdigest()
+def oid(name: str, data: bytes) -> str:
+    """What the hub calls a file's content: weights lie outside of git, by their SHA-256."""
+    return (hashlib.sha256 if _is_large(name) else hashlib.sha1)(data).hexdigest()
+
+
+def _is_large(name: str) -> bool:
+    return name.endswith((".safetensors", ".gguf"))
+
+
+def _outside_git(name: str, data: bytes, key: str) -> dict[str, Any]:
+    """Metadata that weights have and other files lack; what the hash is called differs."""
+    if not _is_large(name):
+        return {}
+    return {"lfs": {key: oid(name, data), "size": len(data), "pointerSize": 134}}
 
 
 @dataclass
@@ -34,21 +46,20 @@ class FakeHub:
         gated: repositories that want the licence accepted, which TOKEN has.
         bytes_per_s: of each download; None is as fast as it goes.
         breaks: how many downloads of a file break off in their middle.
+        ranges: whether it heeds them; else every answer is the whole file.
     """
 
     repos: Mapping[str, Mapping[str, bytes]]
     gated: frozenset[str] = frozenset()
     bytes_per_s: float | None = None
     breaks: dict[str, int] = field(default_factory=dict)
+    ranges: bool = True
     asked: list[tuple[str, str, int]] = field(default_factory=list)  # (method, path, range begin)
     sent: dict[str, int] = field(default_factory=dict)  # body bytes by file
-    under_way: int = 0  # downloads now
-    most_at_once: int = 0
-    counting: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
     def sha(self, repo: str) -> str:
-        return oid(repo.encode())
+        return hashlib.sha1(repo.encode()).hexdigest()
 
     def downloads(self) -> list[str]:
         """Names of the files whose bodies were asked for."""
@@ -103,13 +114,17 @@ class _Handler(BaseHTTPRequestHandler):
         if rest in ("", "revision/main", f"revision/{sha}"):
             return self._json(200, {
                 "id": repo, "sha": sha, "gated": "manual" if repo in self.hub.gated else False,
-                "siblings": [{"rfilename": n, "size": len(d)} for n, d in files.items()],
+                "siblings": [
+                    {"rfilename": n, "size": len(d), **_outside_git(n, d, "sha256")}
+                    for n, d in files.items()
+                ],
             }, body)  # fmt: skip
         if rest.startswith("revision/"):
             return self._json(404, {}, body, {"X-Error-Code": "RevisionNotFound"})
         if rest.startswith("tree/"):
             return self._json(200, [
-                {"type": "file", "path": n, "size": len(d), "oid": oid(d)}
+                {"type": "file", "path": n, "size": len(d), "oid": oid(n, d),
+                 **_outside_git(n, d, "oid")}
                 for n, d in files.items()
             ], body)  # fmt: skip
         name = rest.removeprefix(f"resolve/{sha}/").removeprefix("resolve/main/")
@@ -130,21 +145,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _file(self, name: str, data: bytes, sha: str, begin: int, body: bool) -> None:
+        begin *= self.hub.ranges
         part, status = data[begin:], 206 if begin else 200
-        headers = {"ETag": f'"{oid(data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        headers = {"ETag": f'"{oid(name, data)}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         if begin:
             headers["Content-Range"] = f"bytes {begin}-{len(data) - 1}/{len(data)}"
         self._head(status, len(part), headers)
-        if not body:
-            return
-        with self.hub.counting:
-            self.hub.under_way += 1
-            self.hub.most_at_once = max(self.hub.most_at_once, self.hub.under_way)
-        try:
+        if body:
             self._body(name, part)
-        finally:
-            with self.hub.counting:
-                self.hub.under_way -= 1
 
     def _body(self, name: str, part: bytes) -> None:
         breaks = self.hub.breaks.get(name, 0) > 0

@@ -1,9 +1,8 @@
 """What a download would take before it begins, the download itself, and how to be rid of it.
 
 All of it is huggingface_hub's own cache: what is fetched here, other programs find there, and the
-other way round. Files that are complete are never fetched twice; of a file that was broken off,
-huggingface_hub goes on within a run and begins anew in the next: since its pull request 4228 every
-run writes into a file of its own name, by http as by Xet, and no option of it goes on in another's.
+other way round. Nothing is fetched twice, whatever stopped a download: large files go on where they
+were (large_files.py), the small ones are huggingface_hub's.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from specexec_cli.catalog.hub import (
     gate,
     wanted_files,
 )
+from specexec_cli.catalog.large_files import LargeFile, fetch_large, resumable
 from specexec_cli.catalog.models_file import ModelEntry
-from specexec_cli.errors import NotFetchedError
+from specexec_cli.errors import NotFetchedError, SpecexecError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class Download:
     fetch_bytes: int  # of those that are not here
     gated: bool  # the hub wants an accepted licence
     allowed: bool  # and whoever is logged in here has accepted it
+    commit: str = ""  # hash of the revision
+    large: tuple[LargeFile, ...] = ()  # of those not here, what goes on where it was stopped
 
     @property
     def obstacle(self) -> str:
@@ -71,15 +73,21 @@ def survey(entry: ModelEntry) -> Download:
                 allowed = False
     except Exception as error:  # whatever the hub or the network did: one line
         raise explain(error, entry, offline=False) from error
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-    wanted = [name for name in sizes if _is_wanted(name, entry)]
-    snapshot = _repo_folder(entry) / "snapshots" / str(info.sha)
+    folder = _repo_folder(entry)
+    snapshot = folder / "snapshots" / str(info.sha)
+    wanted = [file for file in info.siblings or () if _is_wanted(file.rfilename, entry)]
+    absent = [file for file in wanted if not (snapshot / file.rfilename).is_file()]
+    large = [resumable(file.rfilename, file.lfs, folder) for file in absent]
+    found = tuple(file for file in large if file is not None)
     return Download(
         entry=entry,
-        total_bytes=sum(sizes[name] for name in wanted),
-        fetch_bytes=sum(sizes[name] for name in wanted if not (snapshot / name).is_file()),
+        total_bytes=sum(file.size or 0 for file in wanted),
+        fetch_bytes=sum(file.size or 0 for file in absent)
+        - sum(file.bytes_here(folder) for file in found),
         gated=bool(info.gated),
         allowed=allowed,
+        commit=str(info.sha),
+        large=found,
     )
 
 
@@ -111,7 +119,14 @@ def pull(download: Download, progress: Callable[[int], None]) -> Path:
     Raises:
         UnknownModelError, CheckpointError: see hub.fetch.
     """
-    return fetch(download.entry, stored=progress)
+    entry = download.entry
+    try:
+        fetch_large(entry, download.commit, download.large, _repo_folder(entry), progress)
+    except SpecexecError:
+        raise
+    except Exception as error:  # whatever the hub, the network or the disk did: one line
+        raise explain(error, entry, offline=False) from error
+    return fetch(entry, stored=progress)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,9 +32,6 @@ WANTED_FILES = [
     "*.safetensors",
     "*.safetensors.index.json",
 ]
-# Files under way at once. Whatever of them has come is lost where a download is stopped, and
-# huggingface_hub's usual eight may be 40 GB of a large model.
-_AT_ONCE = 2
 # '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
 UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 
@@ -167,7 +164,6 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
                 allow_patterns=wanted_files(entry),
                 ignore_patterns=None if entry.file else UNWANTED_FILES,
                 local_files_only=offline,
-                max_workers=_AT_ONCE,
                 tqdm_class=_silent_bar(stored),
             )
         )

@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -24,7 +25,7 @@ _TREE = TreeConfig()
 TASKS = ("chat", "code")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
-    "quantization": ("none", "gptq", "awq"),
+    "quantization": ("none", "gptq", "awq", "mxfp4"),
     "bits": (2, 3, 4, 8),
     "task": TASKS,
 }
@@ -32,6 +33,8 @@ _SHAPE_KEYS = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "attention_bias",
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "multi_query",
 )  # fmt: skip
 
@@ -46,7 +49,7 @@ class ModelEntry:
     file: str | None = None  # of the hub repository: one GGUF file, or any part of a split one
     model_type: str | None = None  # config.json's; of a model that sees, its part for text's
     dtype: str | None = None  # of the stored weights that are not quantized
-    quantization: str | None = None  # none, gptq or awq
+    quantization: str | None = None  # none, gptq, awq, or mxfp4: of the experts alone
     bits: int | None = None  # of a quantized weight
     group_size: int | None = None  # inputs that share a scale; -1 is all of them
     context: int | None = None  # tokens
@@ -107,6 +110,10 @@ class ModelEntry:
             return None
         width = DTYPE_BYTES[self.dtype]
         unread = (self.vision_params or 0) * width  # no format quantizes them
+        if self.quantization == "mxfp4":  # 32 codes of 4 bits and their scale in 17 bytes
+            names = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
+            in_experts = 3 * prod(int(self.shape.get(name, 0)) for name in names)
+            return (self.params - in_experts) * width + in_experts * 17 // 32
         if self.bits is None or self.group_size is None:
             return self.params * width + unread
         hidden: int = self.shape.get("hidden_size", 0)
@@ -123,6 +130,8 @@ class ModelEntry:
         if not self.shape:
             return {}
         config: dict[str, Any] = {"model_type": self.model_type, "dtype": self.dtype, **self.shape}
+        if config.get("q_lora_rank") == 0:
+            config["q_lora_rank"] = None  # which a TOML file cannot say
         if self.quantization not in (None, "none"):
             config["quantization_config"] = {
                 "quant_method": self.quantization,
@@ -224,7 +233,8 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
     entry = _entry(ModelEntry, name, table, ("repo",), where)
     _reject_unknown(entry.shape, _SHAPE_KEYS, f"{where} shape:")
     for key, value in entry.shape.items():
-        if not isinstance(value, bool) and not (isinstance(value, int) and value > 0):
+        least = 0 if key == "q_lora_rank" else 1
+        if not isinstance(value, bool) and not (isinstance(value, int) and value >= least):
             raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
     stated = {entry.quantization in ("gptq", "awq"), bool(entry.bits), bool(entry.group_size)}
     if len(stated) > 1:

@@ -68,8 +68,11 @@ def chat(
     the first error.
     """
     if list_chats:
-        for line in listed_chats():
+        found = listed_chats()
+        for line in found:
             print(line)
+        if not found and not quiet:
+            print(f"no chats yet in {state_folder() / 'chats'}", file=sys.stderr)
         return
     if continue_last:
         if resume is not None:

@@ -136,7 +136,7 @@ def _described(downloads: Sequence[Download]) -> str:
 
 
 def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
-    """Fetches one model after another under one bar; Ctrl-C leaves what is complete.
+    """Fetches one model after another under one bar; Ctrl-C leaves what has come.
 
     Raises:
         UnknownModelError, CheckpointError: the hub, the network or the disk failed.
@@ -157,11 +157,7 @@ def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
     except KeyboardInterrupt:
         bar.close()
         if not quiet:
-            print(
-                "stopped: the same command goes on with the files that are whole, and begins those "
-                "anew that were under way",
-                file=sys.stderr,
-            )
+            print("stopped: the same command goes on where this was", file=sys.stderr)
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
     finally:
         bar.close()

@@ -198,7 +198,7 @@ def _model_json(model: ModelEntry) -> dict[str, Any]:
 def _weights(model: ModelEntry) -> str:
     if model.quantization in (None, "none"):
         return model.dtype or "-"
-    return f"{model.quantization} {model.bits}-bit"
+    return f"{model.quantization} {model.bits}-bit" if model.bits else str(model.quantization)
 
 
 def _billions(count: int | None) -> str:

@@ -167,14 +167,16 @@ def _between(values: Range, form: str) -> str:
 def _expert_lines(decision: Decision, richer: Sequence[Richer]) -> list[str]:
     sizes, plan = decision.target.sizes, decision.plan
     assert sizes.experts is not None, "only mixtures have experts"
-    stored = sum(sizes.experts.layers)
+    stored, share = sum(sizes.experts.layers), cache_share(sizes.experts, plan)
+    fit = (
+        "all of them" if share >= 1 else f"of which {format_bytes(plan.expert_bytes)} ({share:.0%})"
+    )
     lines = [
-        f"Experts: {format_bytes(stored)}, of which {format_bytes(plan.expert_bytes)} "
-        f"({cache_share(sizes.experts, plan):.0%}) fit into memory; dense parts "
+        f"Experts: {format_bytes(stored)}, {fit} in memory; dense parts "
         f"{format_bytes(sum(sizes.dense.layers))}.",
         "From: all are chosen equally often. To: 27 % of them hold 80 % of the choices.",
     ]
-    for each in richer:
+    for each in richer if share < 1 else ():
         rate = _between(each.tokens_per_s, "{:.2g}")
         lines.append(
             f"With {format_bytes(each.ram_bytes)} of RAM: {each.cache_share:.0%} of the experts in "
@@ -184,7 +186,9 @@ def _expert_lines(decision: Decision, richer: Sequence[Richer]) -> list[str]:
 
 
 def _seconds(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 0.1 else f"{seconds * 1000:.1f} ms"
+    if seconds >= 0.1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
 def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None) -> list[str]:

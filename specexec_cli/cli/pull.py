@@ -36,9 +36,8 @@ def pull(
 ) -> None:
     """Fetch a pair's two models, or one model, into the hub's cache.
 
-    Says first how much there is to fetch and whether it fits this machine. Stopped by Ctrl-C, the
-    same command goes on: files that are complete are not fetched again, and the one or two that
-    were under way begin anew.
+    Says first how much there is to fetch and whether it fits this machine. However it was stopped,
+    the same command goes on where it was.
     """
     registry = load_registry(models_file)
     entries = _entries(registry, name)

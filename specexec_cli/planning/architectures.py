@@ -38,6 +38,8 @@ class Architecture:
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
     shared_expert: bool = False  # an expert that every row goes through, with a gate of its own
+    router_bias: bool = False  # a number for each expert that is added where experts are chosen
+    latent: bool = False  # keys and values of all heads come from one cached vector (MLA)
 
 
 _table: dict[str, Architecture] = {}
@@ -72,6 +74,13 @@ register(Architecture(model_type="qwen2", title="Qwen2", mlp="gated", biases="qk
 register(
     Architecture(
         model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
+    )
+)  # fmt: skip
+register(Architecture(model_type="deepseek_v2", title="DeepseekV2", mlp="experts", latent=True))
+register(
+    Architecture(
+        model_type="glm4_moe", title="Glm4Moe", mlp="experts", biases="qkv as configured",
+        router_bias=True,
     )
 )  # fmt: skip
 register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_norms="one head"))

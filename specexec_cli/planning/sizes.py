@@ -159,7 +159,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     return ModelBytes(
         layers=tuple(layers), resident=resident * item, head=head * item, layer_params=params,
         largest_matrix=largest, active_params=active,
-        kv_elements=2 * shape.kv_heads * shape.head_dim * shape.layers,
+        kv_elements=_kv_elements(shape, config) * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
         experts=_experts(experts, _expert_count(config), _chosen(config)),
     )  # fmt: skip
@@ -185,7 +185,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
                 for index in range(tensor.shape[0]):
                     place = int(found[1]), index
                     each[place] = each.get(place, 0) + tensor.n_bytes // tensor.shape[0]
-        else:
+        elif found is None:  # layers behind the last predict several tokens, and are not run
             resident += tensor.n_bytes
             head += tensor.n_bytes if name.startswith("lm_head.") else 0
     model = replace(model, layers=tuple(layers), resident=resident, head=head)
@@ -254,7 +254,8 @@ def _experts(layers: Sequence[int], count: int, chosen: int) -> ExpertBytes | No
 
 
 def _expert_count(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_local_experts") or config.get("num_experts") or 8)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next((config[name] for name in names if config.get(name)), 8))
 
 
 def _chosen(config: Mapping[str, Any]) -> int:
@@ -296,6 +297,30 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
     )
 
 
+def _kv_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
+    """Elements that one token adds to the cache of a layer."""
+    if shape.kind.latent:
+        return int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+    return 2 * shape.kv_heads * shape.head_dim
+
+
+def _latent_attention(shape: _Shape, config: Mapping[str, Any]) -> tuple[list[_Linear], int]:
+    """Linears of multi-head latent attention, and the weights of their norms."""
+    latent, rotated, value, query = (
+        int(config[name])
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
+    )
+    queries, rank = shape.heads * (query + rotated), config.get("q_lora_rank")
+    linears = [
+        _Linear(shape.hidden, latent + rotated),
+        _Linear(latent, shape.heads * (query + value)),
+        _Linear(shape.heads * value, shape.hidden),
+    ]
+    if rank is None:
+        return [_Linear(shape.hidden, queries), *linears], latent
+    return [_Linear(shape.hidden, rank), _Linear(rank, queries), *linears], latent + rank
+
+
 def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int, int]:
     """One decoder layer: its linears, and the number of its other weights (norms, biases), those
     of experts apart."""
@@ -307,6 +332,11 @@ def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_
     ]
     biases = of_experts = 0
     others = shape.kind.norms * shape.hidden + (shape.heads if shape.kind.sinks else 0)
+    if shape.kind.latent:
+        attention, norms = _latent_attention(shape, config)
+        others += norms
+    if shape.kind.router_bias and index >= int(config.get("first_k_dense_replace", 0)):
+        others += _expert_count(config)
     if shape.kind.query_key_norms == "one head":
         others += 2 * shape.head_dim
     elif shape.kind.query_key_norms == "all heads":
@@ -344,6 +374,7 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
             _Linear(shape.intermediate, shape.hidden),
         ]
     sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
+    sparse &= index >= int(config.get("first_k_dense_replace", 0))
     if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
         return gated(shape.intermediate)
     experts = _expert_count(config)
@@ -353,6 +384,8 @@ def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
     if shape.kind.shared_expert:
         gate = _Linear(shape.hidden, 1, quantized=False)
         shared = [gate, *gated(int(config["shared_expert_intermediate_size"]))]
+    elif config.get("n_shared_experts"):
+        shared = gated(int(config["n_shared_experts"]) * width)
     return [router, *shared, *gated(width, experts, _chosen(config), expert=True)]
 
 

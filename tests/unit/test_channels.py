@@ -47,6 +47,35 @@ def test_headers_go_and_thinking_is_marked(harmony: PreTrainedTokenizerBase) -> 
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("special", "others", "reply"),
+    [
+        (["<end_of_turn>", "<eos>"], [], "Here: é<end_of_turn>"),  # Gemma
+        (["<|eot_id|>"], [], "Here: é<|eot_id|>"),  # Llama 3
+        (["<|im_end|>"], ["<think>", "</think>"],
+         "<think>Say é.</think>Here: é<|im_end|>"),  # Qwen3
+        (["<|end|>", "<think>", "</think>"], [],
+         "<think>Say é.</think>Here: é<|end|>"),  # where the marks are special, too
+        (["<|user|>", "<|observation|>"], ["<think>", "</think>"],
+         "<think>Say é.</think>Here: é<|user|>"),  # GLM-4.5
+        (["[THINK]", "[/THINK]", "</s>"], [], "[THINK]Say é.[/THINK]Here: é</s>"),  # Mistral
+        (["<seed:eos>"], ["<seed:think>", "</seed:think>"],
+         "<seed:think>Say é.</seed:think>Here: é<seed:eos>"),  # Seed-OSS
+    ],
+)  # fmt: skip
+def test_turns_end_unseen_and_thinking_is_told_apart_in_every_family(
+    tmp_path: Path, special: list[str], others: list[str], reply: str
+) -> None:
+    save_byte_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.add_tokens(others)
+    splitter = ThinkSplitter()
+    parts = [*splitter.push(shown(tokenizer, reply)), *splitter.finish()]
+    thought = [("Say é.", True)] if "Say" in reply else []
+    assert [(part.text, part.thinking) for part in parts] == [*thought, ("Here: é", False)]
+
+
 def test_a_reply_that_only_answers(harmony: PreTrainedTokenizerBase) -> None:
     assert shown(harmony, "<|channel|>final<|message|>Yes.<|return|>") == "Yes."
 

@@ -78,13 +78,20 @@ def test_the_table_tells_layers_time_and_speed() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_mixture_that_is_all_in_memory_says_so() -> None:
+    args = ("--pair", "qwen3-30b-a3b-gptq", "--vram", "8GB", "--ram", "32GB")
+    text = " ".join(run(*args).split())
+    assert "Experts: 15.2 GB, all of them in memory;" in text
+    assert "of the experts in memory" not in text, "more RAM would bring nothing"
+
+
 def test_a_mixture_tells_what_its_cache_brings() -> None:
     args = ("--pair", "qwen3-30b-a3b", "--method", "autoregressive", "--ram", "16GB")
     text = " ".join(run(*args).split())
     assert "a pass of 1 row 384" in text
     assert "a pass of 16 rows" in text
     assert "of which" in text
-    assert "fit into memory; dense parts 1.8 GB" in text
+    assert "in memory; dense parts 1.8 GB" in text
     assert "With 32.0 GB of RAM:" in text
     assert all(len(line) <= 80 for line in run(*args).splitlines())
     experts = as_json(*args)["experts"]

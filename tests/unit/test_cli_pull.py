@@ -21,6 +21,7 @@ from terminal import CTRL_C, Terminal
 
 import specexec_cli
 from specexec_cli.cli import fetching
+from specexec_cli.device import format_bytes
 from specexec_cli.errors import NotFetchedError, UnknownModelError
 
 DEMO = Path(specexec_cli.__file__).parent / "demo"
@@ -185,17 +186,20 @@ def test_a_broken_download_goes_on_where_it_broke(hub: FakeHub, tmp_path: Path) 
     assert "Trying to resume" not in done.stderr
 
 
-def test_a_hub_that_goes_away_is_one_line_and_whole_files_are_kept(
+def test_a_hub_that_goes_away_is_one_line_and_what_came_is_kept(
     hub: FakeHub, tmp_path: Path
 ) -> None:
     hub.breaks["model.safetensors"] = 1000
     done = specexec(hub, tmp_path, "pull", "big", "--yes", HF_HUB_DOWNLOAD_TIMEOUT="1")
     assert done.returncode == 3
     assert re.search(r"^error: cannot fetch org/big from .*check the network", done.stderr, re.M)
+    (kept,) = cache(tmp_path, "org/big").glob("blobs/*.incomplete")
+    size = kept.stat().st_size
     hub.breaks.clear()
-    first = hub.downloads().count("tokenizer.json")
+    hub.asked.clear()
     assert specexec(hub, tmp_path, "pull", "big", "--yes").returncode == 0
-    assert hub.downloads().count("tokenizer.json") == first
+    assert (hub.downloads().count("model.safetensors"), kept.exists()) == (1, False)
+    assert size in [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
 
 
 def test_pull_again_and_rm(hub: FakeHub, tmp_path: Path) -> None:
@@ -219,7 +223,8 @@ def test_pull_again_and_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert (DEMO / "target" / "model.safetensors").is_file()
 
 
-def test_rm_takes_what_a_killed_download_left(hub: FakeHub, tmp_path: Path) -> None:
+def killed_within_a_file(hub: FakeHub, tmp_path: Path) -> Path:
+    """What a `pull` of big leaves that is killed in the midst of its weights."""
     hub.bytes_per_s = 2e6
     running_pull = subprocess.Popen(
         [*SPECEXEC, "pull", "big", "--yes", "--models-file", str(tmp_path / "models.toml")],
@@ -228,9 +233,34 @@ def test_rm_takes_what_a_killed_download_left(hub: FakeHub, tmp_path: Path) -> N
     until = time.monotonic() + 60
     while not hub.sent.get("model.safetensors") and time.monotonic() < until:
         time.sleep(0.05)
+    left: list[Path] = []
+    while not any(path.stat().st_size for path in left) and time.monotonic() < until:
+        time.sleep(0.05)
+        left = list(cache(tmp_path, "org/big").glob("blobs/*.incomplete"))
     running_pull.send_signal(signal.SIGKILL)
     running_pull.wait()
-    assert list(cache(tmp_path, "org/big").glob("blobs/*.incomplete"))
+    hub.bytes_per_s = None
+    assert len(left) == 1
+    return left[0]
+
+
+def test_a_killed_pull_goes_on_within_the_file(hub: FakeHub, tmp_path: Path) -> None:
+    weights = hub.repos["org/big"]["model.safetensors"]
+    kept = killed_within_a_file(hub, tmp_path).read_bytes()
+    assert 0 < len(kept) < len(weights)
+    hub.asked.clear()
+    again = specexec(hub, tmp_path, "pull", "big", "--yes")
+    assert again.returncode == 0, again.stderr
+    assert f"{format_bytes(len(kept))} of it here already" in again.stderr
+    begins = [begin for method, path, begin in hub.asked
+              if method == "GET" and path.endswith("model.safetensors")]  # fmt: skip
+    assert begins == [len(kept)], "no byte that is on the disk comes a second time"
+    (stored,) = cache(tmp_path, "org/big").glob("snapshots/*/model.safetensors")
+    assert stored.read_bytes() == weights
+
+
+def test_rm_takes_what_a_killed_download_left(hub: FakeHub, tmp_path: Path) -> None:
+    killed_within_a_file(hub, tmp_path)
     gone = specexec(hub, tmp_path, "rm", "big", "--yes")
     assert gone.returncode == 0, gone.stderr
     assert not cache(tmp_path, "org/big").exists()
@@ -269,29 +299,19 @@ def test_a_bar_while_it_comes_and_ctrl_c(hub: FakeHub, tmp_path: Path) -> None:
     started = time.monotonic()
     terminal.type(CTRL_C)
     terminal.wait("the same command goes on")
-    terminal.wait("begins those anew")
     assert terminal.end() == 130
     assert time.monotonic() - started < 10
     hub.bytes_per_s = None
-    assert not list(cache(tmp_path, "org/big").glob("blobs/*.incomplete"))
+    kept = sum(
+        path.stat().st_size for path in cache(tmp_path, "org/big").glob("blobs/*.incomplete")
+    )
+    assert kept
     hub.asked.clear()
     again = specexec(hub, tmp_path, "pull", "couple", "--yes")
     assert again.returncode == 0
-    assert " of it here already" in again.stderr
+    assert f"{format_bytes(kept)} of it here already" in again.stderr
     begins = [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
-    assert begins
-    assert not any(begins), "huggingface_hub goes on within a file now: say so in pull's help"
-
-
-def test_few_files_come_at_once(hub: FakeHub, tmp_path: Path) -> None:
-    """What has come of a file is lost where a download is stopped."""
-    shard = b"x" * 400_000
-    hub.bytes_per_s = 1e6
-    shards = {f"model-{n}-of-6.safetensors": shard + bytes([n]) for n in range(6)}
-    hub.repos = {"org/big": {"config.json": files("target")["config.json"], **shards}}
-    done = specexec(hub, tmp_path, "pull", "org/big", "--yes")
-    assert done.returncode == 0, done.stderr
-    assert hub.most_at_once == 2
+    assert kept in begins
 
 
 def test_an_obstacle_is_a_sentence() -> None:

@@ -27,7 +27,9 @@ def test_the_last_chat_goes_on_and_all_are_listed(state: Path) -> None:
     none = chat("--continue")
     assert none.code == 3
     assert "there is no chat to continue in" in none.error
-    assert run_cli("chat", "--list").out == ""
+    none = run_cli("chat", "--list")
+    assert (none.code, none.out) == (0, "")
+    assert none.err.startswith("no chats yet in ")
     assert chat().code == 0
     (first,) = state.glob("*.jsonl")
     assert chat(message="And list.append?").code == 0

@@ -9,11 +9,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.built_sizes import own_tensors
 from specexec_cli.planning.sizes import _built_bytes, architecture_bytes, checkpoint_bytes
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 101, "pad_token_id": 0,
+}  # fmt: skip
+DENSE_FIRST = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+    "n_shared_experts": 2, "first_k_dense_replace": 1,
+}  # fmt: skip
+LATENT = {
+    **DENSE_FIRST, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12, "v_head_dim": 10,
 }  # fmt: skip
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -30,6 +39,9 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
                    "shared_expert_intermediate_size": 56, "mlp_only_layers": [1]}),
     ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}),
     ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 24, "decoder_sparse_step": 2}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
+    ("deepseek_v2", {**LATENT, "q_lora_rank": 20, "topk_method": "greedy"}),
+    ("glm4_moe", {**DENSE_FIRST, "head_dim": 16, "attention_bias": True}),
     ("ministral3", {"head_dim": 16}),
     ("granite", {}),
     ("smollm3", {}),
@@ -47,6 +59,8 @@ def assert_same_as_transformers(config: dict[str, Any]) -> None:
         built = AutoConfig.for_model(**config)
         model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
     by_name = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
+    routers = (name for name, _ in own_tensors(model) if name.endswith("correction_bias"))
+    by_name |= {name: 2 * model.get_buffer(name).numel() for name in routers}
     sizes = architecture_bytes({**config, "dtype": "bfloat16"})
     in_layers = {
         name: size for name, size in by_name.items() if ".layers." in name or ".h." in name
