@@ -14,7 +14,8 @@ SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own p
 SELF = "self"  # likewise: drafts with the target's own layers in few bits
 AUTO_DRAFT = "auto"  # likewise: whichever is expected to be fastest
 SELF_DRAFTS: Mapping[str, int] = MappingProxyType({SELF: 4, "self-4": 4, "self-3": 3, "self-2": 2})
-BenchMethod = str  # what `bench` measures: autoregressive, or a name in drafting.sources
+BenchMethod = str  # what `bench` measures: autoregressive, dsi, or a name in drafting.sources
+DSI_REJECTION = "dsi-rejection"  # DSI whose drafts are kept by rejection sampling, in `bench` alone
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are computed beside a GPU
 # Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
@@ -104,6 +105,7 @@ class DsiOptions:
     lookahead: int | None = None  # draft tokens before each verification
     devices: tuple[str, ...] = ()  # every GPU, or the CPU
     ray: str | None = None  # address of a Ray cluster whose GPUs run the workers
+    more_drafts: tuple[str, ...] = ()  # further draft models, each of which drafts by itself
 
     def __post_init__(self) -> None:
         for name, value in (("sp", self.sp), ("lookahead", self.lookahead)):

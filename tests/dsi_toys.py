@@ -40,15 +40,20 @@ class ToyServer:
     offset: int = 0
     bytes_streamed: int = 0
     rows_run: int = 0
+    bonus: NDArray[np.float32] | None = None
 
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)
 
-    def configure(self, sampling: SamplingConfig) -> None:
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         self.offset = sampling.seed
 
     def verify(
-        self, tokens: Sequence[int], first: int, stale: Callable[[], bool]
+        self,
+        tokens: Sequence[int],
+        first: int,
+        stale: Callable[[], bool],
+        proposals: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[int, ...] | None:
         self.passes += 1
         if None in tokens:
@@ -97,11 +102,12 @@ class ToyDrafter:
     sequence: list[int] = field(default_factory=list)
     drafted: int = 0
     offset: int = 0
+    proposal: NDArray[np.float32] | None = None
 
     def ready(self) -> Ready:
         return Ready({1: self.delay_s()}, 1000)
 
-    def configure(self, sampling: SamplingConfig) -> None:
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         self.offset = sampling.seed
 
     def start(self, tokens: Sequence[int]) -> None:

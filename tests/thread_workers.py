@@ -19,22 +19,29 @@ from specexec_cli.dsi.workers import (
 
 
 class ThreadWorkers:
-    """Target servers and a drafter, each in a thread of its own.
+    """Target servers and drafters, each in a thread of its own.
 
     A thread cannot be killed: a dropped one is left behind and its events are ignored.
     """
 
-    def __init__(self, drafter: DraftServer | None, servers: Sequence[TargetServer]) -> None:
+    def __init__(
+        self,
+        drafter: DraftServer | None,
+        servers: Sequence[TargetServer],
+        more_drafters: Sequence[DraftServer] = (),
+    ) -> None:
         self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        self._epoch = 0
+        drafters = ([drafter] if drafter is not None else []) + [*more_drafters]
+        self.drafters: Sequence[int] = [DRAFTER - number for number in range(len(drafters))]
+        self._epochs: dict[int, int] = {}
         self._alive = list(range(len(servers)))
         self._dropped: set[int] = set()
         self._inboxes: dict[int, queue.SimpleQueue[Order | None]] = {}
         self._threads: dict[int, threading.Thread] = {}
         for number, server in enumerate(servers):
             self._start(number, serve_target, server, number)
-        if drafter is not None:
-            self._start(DRAFTER, serve_drafter, drafter)
+        for number, each in zip(self.drafters, drafters, strict=True):
+            self._start(number, serve_drafter, each)
 
     @property
     def servers(self) -> Sequence[int]:
@@ -45,23 +52,23 @@ class ThreadWorkers:
         """Seconds of the monotonic clock."""
         return time.perf_counter()
 
-    def configure(self, sampling: SamplingConfig) -> None:
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         """Tell every worker how the next generation draws its tokens."""
         for inbox in self._inboxes.values():
-            inbox.put(Configure(sampling))
+            inbox.put(Configure(sampling, rejection))
 
     def verify(self, server: int, message: Verify) -> None:
         """Hand a task to an idle server."""
         self._inboxes[server].put(message)
 
     def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix."""
-        if DRAFTER in self._inboxes:
-            self._inboxes[DRAFTER].put(message)
+        """Set a drafter to work on a new prefix."""
+        if message.drafter in self._inboxes:
+            self._inboxes[message.drafter].put(message)
 
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
-        self._epoch = epoch
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale."""
+        self._epochs[drafter] = epoch
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event of a worker that was not dropped."""
@@ -85,7 +92,7 @@ class ThreadWorkers:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End every thread and wait for those that were not dropped."""
-        self._epoch = -2  # no order has this epoch: everything is stale
+        self._epochs.clear()  # everything is stale
         for inbox in self._inboxes.values():
             inbox.put(None)
         for number, thread in self._threads.items():
@@ -98,7 +105,7 @@ class ThreadWorkers:
 
         def run() -> None:
             try:
-                loop(*args, inbox, outbox, lambda: self._epoch)
+                loop(*args, inbox, outbox, lambda drafter: self._epochs.get(drafter, -2))
             except Exception as error:
                 outbox.put(WorkerLost(number, f"{type(error).__name__}: {error}"))
 

@@ -6,17 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from specexec_cli.config import BenchMethod, DraftScoring, Overlap, SamplingConfig, TreeConfig
+from specexec_cli.config import (
+    DSI_REJECTION,
+    BenchMethod,
+    DraftScoring,
+    Overlap,
+    SamplingConfig,
+    TreeConfig,
+)
 from specexec_cli.drafting.policies import policies_for
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError, nearest
 
 BASELINE: BenchMethod = "autoregressive"
+DISTRIBUTED: tuple[BenchMethod, ...] = ("dsi", DSI_REJECTION)  # of a session with workers
 
 
 def methods() -> tuple[BenchMethod, ...]:
     """What can be measured, the baseline first."""
-    return (BASELINE, *SOURCES)
+    return (BASELINE, *SOURCES, *DISTRIBUTED)
 
 
 def is_chain(method: BenchMethod) -> bool:
@@ -26,7 +34,17 @@ def is_chain(method: BenchMethod) -> bool:
 
 def same_distribution(method: BenchMethod) -> bool:
     """Whether its text has the target's distribution alone; all others' is the baseline's own."""
-    return method in SOURCES and SOURCES[method].drawn
+    return method == DSI_REJECTION or (method in SOURCES and SOURCES[method].drawn)
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """How dsi runs, as its session was opened."""
+
+    sp: int  # target servers
+    lookahead: int
+    place: str  # their devices, or the Ray cluster
+    more_drafts: tuple[str, ...] = ()  # models beside the pair's own draft model
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +52,18 @@ class Case:
     """One cell of the cross-product."""
 
     method: BenchMethod
-    tree: TreeConfig | None  # None for the baseline
+    tree: TreeConfig | None  # None for the baseline, and for dsi
     sampling: SamplingConfig
     max_tokens: int
+    workers: Workers | None = None  # of dsi
 
     @property
     def label(self) -> str:
-        """A name for tables, such as 'specexec 64/16', 'chain 8' or 'specexec cost 128/32'."""
+        """A name for tables: 'specexec 64/16', 'chain 8', 'specexec cost 128/32', 'dsi 5 sp 2'."""
+        if self.workers is not None:
+            drafts = len(self.workers.more_drafts)
+            more = f" +{drafts} draft{'s' * (drafts > 1)}" if drafts else ""
+            return f"{self.method} {self.workers.lookahead} sp {self.workers.sp}{more}"
         if self.tree is None:
             return self.method
         size = "" if is_chain(self.method) else f"/{self.tree.max_depth}"
@@ -50,8 +73,9 @@ class Case:
         """Everything that decides the result, for the row and its key; the seed is the row's."""
         sampling = asdict(self.sampling)
         del sampling["seed"]
-        tree = asdict(self.tree) if self.tree is not None else {}
-        return {"method": self.method, **tree, **sampling, "max_tokens": self.max_tokens}
+        drafts = self.tree or self.workers
+        size = asdict(drafts) if drafts is not None else {}
+        return {"method": self.method, **size, **sampling, "max_tokens": self.max_tokens}
 
 
 def variant(settings: Mapping[str, Any]) -> str:
@@ -98,7 +122,7 @@ class Grid:
                     f"`method` '{method}' is not one of {', '.join(methods())}."
                     f"{nearest(method, list(methods()))}"
                 )
-        drafting = set(self.methods) - {BASELINE}
+        drafting = set(self.methods) - {BASELINE, *DISTRIBUTED}
         for policy in self.policies if drafting else ():
             able = [method for method in methods() if policy in policies_for(method)]
             if not set(able) & drafting:
@@ -108,9 +132,11 @@ class Grid:
         if min(self.max_tokens, self.baseline_tokens) < 1:
             raise ConfigError("`max_tokens` and `baseline_tokens` must be 1 or more")
 
-    def cases(self, recommended: TreeConfig) -> list[Case]:
+    def cases(self, recommended: TreeConfig, workers: Workers | None = None) -> list[Case]:
         """Every combination once, the baseline of each sampling first.
 
+        Args:
+            workers: of dsi, where it is among the methods.
         Raises:
             ConfigError: a tree that cannot be.
         """
@@ -118,7 +144,9 @@ class Grid:
         for sampling in self.sampling:
             found[Case(BASELINE, None, sampling, self.baseline_tokens)] = None
             for method in dict.fromkeys(self.methods):
-                if method != BASELINE:
+                if method in DISTRIBUTED:
+                    found[Case(method, None, sampling, self.max_tokens, workers)] = None
+                elif method != BASELINE:
                     for tree in self._trees(method, recommended):
                         for varied in self._variants(method, tree):
                             found[Case(method, varied, sampling, self.max_tokens)] = None

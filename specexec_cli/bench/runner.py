@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.bench.cases import BASELINE, Case, is_chain
+from specexec_cli.bench.cases import BASELINE, DISTRIBUTED, Case, is_chain
 from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.environment import reset_peak_memory
 from specexec_cli.bench.metrics import TIMING, run_metrics
@@ -99,12 +99,22 @@ def interleaved(
 
 
 class Bench:
-    """Measures runs in one session and appends them to a results file."""
+    """Measures runs in one session and appends them to a results file.
+
+    Args:
+        distributed: the session of the method dsi, where it is measured too.
+    """
 
     def __init__(
-        self, session: TextSession, results: ResultsFile, env: dict[str, Any], link: dict[str, Any]
+        self,
+        session: TextSession,
+        results: ResultsFile,
+        env: dict[str, Any],
+        link: dict[str, Any],
+        distributed: TextSession | None = None,
     ) -> None:
         self._session = session
+        self._distributed = distributed
         self._results = results
         self._env = env
         self._link = link
@@ -154,15 +164,22 @@ class Bench:
             "prompts_sha256": run.dataset.sha256,
         }
 
+    def _session_of(self, case: Case) -> TextSession:
+        if case.method not in DISTRIBUTED:
+            return self._session
+        assert self._distributed is not None
+        return self._distributed
+
     def _generate(self, case: Case, prompt: BenchPrompt, seed: int) -> list[Any]:
         continuation = self._continuation(case, prompt, seed)
-        self._session.forget()
+        session = self._session_of(case)
+        session.forget()
         learner = case.method, case.tree, case.sampling
         if learner not in self._learned:
-            self._learned[learner] = Learned(self._session.classifier, self._session.cost_prior)
-        self._session.learned = self._learned[learner]
+            self._learned[learner] = Learned(session.classifier, session.cost_prior)
+        session.learned = self._learned[learner]
         return list(
-            self._session.generate(
+            session.generate(
                 prompt.tokens,
                 sampling=replace(case.sampling, seed=seed),
                 tree=case.tree,
@@ -188,9 +205,10 @@ class Bench:
         started = datetime.fromtimestamp(time.time(), UTC).isoformat(timespec="seconds")
         steps = self._generate(run.case, run.prompt, run.seed)
         tokens = [token for step in steps for token in step.tokens]
+        session = self._session_of(run.case)
         metrics = run_metrics(
             steps,
-            self._session.stats,
+            session.stats,
             link_bytes_per_s=self._link["link_bytes_per_s"],
             is_chain=is_chain(run.case.method),
         )
@@ -220,7 +238,7 @@ class Bench:
                 "draft_s": [round(step.draft_s, 6) for step in steps],
                 "verify_s": [round(step.verify_s, 6) for step in steps],
             },
-            "calibration": self._session.reliability.bins,
+            "calibration": session.reliability.bins,
             "timing": dict(TIMING),
             "environment": self._env,
         }  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.bench_grid import GridOptions, numbers, words
+from specexec_cli.cli.bench_models import measured_request, open_distributed, opened
 from specexec_cli.cli.bench_paper import paper
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
@@ -56,6 +58,7 @@ def bench(
     ctx: typer.Context,
     models: option_groups.MeasuredModels,
     cases: GridOptions,
+    workers: option_groups.WorkerOptions,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
@@ -89,6 +92,7 @@ def bench(
     """
     if ctx.invoked_subcommand is not None:
         return
+    from specexec_cli.bench.cases import DISTRIBUTED
     from specexec_cli.bench.datasets import load_dataset
     from specexec_cli.bench.results import ResultsFile
     from specexec_cli.bench.tables import FORMATS
@@ -104,17 +108,28 @@ def bench(
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
-    with open_models(models, sets, max_tokens, quiet) as session:
+    apart = bool(set(DISTRIBUTED) & set(grid.methods))
+    request = measured_request(models, sets, max_tokens, several_drafts=apart)
+    fetch_first(request, yes=models.yes, quiet=quiet)
+    with ExitStack() as stack:
+        session = stack.enter_context(opened(request, quiet))
+        distributed, how = None, None
+        if apart:
+            wanted = workers.dsi(models.draft)
+            distributed, how = open_distributed(request, wanted, models.yes, quiet)
+            stack.enter_context(distributed)
         recommended = session.pair.tree
         tree = TreeConfig(
             budget=recommended.budget, max_depth=recommended.max_depth,
             batch=recommended.batch if cases.batch is None else cases.batch,
         )  # fmt: skip
-        _measure(session, grid.cases(tree), sets, max_tokens, repeats, warmup, file, output, quiet)
+        _measure(session, distributed, grid.cases(tree, how), sets, max_tokens, repeats, warmup,
+                 file, output, quiet)  # fmt: skip
 
 
 def _measure(
     session: TextSession,
+    distributed: TextSession | None,
     cases: list[Any],
     sets: list[Dataset],
     max_tokens: int,
@@ -124,7 +139,11 @@ def _measure(
     output: str,
     quiet: bool,
 ) -> None:
-    """Runs what is missing and prints the table of all; Ctrl-C prints what there is."""
+    """Runs what is missing and prints the table of all; Ctrl-C prints what there is.
+
+    Args:
+        distributed: the session that runs cases of the method dsi.
+    """
     from specexec_cli.bench.environment import environment, link
     from specexec_cli.bench.runner import Bench, encode_prompts, interleaved
     from specexec_cli.bench.summary import summarize
@@ -140,7 +159,7 @@ def _measure(
             notes[-1] += f"; {len(skipped)} too long for the context window, skipped"
     measured_link = link(session)
     notes.append(f"weights: {measured_link['io']}")
-    bench = Bench(session, file, environment(), measured_link)
+    bench = Bench(session, file, environment(), measured_link, distributed)
     runs = list(interleaved(cases, encoded, repeats))
     keys = [bench.key(run) for run in runs]
     finished = sum(key in file.rows for key in keys)
@@ -235,7 +254,7 @@ def report(
     ] = None,
     figure_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
 ) -> None:
-    """Compare results, draw the papers' figures, and show the papers' rows for the same pair."""
+    """Compare results, draw figures, and show the papers' rows."""
     from specexec_cli.bench.report import make_report
     from specexec_cli.bench.tables import FORMATS
 
@@ -256,19 +275,6 @@ def open_models(
     models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
 ) -> TextSession:
     """A session with memory planned for the longest of these prompts, and a bar while it loads."""
-    prompts = [prompt for one in sets for prompt in one.prompts]
-    turns = max((len(prompt.messages) for prompt in prompts), default=1)
-    text = max((prompt.text for prompt in prompts), key=len, default="")
-    # a chat template adds some tokens to each turn
-    request = models.request(text, (1 + turns) * options.TEMPLATE_TOKENS + max_tokens)
-    from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.session import open_session
-
+    request = measured_request(models, sets, max_tokens)
     fetch_first(request, yes=models.yes, quiet=quiet)
-    bar = LoadingBar(shown=not quiet)
-    try:
-        return open_session(
-            request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        )  # fmt: skip
-    finally:
-        bar.close()
+    return opened(request, quiet)

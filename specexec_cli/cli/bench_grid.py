@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specexec_cli.bench.cases import Grid
 
 _GRID = "Cross-product (comma lists)"
-_METHOD_HELP = f"autoregressive (always), {', '.join(SOURCES)}."
+_METHOD_HELP = f"autoregressive, {', '.join(SOURCES)}, dsi, dsi-rejection."
 _USUAL_POLICIES = policies_for("specexec")
 _OTHER_POLICIES = [entry for name, entry in POLICIES.items() if name not in _USUAL_POLICIES]
 _POLICY_HELP = "; ".join(

@@ -16,6 +16,7 @@ from specexec_cli.cli import bench, models, simulate
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
+from specexec_cli.cli.measure import measure
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.cli.plan import plan
@@ -49,6 +50,7 @@ app.command(cls=PanelCommand)(rm)
 app.command(cls=PanelCommand)(quantize)
 app.command(cls=PanelCommand)(doctor)
 app.add_typer(models.app, name="models")
+app.command(cls=PanelCommand)(measure)
 app.add_typer(simulate.app, name="simulate")
 
 

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
+from pathlib import Path
 from typing import Any, cast, get_args, get_type_hints
 
 from specexec_cli.cli import options
@@ -106,13 +107,27 @@ class ComputeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MachineOptions(ComputeOptions):
-    """The machine of one session, its other devices included."""
+class WorkerOptions:
+    """Options of the method dsi: how many workers, and where they run."""
 
     sp: options.Sp = "auto"
     lookahead: options.Lookahead = "auto"
     devices: options.Devices = None
     ray: options.Ray = None
+
+    def dsi(self, draft: str | None) -> DsiOptions:
+        """These options in one object, each word checked.
+
+        Args:
+            draft: the value of --draft, all but the first of whose models are further ones.
+        """
+        more_drafts = draft_models(draft)[1:]
+        return dsi_options(self.sp, self.lookahead, self.devices, self.ray, more_drafts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineOptions(WorkerOptions, ComputeOptions):
+    """The machine of one session, its other devices included."""
 
 
 def without_effect(
@@ -126,9 +141,10 @@ def without_effect(
                 flag = name.replace("_", "-")
                 told.append(f"--{flag} has no effect at --temperature 0, which is greedy")
     if models.method != "dsi":
-        for name in ("sp", "lookahead", "devices", "ray"):
-            if getattr(machine, name) != getattr(MachineOptions(), name):
-                told.append(f"--{name} has no effect without --method dsi")
+        for field in fields(WorkerOptions):
+            if getattr(machine, field.name) != field.default:
+                flag = field.name.replace("_", "-")
+                told.append(f"--{flag} has no effect without --method dsi")
     if models.method != "specexec":
         where = "without draft trees" if models.method == "autoregressive" else "where DSI runs"
         for field in fields(TreeOptions):
@@ -145,10 +161,16 @@ def without_effect(
 class MeasuredModels(NamedModels, ComputeOptions):
     """Models and machine of the commands that measure: their methods and trees are a grid."""
 
-    def request(self, longest_prompt: str, beside_tokens: int) -> Request:
-        """These options as a Request: memory is planned for the prompt and the tokens beside it."""
+    def request(
+        self, longest_prompt: str, beside_tokens: int, several_drafts: bool = False
+    ) -> Request:
+        """These options as a Request: memory is planned for the prompt and the tokens beside it.
+
+        Args:
+            several_drafts: --draft may name further models, which are not this request's.
+        """
         return Request(
-            **_models(self), **_compute(self), tree=TreeRequest(policy="fixed"),
+            **_models(self, several_drafts), **_compute(self), tree=TreeRequest(policy="fixed"),
             prompt=longest_prompt, context_tokens=beside_tokens,
         )  # fmt: skip
 
@@ -198,19 +220,27 @@ def request(
         ConfigError: a word that an option does not take.
     """
     return Request(
-        **_models(models),
+        **_models(models, several_drafts=models.method == "dsi"),
         **_compute(machine),
         method=cast(Method, one_of(models.method, "--method", get_args(Method))),
         revision=models.revision,
         tree=tree.request(),
-        dsi=dsi_options(machine.sp, machine.lookahead, machine.devices, machine.ray),
+        dsi=machine.dsi(models.draft),
         **more,
     )
 
 
-def _models(named: NamedModels) -> dict[str, Any]:
-    """The fields of a Request that say which models."""
+def _models(named: NamedModels, several_drafts: bool) -> dict[str, Any]:
+    """The fields of a Request that say which models.
+
+    Raises:
+        ConfigError: --draft names several, and only one can be used.
+    """
     told = {field.name: getattr(named, field.name) for field in fields(NamedModels)}
+    drafts = draft_models(named.draft)
+    if len(drafts) > 1 and not several_drafts:
+        raise ConfigError(f"--draft '{named.draft}': several models are for --method dsi alone")
+    told["draft"] = drafts[0] if drafts else None
     del told["yes"]  # whether to ask before a download is no matter of planning
     return told
 
@@ -252,21 +282,43 @@ def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
     return value
 
 
-def dsi_options(sp: str, lookahead: str, devices: str | None, ray: str | None = None) -> DsiOptions:
-    """The values of --sp, --lookahead, --devices and --ray in one object.
+def dsi_options(
+    sp: str,
+    lookahead: str,
+    devices: str | None,
+    ray: str | None = None,
+    more_drafts: tuple[str, ...] = (),
+) -> DsiOptions:
+    """The values of the options of --method dsi in one object.
 
     Raises:
-        ConfigError: not a number and not auto, or an empty device.
+        ConfigError: not a number and not auto, or an empty name.
     """
-    names = tuple(name.strip() for name in devices.split(",")) if devices is not None else ()
-    if not all(names):
-        raise ConfigError(f"--devices takes names as in cuda:0,cuda:1, not '{devices}'")
     return DsiOptions(
         sp=_number_or_auto(sp, "--sp"),
         lookahead=_number_or_auto(lookahead, "--lookahead"),
-        devices=names,
+        devices=_names(devices, "--devices", "names as in cuda:0,cuda:1"),
         ray=ray,
+        more_drafts=more_drafts,
     )
+
+
+def draft_models(text: str | None) -> tuple[str, ...]:
+    """The models that --draft names, as in A,B; a file or folder whose name has a comma is one.
+
+    Raises:
+        ConfigError: an empty name.
+    """
+    if text is not None and Path(text).expanduser().exists():
+        return (text,)
+    return _names(text, "--draft", "models as in A,B")
+
+
+def _names(text: str | None, flag: str, form: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    if not all(names):
+        raise ConfigError(f"{flag} takes {form}, not '{text}'")
+    return names
 
 
 def _number_or_auto(text: str, flag: str) -> int | None:

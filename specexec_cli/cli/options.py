@@ -196,7 +196,10 @@ Dtype = Annotated[
 ]
 Sp = Annotated[
     str,
-    typer.Option(help="Target servers at once, or auto.", rich_help_panel=DSI),
+    typer.Option(
+        help="Target servers at once, or auto. --draft may name several models, as in A,B.",
+        rich_help_panel=DSI,
+    ),
 ]
 Lookahead = Annotated[
     str,

@@ -18,11 +18,6 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
-TargetMs = Annotated[float, typer.Option(help="Milliseconds of one target pass.")]
-DraftMs = Annotated[float, typer.Option(help="Milliseconds of one drafter pass.")]
-Acceptance = Annotated[
-    float, typer.Option(help="Probability that a draft token is the target's, 0 to 1.")
-]
 Servers = Annotated[int, typer.Option("--sp", help="Target servers at once (SP degree).")]
 Repeats = Annotated[int, typer.Option(help="Texts to average over.")]
 Seed = Annotated[int, typer.Option(help="Seed of the first text.")]
@@ -31,9 +26,19 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout, n
 
 @app.command(cls=PanelCommand)
 def dsi(
-    target_ms: TargetMs,
-    draft_ms: DraftMs,
-    acceptance: Acceptance,
+    target_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of one target pass.")
+    ] = None,
+    draft_ms: Annotated[
+        float | None, typer.Option(help="Milliseconds of one drafter pass.")
+    ] = None,
+    acceptance: Annotated[
+        float | None, typer.Option(help="Probability that a draft token is the target's, 0 to 1.")
+    ] = None,
+    measured: Annotated[
+        Path | None,
+        typer.Option(help="What `specexec measure --json` wrote, for numbers not given here."),
+    ] = None,
     lookahead: Annotated[
         str, typer.Option(help="Draft tokens per verification; several: 1,5,10.")
     ] = "1,5,10",
@@ -52,6 +57,7 @@ def dsi(
     that answers for the first time after a restart may be behind by several tasks: --row-ms
     charges those rows too.
     """
+    from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.simulate.clock import Latencies
     from specexec_cli.simulate.methods import (
         FakePair,
@@ -63,10 +69,14 @@ def dsi(
 
     lookaheads = _integers(lookahead, "--lookahead")
     _positive(sp=sp, tokens=tokens, repeats=repeats)
+    given = {"target_ms": target_ms, "draft_ms": draft_ms, "acceptance": acceptance}
+    numbers = _numbers(given, measured)
     latencies = Latencies(
-        target_s=target_ms / 1e3, draft_s=draft_ms / 1e3, target_row_s=row_ms / 1e3
+        target_s=numbers["target_ms"] / 1e3,
+        draft_s=numbers["draft_ms"] / 1e3,
+        target_row_s=row_ms / 1e3,
     )
-    pair = FakePair(latencies=latencies, acceptance=acceptance)
+    pair = FakePair(latencies=latencies, acceptance=numbers["acceptance"])
     samples = [pair.sample(tokens, seed + repeat) for repeat in range(repeats)]
     results = [("non-SI", 0, run_autoregressive(latencies, tokens))]
     si = [(k, mean([run_speculative(latencies, s, k) for s in samples])) for k in lookaheads]
@@ -87,10 +97,13 @@ def dsi(
         }
         for method, k, o in results
     ]
-    inputs = {"target_ms": target_ms, "draft_ms": draft_ms, "acceptance": acceptance, "sp": sp,
-              "row_ms": row_ms, "tokens": tokens, "repeats": repeats, "seed": seed}  # fmt: skip
+    bound_s = dsi_bound_s(latencies.target_s, latencies.draft_s, pair.acceptance, tokens)
+    bound_ms = bound_s * 1e3 / tokens
+    inputs = {**numbers, "sp": sp, "row_ms": row_ms, "tokens": tokens, "repeats": repeats,
+              "seed": seed}  # fmt: skip
     if as_json:
-        print(json.dumps({"schema": 1, "config": inputs, "methods": rows}))
+        bound = {"ms_per_token": bound_ms, "tokens": tokens}
+        print(json.dumps({"schema": 1, "config": inputs, "methods": rows, "proposition_1": bound}))
         return
     header = ("method", "lookahead", "ms/token", "over SI", "over non-SI", "target forwards",
               "servers used", "GPU-s")  # fmt: skip
@@ -102,41 +115,96 @@ def dsi(
     ])  # fmt: skip
     print(f"SI at its best lookahead of {lookahead}; GPU-s: seconds of work on all devices for "
           f"{tokens} tokens")  # fmt: skip
+    print(f"Proposition 1: {bound_ms:.2f} ms/token at most are expected of DSI for {tokens} tokens "
+          "at lookahead 1 with as many servers as it wants")  # fmt: skip
+
+
+def _numbers(given: dict[str, float | None], measured: Path | None) -> dict[str, float]:
+    """Each number as it was given, else as it was measured.
+
+    Raises:
+        ConfigError: neither, or a file that `specexec measure` did not write.
+    """
+    found: dict[str, float] = {}
+    if measured is not None:
+        try:
+            content = json.loads(measured.read_text(encoding="utf-8"))
+            found = {
+                "target_ms": float(content["target"]["tpot_ms"]),
+                "draft_ms": float(content["draft"]["tpot_ms"]),
+                "acceptance": float(content["acceptance"]["rate"]),
+            }
+        except OSError as error:
+            raise ConfigError(f"cannot read {measured}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{measured} is not what `specexec measure --json` prints: write one with "
+                "`specexec measure --json > FILE`"
+            ) from error
+    found |= {name: value for name, value in given.items() if value is not None}
+    lacking = [f"--{name.replace('_', '-')}" for name in given if name not in found]
+    if lacking:
+        raise ConfigError(f"give {', '.join(lacking)}, or --measured FILE")
+    return {name: found[name] for name in given}
 
 
 @app.command(cls=PanelCommand)
-def table(repeats: Repeats = 100, seed: Seed = 0, as_json: Json = False) -> None:
+def table(
+    repeats: Repeats = 100,
+    seed: Seed = 0,
+    ttft: Annotated[
+        float,
+        typer.Option(help="The target's TTFT over its TPOT in the published accounting."),
+    ] = 1.0,
+    as_json: Json = False,
+) -> None:
     """The ten pairs of the DSI paper: published speedup over SI beside the simulated ones."""
-    from specexec_cli.simulate.table import PUBLISHED, WHY, geometric_mean, simulate_row
+    from specexec_cli.simulate.table import (
+        PUBLISHED,
+        WHY,
+        geometric_mean,
+        simulate_row,
+        spearman,
+        within,
+    )
 
     _positive(repeats=repeats)
-    rows = [simulate_row(row, repeats, seed) for row in PUBLISHED]
-    means = {
-        "paper": geometric_mean([r.published.speedup for r in rows]),
-        "exact": geometric_mean([r.exact for r in rows]),
-        "paper_accounting": geometric_mean([r.paper_accounting for r in rows]),
+    if not 1.0 <= ttft <= 1000.0:
+        raise ConfigError(f"--ttft must be between 1 and 1000, not {ttft:g}")
+    rows = [simulate_row(row, repeats, seed, ttft) for row in PUBLISHED]
+    paper = [r.published.speedup for r in rows]
+    columns = {
+        "paper": paper,
+        "exact": [r.exact for r in rows],
+        "accounting": [r.accounting for r in rows],
+        "restarts": [r.restarts for r in rows],
     }
+    means = {name: geometric_mean(values) for name, values in columns.items()}
+    ranks = {name: spearman(values, paper) for name, values in columns.items()}
+    near = {name: within(values, paper) for name, values in columns.items()}
     if as_json:
         listed = [
             {"target": r.published.target, "drafter": r.published.drafter,
              "dataset": r.published.dataset, "target_ms": r.published.target_ms,
              "draft_ms": r.published.draft_ms, "acceptance": r.published.acceptance,
-             "paper": r.published.speedup, "exact": r.exact,
-             "paper_accounting": r.paper_accounting}
-            for r in rows
+             **{name: values[at] for name, values in columns.items()}}
+            for at, r in enumerate(rows)
         ]  # fmt: skip
-        print(json.dumps({"schema": 1, "repeats": repeats, "seed": seed, "rows": listed,
-                          "geometric_mean": means, "why": WHY}))  # fmt: skip
+        print(json.dumps({"schema": 2, "repeats": repeats, "seed": seed, "ttft": ttft,
+                          "rows": listed, "geometric_mean": means, "spearman": ranks,
+                          "within_10_percent": near, "why": WHY}))  # fmt: skip
         return
-    header = ("target", "drafter", "dataset", "target ms", "draft ms", "acceptance", "paper",
-              "exact", "paper-accounting")  # fmt: skip
+    header = ("target", "drafter", "dataset", "target ms", "draft ms", "acceptance",
+              *columns)  # fmt: skip
     lines: list[Sequence[Any]] = [
         (r.published.target, r.published.drafter, r.published.dataset, r.published.target_ms,
-         r.published.draft_ms, f"{r.published.acceptance:.2f}", f"{r.published.speedup:.2f}x",
-         f"{r.exact:.2f}x", f"{r.paper_accounting:.2f}x")
-        for r in rows
+         r.published.draft_ms, f"{r.published.acceptance:.2f}",
+         *(f"{values[at]:.2f}x" for values in columns.values()))
+        for at, r in enumerate(rows)
     ]  # fmt: skip
-    lines.append(("geometric mean", "", "", "", "", "", *(f"{m:.2f}x" for m in means.values())))
+    lines.append(("geometric mean", *[""] * 5, *(f"{m:.2f}x" for m in means.values())))
+    lines.append(("Spearman with paper", *[""] * 5, *(f"{r:.2f}" for r in ranks.values())))
+    lines.append(("rows within 10 %", *[""] * 5, *(str(count) for count in near.values())))
     _print_table(header, lines)
     print(f"\n{WHY}")
 

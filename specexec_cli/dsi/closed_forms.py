@@ -28,15 +28,6 @@ def _committed(acceptance: float, lookahead: int) -> float:
     return (1 - acceptance ** (lookahead + 1)) / (1 - acceptance)
 
 
-def speculative_paper_s(
-    target_s: float, draft_s: float, acceptance: float, lookahead: int
-) -> float:
-    """speculative_s with one more target pass after each rejection, as the paper charges it."""
-    committed = _committed(acceptance, lookahead)
-    rejections = 1 - acceptance**lookahead
-    return (lookahead * draft_s + target_s * (1 + rejections)) / committed
-
-
 def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
     """(1 - a)(t + c k a / (1 - a^k)): only a rejection waits for the target.
 
@@ -50,6 +41,16 @@ def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) ->
         return draft_s
     blocks = acceptance / (1 - acceptance**lookahead)
     return (1 - acceptance) * (target_s + draft_s * lookahead * blocks)
+
+
+def dsi_bound_s(target_s: float, draft_s: float, acceptance: float, tokens: int) -> float:
+    """t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1): seconds of a text of N tokens, at most and expected.
+
+    Proposition 1: lookahead 1 and as many servers as are wanted.
+    """
+    before_last = tokens - 1
+    accepted = acceptance * before_last
+    return draft_s * accepted + target_s * (before_last - accepted + 1)
 
 
 def servers_needed(target_s: float, draft_s: float, lookahead: int) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.core import FinishReason, StepResult
+from specexec_cli.dsi.engine import judge
 from specexec_cli.dsi.messages import Score, Workers
 from specexec_cli.dsi.orchestrator import Orchestrator
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
 class ModelWorkers(Workers, Protocol):
     """A pool whose workers have real models."""
 
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Tell every worker how the next generation draws its tokens."""
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Tell every worker how the next generation draws its tokens; see messages.Configure."""
         ...
 
     def forget(self) -> None:
@@ -45,18 +47,22 @@ def dsi(
     max_tokens: int,
     eos_ids: Collection[int],
     drafts: bool = True,
+    rejection: bool = False,
 ) -> Iterator[StepResult]:
     """Yields one StepResult per commit until an EOS token or `max_tokens`.
 
     Args:
         drafts: False for plain decoding, one token after another by one target server.
+        rejection: keep drafts by rejection sampling; greedy decoding has none.
 
     Drafting and verification overlap, so a step's verify_s is the time since the step before it
     and its draft_s is 0. Bytes are counted by the orchestrator.
     """
-    workers.configure(sampling)
+    rejection = rejection and sampling.temperature > 0.0
+    workers.configure(sampling, rejection)
     left, since = max_tokens, time.perf_counter()
-    commits = orchestrator.generate(prompt, max_tokens, drafts)
+    decide = partial(judge, sampling.seed) if rejection else None
+    commits = orchestrator.generate(prompt, max_tokens, drafts, decide)
     try:
         for commit in commits:
             ends = [i + 1 for i, token in enumerate(commit.tokens) if token in eos_ids]

@@ -16,7 +16,8 @@ from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.sampling import Sampler
+from specexec_cli.sampling import Sampler, uniforms
+from specexec_cli.verify.rejection import DRAFT_STREAM, draw, settle
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,12 +131,32 @@ def _never() -> bool:
     return False
 
 
+def judge(
+    seed: int,
+    probs: NDArray[np.float32] | NDArray[np.float64],
+    draft: tuple[int, NDArray[np.float32]] | None,
+    position: int,
+) -> int:
+    """The token of a position by rejection sampling; see orchestrator.Judge.
+
+    Args:
+        probs: the target's distribution there, (vocab,).
+        draft: and what it was drawn from; without one the token is drawn from `probs`.
+    """
+    target_probs = probs.astype("float64")
+    if draft is None:
+        return settle(target_probs, target_probs, (), seed, position)[0]
+    return settle(target_probs, draft[1].astype("float64"), (draft[0],), seed, position)[0]
+
+
 class ModelTarget:
     """A target server over a real model; see workers.TargetServer."""
 
     def __init__(self, model: StreamedModel) -> None:
         self.cached = CachedModel(model)
         self._sampler = Sampler(SamplingConfig())
+        self._rejection = False
+        self._bonus: NDArray[np.float32] | None = None
 
     @property
     def bytes_streamed(self) -> int:
@@ -147,12 +168,25 @@ class ModelTarget:
         """Rows that were run through the model so far."""
         return self.cached.rows_run
 
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Draw the tokens of later tasks by `sampling`."""
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Draw the tokens of later tasks by `sampling`, or for rejection sampling test drafts."""
         self._sampler = Sampler(sampling)
+        self._rejection = rejection
 
-    def verify(self, tokens: Sequence[int], first: int, stale: Stale) -> tuple[int, ...] | None:
+    @property
+    def bonus(self) -> NDArray[np.float32] | None:
+        """See workers.TargetServer."""
+        return self._bonus
+
+    def verify(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        stale: Stale,
+        proposals: Sequence[NDArray[np.float32]] = (),
+    ) -> tuple[int, ...] | None:
         """The target's draws from position `first` on, up to the first that differs."""
+        self._bonus = None
         if first > len(tokens):
             return () if self.cached.fill(tokens, stale) else None
         logits = self.cached.logits(tokens, first, stale)
@@ -160,8 +194,16 @@ class ModelTarget:
             return None
         draws: list[int] = []
         for row, position in enumerate(range(first, len(tokens) + 1)):
+            context = tokens[:position]
             try:
-                draws.append(self._sampler.token(logits[row], tokens[:position]))
+                if not self._rejection:
+                    draws.append(self._sampler.token(logits[row], context))
+                elif position == len(tokens):
+                    self._bonus = self._sampler.probs(logits[row], context).astype("float32")
+                else:
+                    probs = self._sampler.probs(logits[row], context)
+                    draft = tokens[position], proposals[row]
+                    draws.append(judge(self._sampler.config.seed, probs, draft, position))
             except NonFiniteLogitsError:
                 if not draws:
                     raise
@@ -184,17 +226,28 @@ class ModelTarget:
 
 
 class ModelDrafter:
-    """The draft model: guesses each token with the very noise the target will draw it with."""
+    """The draft model: guesses each token with the very noise the target will draw it with.
+
+    For rejection sampling it draws each token with noise of its own, and tells from what.
+    """
 
     def __init__(self, model: StreamedModel, vocab_size: int) -> None:
         self.cached = CachedModel(model)
         self._vocab_size = vocab_size
         self._sampler = Sampler(SamplingConfig())
         self._tokens: list[int] = []
+        self._rejection = False
+        self._proposal: NDArray[np.float32] | None = None
 
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Guess at tokens drawn by `sampling`."""
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Guess at tokens drawn by `sampling`, or for rejection sampling draw them."""
         self._sampler = Sampler(sampling)
+        self._rejection, self._proposal = rejection, None
+
+    @property
+    def proposal(self) -> NDArray[np.float32] | None:
+        """What the last token was drawn from, (vocab,), for rejection sampling; else None."""
+        return self._proposal
 
     def start(self, tokens: Sequence[int]) -> None:
         """Continue after `tokens`."""
@@ -211,11 +264,20 @@ class ModelDrafter:
         logits = self.cached.logits(self._tokens, len(self._tokens), _never)
         assert logits is not None
         try:
-            token = self._sampler.token(logits[0, : self._vocab_size], self._tokens)
+            token = self._drafted(logits[0, : self._vocab_size])
         except NonFiniteLogitsError:
             return None
         self._tokens.append(token)
         return token
+
+    def _drafted(self, logits: Tensor) -> int:
+        if not self._rejection:
+            return self._sampler.token(logits, self._tokens)
+        # rounded to what is sent, so that it is drawn from the very numbers it is tested with
+        self._proposal = self._sampler.probs(logits, self._tokens).astype("float32")
+        seed, position = self._sampler.config.seed, len(self._tokens)
+        uniform = float(uniforms(seed, position, DRAFT_STREAM, 1)[0])
+        return draw(self._proposal.astype("float64"), uniform)
 
     def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
         """What the draft model predicts at each position of a text from `first` on."""

@@ -6,7 +6,7 @@ Plain data, so the same messages cross threads, processes and machines. A messag
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from specexec_cli.config import SamplingConfig
@@ -16,20 +16,27 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-DRAFTER = -1  # the drafter's worker number; target servers count from 0
+DRAFTER = -1  # the first drafter's worker number, further ones go down; target servers from 0 up
 NEVER_STALE = -1  # epoch of a prefill: its rows stay valid whatever is rejected meanwhile
 
 
 def worker_name(number: int) -> str:
     """What a worker is called in front of the user."""
-    return "the drafter" if number == DRAFTER else f"target server {number}"
+    if number == DRAFTER:
+        return "the drafter"
+    return f"target server {number}" if number >= 0 else f"drafter {-number}"
 
 
 @dataclass(frozen=True, slots=True)
 class Configure:
-    """To every worker: how the tokens of the next generation are drawn."""
+    """To every worker: how the tokens of the next generation are drawn.
+
+    rejection: drafters draw by themselves and tell from what, for rejection sampling; else they
+    guess with the target's own noise.
+    """
 
     sampling: SamplingConfig
+    rejection: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +68,26 @@ class Verify:
     `tokens` is the whole sequence (prompt, committed, drafts), so a server needs no history of
     its own: it keeps the rows of its cache that agree and runs the missing ones. With
     first = len(tokens) + 1 no draw is wanted: the task only fills the cache.
+
+    For rejection sampling, proposals are what the drafts from position first on were drawn from,
+    (vocab,) each, and a draw there is the draft, if it is kept. The drafter may have drafted
+    position len(tokens) by the time of the answer, which tells the distribution there.
     """
 
     task: int
-    epoch: int
+    epoch: int  # of that drafter
     tokens: tuple[int, ...]
     first: int
+    drafter: int = DRAFTER  # whose drafts these are
+    proposals: tuple[NDArray[np.float32], ...] = ()
+
+    def head(self) -> Verify:
+        """The same for its first position alone, without any draft."""
+        return replace(self, tokens=self.tokens[: self.first], proposals=())
+
+    def rest(self, first: int) -> Verify:
+        """The same from a later position on."""
+        return replace(self, first=first, proposals=self.proposals[first - self.first :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +97,7 @@ class Draft:
     epoch: int
     tokens: tuple[int, ...]
     limit: int
+    drafter: int = DRAFTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +107,8 @@ class Drafted:
     epoch: int
     position: int
     token: int
+    drafter: int = DRAFTER
+    probs: NDArray[np.float32] | None = None  # (vocab,) that it was drawn from, where that matters
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,8 @@ class Verified:
     seconds: float  # time the pass took
     bytes_streamed: int = 0  # by the server for it
     rows: int = 0  # of the pass: what the server's cache did not hold yet
+    # the target's distribution at position len(tokens), (vocab,), for rejection sampling
+    bonus: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +164,15 @@ Event = Drafted | Verified | Aborted | Failed | WorkerLost
 
 
 class Workers(Protocol):
-    """A pool of one drafter and some target servers, under a clock of its own.
+    """A pool of drafters and target servers, under a clock of its own.
 
     The clock may be virtual: nothing here sleeps except receive().
     """
+
+    @property
+    def drafters(self) -> Sequence[int]:
+        """Numbers of the drafters, the one whose drafts go first in front; may be empty."""
+        ...
 
     @property
     def servers(self) -> Sequence[int]:
@@ -157,11 +188,11 @@ class Workers(Protocol):
         ...
 
     def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix; a lost drafter ignores it."""
+        """Set a drafter to work on a new prefix; a lost drafter ignores it."""
         ...
 
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale; workers give it up at their next poll."""
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale; workers give it up at their next poll."""
         ...
 
     def receive(self, timeout_s: float) -> Event | None:

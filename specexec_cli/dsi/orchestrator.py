@@ -1,23 +1,32 @@
-"""Speculation parallelism: one drafter that never stops, several target servers, one text.
+"""Speculation parallelism: drafters that never stop, several target servers, one text.
 
 The text is the target's: a token is committed only when the target drew it, and draws are keyed
 by (seed, position), so neither timing, drafts, servers nor lost workers can change it. The
 orchestrator knows no model, no device and no real clock: it runs unchanged on threads, processes
 and under the simulator's virtual clock.
 
-Words: `sequence` is the committed text followed by drafts not verified yet; position i is asked
-when a task that draws it has been sent; a task with the first d tokens of the sequence draws
-every position not yet asked up to d.
+Words: a branch is the committed text followed by drafts of one drafter, not verified yet; position
+i of it is asked when a task that draws it has been sent; a task with the first d tokens of the
+branch draws every position not yet asked up to d. With rejection sampling a draw is the test of a
+draft, and the text has the target's distribution alone.
 
-Source: Timor et al., arXiv:2405.14105, algorithm 1.
+Source: Timor et al., arXiv:2405.14105, algorithm 1. A thread C_J of length k is a position of a
+branch; lines 7-11 are _commit: branches that sampled another token than the verifier end, of those
+that sampled the same the first is verified (what one's tasks draw, another's do not), and section
+3.1's preemption makes the tokens of `lookahead` threads one task. What differs: a drafter continues
+its own drafts, not every other drafter's too, and begins again behind the committed text when they
+are wrong. With rejection sampling, in the place of lines 8-9 as section 3.1 has it, of several
+drafts of a position the first branch's is tested, and the others go on where they are the same.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from specexec_cli.dsi.branches import Branch
 from specexec_cli.dsi.messages import (
     DRAFTER,
     NEVER_STALE,
@@ -31,6 +40,10 @@ from specexec_cli.dsi.messages import (
     Workers,
 )
 from specexec_cli.errors import ConfigError, NonFiniteLogitsError, SpecexecError, WorkerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +74,14 @@ class Commit:
     pending_rows: int  # committed tokens that the pass behind the event had to run
 
 
+# (the target's distribution, a draft of the position and what it was drawn from, the position)
+# -> the token; without a draft the target's own
+Judge = Callable[
+    ["NDArray[np.float32]", "tuple[int, NDArray[np.float32]] | None", int],
+    int,
+]
+
+
 def _log(message: str) -> None:
     logging.getLogger("specexec").warning(message)
 
@@ -80,19 +101,17 @@ class Orchestrator:
         self._workers = workers
         self._config = config
         self._report = report
-        self._epoch = 0
+        self._epochs = 0  # so far, of all branches
         self._tasks = 0
-        self._drafter_alive = True
         self._drafting = True  # in this generation
+        self._judge: Judge | None = None  # likewise
+        self._branches = [Branch(number) for number in workers.drafters or (DRAFTER,)]
         self._idle = set(workers.servers)
         self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, deadline
-        self._cached = dict.fromkeys(workers.servers, 0)  # rows of its cache known to be of use
-        self._sequence: list[int] = []
-        self._committed = 0
+        # server -> rows of its cache known to be of use, and to the drafts of which drafter
+        self._cached = dict.fromkeys(workers.servers, (0, DRAFTER))
+        self._text: list[int] = []  # prompt and committed tokens
         self._goal = 0  # length of the finished text
-        self._asked = 0  # the highest position some task draws
-        self._draws: dict[int, int] = {}  # position -> the target's draw, not committed yet
-        self._undrawable: dict[int, SpecexecError] = {}  # position -> why no server can draw it
         self._orphans: list[Verify] = []  # tasks that another server must take
         self._resting: dict[int, SpecexecError] = {}  # servers that failed, until the next text
         self.bytes_streamed = 0  # by all servers for all tasks answered so far
@@ -103,7 +122,11 @@ class Orchestrator:
         return self._tasks
 
     def generate(
-        self, prompt: Sequence[int], max_tokens: int, drafts: bool = True
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        drafts: bool = True,
+        judge: Judge | None = None,
     ) -> Generator[Commit, None, None]:
         """Yield the target's continuation of `prompt`, `max_tokens` tokens in all.
 
@@ -112,6 +135,9 @@ class Orchestrator:
 
         Args:
             drafts: False for plain decoding: one token after another, by one server.
+            judge: draws what a task left undecided, by rejection sampling; the workers have been
+                configured for it. The text then has the target's distribution, and may be another
+                one each time.
         Raises:
             NonFiniteLogitsError: the next token cannot be drawn, whichever server tries.
             WorkerError: no target server is left.
@@ -119,77 +145,103 @@ class Orchestrator:
         """
         if not prompt or max_tokens < 1:
             raise ValueError("a prompt of at least one token and max_tokens of at least 1")
-        self._sequence = list(prompt)
-        self._committed = len(prompt)
+        self._text = list(prompt)
         self._goal = len(prompt) + max_tokens
-        self._cached = dict.fromkeys(self._cached, 0)
-        self._drafting = drafts
+        self._cached = dict.fromkeys(self._cached, (0, DRAFTER))
+        self._drafting, self._judge = drafts, judge
         self._idle |= self._resting.keys()
         self._resting.clear()
-        self._restart()
+        for branch in self._branches:
+            self._restart(branch)
         self._dispatch()
         if drafts:
             self._broadcast(tuple(prompt))
         try:
-            while self._committed < self._goal:
-                if self._committed in self._undrawable:
-                    raise self._undrawable[self._committed]
+            while len(self._text) < self._goal:
+                for branch in self._branches:
+                    if len(self._text) in branch.undrawable:
+                        raise branch.undrawable[len(self._text)]
                 commit = self._handle(self._next_event())
-                if self._committed < self._goal:
+                if len(self._text) < self._goal:
                     self._dispatch()
                 if commit is not None:
                     yield commit
         finally:
-            self._end_epoch()
+            for branch in self._branches:
+                self._end_epoch(branch)
 
-    def _restart(self) -> None:
-        """Begin a new speculation after the committed text; all earlier work is stale."""
-        self._end_epoch()
-        self._asked = self._committed - 1
-        limit = self._goal - 1 - self._committed  # the last token is never drafted
-        if self._drafting and self._drafter_alive and limit > 0:
-            self._workers.draft(Draft(self._epoch, tuple(self._sequence), limit))
+    def _restart(self, branch: Branch) -> None:
+        """Begin a new speculation after the committed text; the branch's earlier work is stale."""
+        self._end_epoch(branch)
+        limit = self._goal - 1 - len(self._text)  # the last token is never drafted
+        if self._drafting and branch.alive and limit > 0:
+            draft = Draft(branch.epoch, tuple(self._text), limit, branch.drafter)
+            self._workers.draft(draft)
 
-    def _end_epoch(self) -> None:
-        self._epoch += 1
-        self._draws.clear()
-        self._undrawable.clear()
-        self._orphans.clear()
-        self._workers.advance_epoch(self._epoch)
+    def _end_epoch(self, branch: Branch) -> None:
+        self._epochs += 1
+        branch.restart(self._epochs, self._text)
+        self._orphans = [task for task in self._orphans if task.drafter != branch.drafter]
+        self._workers.advance_epoch(branch.epoch, branch.drafter)
 
     def _broadcast(self, prompt: tuple[int, ...]) -> None:
         """Let the servers without a task fill their caches with the prompt."""
         if len(prompt) > 1:
             for server in sorted(self._idle):
-                self._send(server, prompt, first=len(prompt) + 1, epoch=NEVER_STALE)
+                prefill = Verify(self._next_number(), NEVER_STALE, prompt, len(prompt) + 1)
+                self._send(server, prefill)
 
     def _dispatch(self) -> None:
-        """Give idle servers the tasks that are due.
-
-        A task is due when `lookahead` positions are unasked, when the drafter has nothing more
-        to add, or when no running task draws the next position to commit: the target never
-        waits for a slow drafter, so DSI is never slower than decoding without speculation.
-        """
+        """Give idle servers the tasks that are due."""
         while self._idle:
-            if self._orphans:
-                task = self._orphans.pop(0)
-                self._send(self._nearest(), task.tokens, task.first, self._epoch)
-                continue
-            unasked = len(self._sequence) - self._asked
-            urgent = self._asked < self._committed or len(self._sequence) >= self._goal - 1
-            if unasked < 1 or (unasked < self._config.lookahead and not urgent):
+            task = self._orphans.pop(0) if self._orphans else self._due()
+            if task is None:
                 return
-            end = self._asked + min(unasked, self._config.max_rows)
-            self._send(self._nearest(), tuple(self._sequence[:end]), self._asked + 1, self._epoch)
-            self._asked = end
+            self._send(self._nearest(task.drafter), task)
 
-    def _nearest(self) -> int:
+    def _due(self) -> Verify | None:
+        """The next task, of the first branch that has one.
+
+        It is due when `lookahead` positions are unasked, when the drafter has nothing more to add,
+        or when no running task draws the next position to commit: the target never waits for a
+        slow drafter, so DSI is never slower than decoding without speculation.
+        """
+        committed = len(self._text)
+        if all(branch.asked < committed for branch in self._branches):
+            longest = max(self._branches, key=lambda branch: len(branch.tokens))
+            return self._next_task(longest, committed - 1, 1)
+        for branch in self._branches:
+            others = [other for other in self._branches if other is not branch]
+            covers = [branch.covered_by(other, committed) for other in others]
+            asked = max(branch.asked, committed - 1, *covers)
+            ended = len(branch.tokens) >= self._goal - 1
+            task = self._next_task(branch, asked, 1 if ended else self._config.lookahead)
+            if task is not None:
+                return task
+        return None
+
+    def _next_task(self, branch: Branch, asked: int, least: int) -> Verify | None:
+        """The positions of a branch behind `asked`, if there are so many."""
+        last = len(branch.tokens)
+        if last - asked < least:
+            return None
+        branch.asked = asked + min(last - asked, self._config.max_rows)
+        return branch.task(self._next_number(), asked + 1, branch.asked)
+
+    def _nearest(self, drafter: int) -> int:
         """The idle server with the fewest rows to catch up."""
-        return max(self._idle, key=lambda server: (self._cached[server], -server))
 
-    def _send(self, server: int, tokens: tuple[int, ...], first: int, epoch: int) -> None:
+        def useful(server: int) -> tuple[int, int]:
+            rows, whose = self._cached[server]
+            return rows if whose == drafter else min(rows, len(self._text)), -server
+
+        return max(self._idle, key=useful)
+
+    def _next_number(self) -> int:
         self._tasks += 1
-        task = Verify(self._tasks, epoch, tokens, first)
+        return self._tasks
+
+    def _send(self, server: int, task: Verify) -> None:
         self._idle.discard(server)
         self._running[server] = (task, self._workers.now() + self._config.timeout_s)
         self._workers.verify(server, task)
@@ -215,8 +267,8 @@ class Orchestrator:
     def _handle(self, event: Event) -> Commit | None:
         """Apply one event; return the tokens it committed."""
         if isinstance(event, Drafted):
-            if event.epoch == self._epoch and event.position == len(self._sequence):
-                self._sequence.append(event.token)
+            for branch in self._branches:
+                branch.extend(event)
         elif isinstance(event, WorkerLost):
             self._lose(event)
         elif event.server in self._running and self._running[event.server][0].task == event.task:
@@ -229,18 +281,25 @@ class Orchestrator:
                 self._fail(event, task)
         return None
 
+    def _branch_of(self, task: Verify) -> Branch | None:
+        """The branch that a task belongs to; None where it is stale, or a prefill."""
+        return next((branch for branch in self._branches if branch.epoch == task.epoch), None)
+
     def _take(self, event: Verified, task: Verify) -> Commit | None:
         """Apply the draws of a task."""
-        if task.epoch in (self._epoch, NEVER_STALE):
-            self._cached[event.server] = len(task.tokens)
-        if task.epoch != self._epoch:
+        branch = self._branch_of(task)
+        if branch is not None or task.epoch == NEVER_STALE:
+            self._cached[event.server] = len(task.tokens), task.drafter
+        if branch is None:
             return None
-        self._draws.update(zip(range(task.first, self._goal), event.draws, strict=False))
+        branch.draws.update(zip(range(task.first, self._goal), event.draws, strict=False))
         end = task.first + len(event.draws)
-        if end <= len(task.tokens) and event.draws == task.tokens[task.first : end]:
+        if event.bonus is not None:
+            branch.undecided[end] = event.bonus
+        elif end <= len(task.tokens) and event.draws == task.tokens[task.first : end]:
             # no draft was wrong, so the rest is still wanted: its first draw fails, or comes now
-            self._orphan(replace(task, first=end))
-        drafts = max(0, len(task.tokens) - self._committed)
+            self._orphan(task.rest(end))
+        drafts = max(0, len(task.tokens) - len(self._text))
         committed = self._commit()
         if not committed:
             return None
@@ -248,30 +307,58 @@ class Orchestrator:
         return Commit(tokens, drafted, max(1, event.rows - drafts))
 
     def _commit(self) -> list[tuple[int, bool]]:
-        """Move draws into the text, strictly in order, up to the first that was not drafted.
+        """Move draws into the text, strictly in order, up to the first that nobody drafted.
+
+        Branches that have another token there begin anew behind the text.
 
         Returns:
             The tokens, each with whether it was drafted.
         """
         committed = []
-        while (token := self._draws.pop(self._committed, None)) is not None:
-            position = self._committed
-            self._committed += 1
-            if position < len(self._sequence) and self._sequence[position] == token:
-                committed.append((token, True))
-                continue
-            del self._sequence[position:]
-            self._sequence.append(token)
-            committed.append((token, False))
-            self._cached = {s: min(rows, position) for s, rows in self._cached.items()}
-            if self._committed < self._goal:
-                self._restart()
-            break
+        left = self._branches
+        while left and len(self._text) < self._goal:
+            position = len(self._text)
+            token = self._drawn(left, position)
+            if token is None:
+                break
+            self._text.append(token)
+            left = [branch for branch in left if branch.goes_on(position, token)]
+            committed.append((token, bool(left)))
+            for branch in left:
+                branch.forget(position)
+        for branch in self._branches:
+            if branch not in left:
+                self._cut_cached(branch.drafter, len(self._text) - 1)
+                if len(self._text) < self._goal:
+                    self._restart(branch)
         return committed
+
+    def _drawn(self, branches: Sequence[Branch], position: int) -> int | None:
+        """The target's token behind the text, if some task of these branches has come to it."""
+        for branch in branches:
+            if position in branch.draws:
+                return branch.draws[position]
+        for branch in branches:
+            if position in branch.undecided:
+                assert self._judge is not None, "nobody asked for distributions"
+                drafted = [other for other in branches if position in other.proposals]
+                draft = (
+                    (drafted[0].tokens[position], drafted[0].proposals[position])
+                    if drafted
+                    else None
+                )
+                return self._judge(branch.undecided[position], draft, position)
+        return None
+
+    def _cut_cached(self, drafter: int, rows: int) -> None:
+        """Rows of drafts that were wrong are of no use."""
+        for server, (known, whose) in self._cached.items():
+            if whose == drafter:
+                self._cached[server] = min(known, rows), drafter
 
     def _orphan(self, task: Verify) -> None:
         """Send a task again, ahead of new ones, unless it is stale."""
-        if task.epoch == self._epoch:
+        if self._branch_of(task) is not None:
             self._orphans.append(task)
             self._orphans.sort(key=lambda orphan: orphan.first)
 
@@ -285,7 +372,7 @@ class Orchestrator:
         if isinstance(event.error, NonFiniteLogitsError):
             self._take_apart(event.error, task)
             return
-        if task.epoch not in (self._epoch, NEVER_STALE):
+        if self._branch_of(task) is None and task.epoch != NEVER_STALE:
             return
         self._idle.discard(event.server)
         self._resting[event.server] = event.error
@@ -301,19 +388,25 @@ class Orchestrator:
         A draft whose values overflow spoils the rows before it, too: the attention mask gives it
         the weight 0, and 0 times infinity is not a number. The target alone would not meet it.
         """
-        if task.epoch != self._epoch:
+        branch = self._branch_of(task)
+        if branch is None:
             return
         if task.first == len(task.tokens):
-            self._undrawable[task.first] = error
+            branch.undrawable[task.first] = error
             return
-        self._orphan(replace(task, tokens=task.tokens[: task.first]))
-        self._orphan(replace(task, first=task.first + 1))
+        self._orphan(task.head())
+        self._orphan(task.rest(task.first + 1))
 
     def _lose(self, event: WorkerLost) -> None:
         """Go on without a worker; the task it held is sent again, ahead of new ones."""
-        if event.worker == DRAFTER:
-            self._drafter_alive = False
-            self._report(f"the DSI drafter is lost ({event.reason}); going on without drafts")
+        if event.worker <= DRAFTER:
+            for branch in self._branches:
+                branch.alive = branch.alive and branch.drafter != event.worker
+            which = "" if len(self._branches) == 1 else f" {-event.worker}"
+            whose = "its drafts" if which else "drafts"
+            self._report(
+                f"the DSI drafter{which} is lost ({event.reason}); going on without {whose}"
+            )
             return
         self._idle.discard(event.worker)
         self._resting.pop(event.worker, None)

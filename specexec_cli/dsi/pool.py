@@ -36,7 +36,7 @@ class WorkerPool(ABC):
 
     Args:
         servers: one picklable function per target server, called where it runs to load it.
-        drafter: likewise; None to run without drafts.
+        drafters: likewise, the one whose drafts go first in front; empty to run without drafts.
         load_timeout_s: how long loading may take.
     Raises:
         WorkerError: a worker did not come up; all are stopped.
@@ -45,13 +45,13 @@ class WorkerPool(ABC):
     def __init__(
         self,
         servers: Sequence[Callable[[], TargetServer]],
-        drafter: Callable[[], DraftServer] | None,
+        drafters: Sequence[Callable[[], DraftServer]],
         load_timeout_s: float,
     ) -> None:
         self.ready: dict[int, Ready] = {}
         builders: dict[int, Callable[[], Any]] = dict(enumerate(servers))
-        if drafter is not None:
-            builders[DRAFTER] = drafter
+        self.drafters: Sequence[int] = [DRAFTER - number for number in range(len(drafters))]
+        builders.update(zip(self.drafters, drafters, strict=True))
         try:
             for number, build in builders.items():
                 self._start(number, build)
@@ -63,15 +63,15 @@ class WorkerPool(ABC):
     @property
     def servers(self) -> Sequence[int]:
         """Numbers of the target servers that are alive."""
-        return tuple(number for number in self._alive if number != DRAFTER)
+        return tuple(number for number in self._alive if number >= 0)
 
     def now(self) -> float:
         """Seconds of this machine's monotonic clock."""
         return time.perf_counter()
 
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Tell every worker how the next generation draws its tokens."""
-        self._send_all(Configure(sampling))
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Tell every worker how the next generation draws its tokens; see messages.Configure."""
+        self._send_all(Configure(sampling, rejection))
 
     def forget(self) -> None:
         """Let every worker empty its cache."""
@@ -82,8 +82,8 @@ class WorkerPool(ABC):
         self._send(server, message)
 
     def draft(self, message: Draft) -> None:
-        """Set the drafter to work on a new prefix."""
-        self._send(DRAFTER, message)
+        """Set a drafter to work on a new prefix."""
+        self._send(message.drafter, message)
 
     def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
         """Ask one worker for logits and wait for them; what else comes waits for receive().
@@ -98,8 +98,8 @@ class WorkerPool(ABC):
         return answer
 
     @abstractmethod
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Event | None:

@@ -50,20 +50,22 @@ class ProcessWorkers(WorkerPool):
     def __init__(
         self,
         servers: Sequence[Callable[[], TargetServer]],
-        drafter: Callable[[], DraftServer] | None,
+        drafters: Sequence[Callable[[], DraftServer]],
         load_timeout_s: float = 600.0,
     ) -> None:
         self._context = multiprocessing.get_context("spawn")
-        self._epoch = self._context.RawValue("q", 0)
+        # one of each drafter, at least the first's: without drafts the work is said to be for it
+        self._epochs = self._context.RawArray("q", max(1, len(drafters)))
         self._pipes: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
         self._asked = 0  # questions for logits so far
-        super().__init__(servers, drafter, load_timeout_s)
+        super().__init__(servers, drafters, load_timeout_s)
 
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
-        self._epoch.value = epoch  # one aligned word: workers see the old or the new one
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale."""
+        # one aligned word: workers see the old or the new one
+        self._epochs[DRAFTER - drafter] = epoch
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event of a worker, its death included."""
@@ -90,7 +92,7 @@ class ProcessWorkers(WorkerPool):
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ask every worker to leave, then kill those that do not; idempotent."""
-        self._epoch.value = _CLOSED
+        self._epochs[:] = [_CLOSED] * len(self._epochs)
         for number in list(self._pipes):
             self._send(number, None)
         deadline = time.monotonic() + timeout_s
@@ -106,8 +108,8 @@ class ProcessWorkers(WorkerPool):
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_worker_main,
-            args=(number, build, theirs, self._epoch),
-            name=f"specexec-dsi-{'drafter' if number == DRAFTER else number}",
+            args=(number, build, theirs, self._epochs),
+            name=f"specexec-dsi-{worker_name(number).replace(' ', '-')}",
             daemon=True,
         )
         process.start()
@@ -198,17 +200,21 @@ class _Mailbox:
         self._pipe.send(event)
 
 
-def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epoch: Any) -> None:
+def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epochs: Any) -> None:
     """A worker process, from loading its model to its last order."""
+
+    def epoch(drafter: int) -> int:
+        return int(epochs[DRAFTER - drafter])
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
     mailbox = _Mailbox(pipe)
     try:
         server = build()
         mailbox.put(server.ready())
-        if number == DRAFTER:
-            serve_drafter(server, mailbox, mailbox, lambda: int(epoch.value))
+        if number <= DRAFTER:
+            serve_drafter(server, mailbox, mailbox, epoch)
         else:
-            serve_target(server, number, mailbox, mailbox, lambda: int(epoch.value))
+            serve_target(server, number, mailbox, mailbox, epoch)
     except BrokenPipeError:
         return  # the main process is gone: nobody is left to tell
     except Exception as error:

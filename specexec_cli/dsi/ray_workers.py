@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.dsi.messages import (
-    DRAFTER,
     Aborted,
     Configure,
     Draft,
@@ -30,7 +29,14 @@ from specexec_cli.dsi.messages import (
     worker_name,
 )
 from specexec_cli.dsi.pool import WorkerPool, lost_without_answer
-from specexec_cli.dsi.workers import DraftServer, TargetServer, run_draft, run_score, run_task
+from specexec_cli.dsi.workers import (
+    DraftServer,
+    Epoch,
+    TargetServer,
+    run_draft,
+    run_score,
+    run_task,
+)
 from specexec_cli.errors import ConfigError, SpecexecError, WorkerError
 
 if TYPE_CHECKING:
@@ -46,16 +52,16 @@ class Worker:
     def __init__(self, number: int, build: Callable[[], Any]) -> None:
         self._number = number
         self._server = build()
-        self._epoch = 0
+        self._epochs: dict[int, int] = {}
 
     def ready(self) -> Ready:
         """Says that the model is loaded, and what the pool must know of it."""
         ready: Ready = self._server.ready()
         return ready
 
-    def configure(self, sampling: SamplingConfig) -> None:
+    def configure(self, sampling: SamplingConfig, rejection: bool) -> None:
         """Tells the model how the next generation draws its tokens."""
-        self._server.configure(sampling)
+        self._server.configure(sampling, rejection)
 
     def forget(self) -> None:
         """Empty the cache."""
@@ -65,9 +71,9 @@ class Worker:
         """The logits of a text."""
         return run_score(self._server, order)
 
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
-        self._epoch = max(self._epoch, epoch)
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale."""
+        self._epochs[drafter] = max(self._epochs.get(drafter, 0), epoch)
 
     def verify(self, task: Verify) -> Verified | Aborted | Failed:
         """Does one verification task."""
@@ -77,9 +83,9 @@ class Worker:
         """Yields tokens one by one, as they are drafted."""
         yield from run_draft(self._server, order, self._epoch_since(order.epoch))
 
-    def _epoch_since(self, epoch: int) -> Callable[[], int]:
+    def _epoch_since(self, epoch: int) -> Epoch:
         # an order may overtake the news of its own epoch; epochs only rise
-        return lambda: max(self._epoch, epoch)
+        return lambda drafter: max(self._epochs.get(drafter, 0), epoch)
 
 
 class RayCluster:
@@ -139,7 +145,7 @@ class RayWorkers(WorkerPool):
         self,
         cluster: RayCluster,
         servers: Sequence[Callable[[], TargetServer]],
-        drafter: Callable[[], DraftServer],
+        drafters: Sequence[Callable[[], DraftServer]],
         *,
         gpus: float,
         load_timeout_s: float = 600.0,
@@ -151,19 +157,19 @@ class RayWorkers(WorkerPool):
         )(Worker)
         self._actors: dict[int, Any] = {}
         self._pending: dict[Any, int] = {}  # what is awaited -> worker
-        self._drafts: Any = None  # the stream of the current draft order
-        super().__init__(servers, drafter, load_timeout_s)
+        self._drafts: dict[Any, int] = {}  # stream of a drafter's current order -> drafter
+        super().__init__(servers, drafters, load_timeout_s)
 
-    def advance_epoch(self, epoch: int) -> None:
-        """Make work of every earlier epoch stale."""
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
+        """Make work of a drafter's earlier epochs stale."""
         for actor in self._actors.values():
-            actor.advance_epoch.options(concurrency_group="control").remote(epoch)
+            actor.advance_epoch.options(concurrency_group="control").remote(epoch, drafter)
 
     def receive(self, timeout_s: float) -> Event | None:
         """The next event of a worker, its death included."""
         deadline = self.now() + timeout_s
         while True:
-            awaited = [*self._pending, *([self._drafts] if self._drafts is not None else [])]
+            awaited = [*self._pending, *self._drafts]
             left = max(0.0, deadline - self.now())
             if not awaited:
                 time.sleep(left)
@@ -171,7 +177,8 @@ class RayWorkers(WorkerPool):
             found, _ = self._ray.wait(awaited, num_returns=1, timeout=min(left, 3600.0))
             if not found:
                 return None
-            event = self._next_draft() if found[0] is self._drafts else self._answer(found[0])
+            stream = found[0] in self._drafts
+            event = self._next_draft(found[0]) if stream else self._answer(found[0])
             if event is not None:
                 return event
 
@@ -180,8 +187,7 @@ class RayWorkers(WorkerPool):
         actor = self._actors.pop(worker, None)
         if actor is not None:
             self._ray.kill(actor)
-        if worker == DRAFTER:
-            self._drafts = None
+        self._end_stream(worker)
         self._pending = {ref: owner for ref, owner in self._pending.items() if owner != worker}
 
     def close(self) -> None:
@@ -202,13 +208,14 @@ class RayWorkers(WorkerPool):
         if actor is None:
             return
         if isinstance(order, Configure):
-            actor.configure.remote(order.sampling)
+            actor.configure.remote(order.sampling, order.rejection)
         elif isinstance(order, Forget):
             actor.forget.remote()
         elif isinstance(order, Verify):
             self._pending[actor.verify.remote(order)] = number
         else:  # what the drafter still says of an older prefix is not read
-            self._drafts = actor.draft.options(num_returns="streaming").remote(order)
+            self._end_stream(number)
+            self._drafts[actor.draft.options(num_returns="streaming").remote(order)] = number
 
     def _ask(
         self, worker: int, order: Score, timeout_s: float
@@ -226,15 +233,19 @@ class RayWorkers(WorkerPool):
             raise WorkerError(f"DSI: {name} is lost: {_reason(error)}") from error
         return answer.logits
 
-    def _next_draft(self) -> Drafted | WorkerLost | None:
+    def _end_stream(self, drafter: int) -> None:
+        self._drafts = {stream: of for stream, of in self._drafts.items() if of != drafter}
+
+    def _next_draft(self, stream: Any) -> Drafted | WorkerLost | None:
+        drafter = self._drafts[stream]
         try:
-            drafted: Drafted = self._ray.get(next(self._drafts))
+            drafted: Drafted = self._ray.get(next(stream))
             return drafted
         except StopIteration:
-            self._drafts = None
+            self._end_stream(drafter)
             return None
         except self._ray.exceptions.RayError as error:
-            return self._lost(DRAFTER, error)
+            return self._lost(drafter, error)
 
     def _answer(self, ref: Any) -> Event:
         worker = self._pending.pop(ref)

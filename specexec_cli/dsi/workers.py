@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 Order = Verify | Draft | Configure | Forget | Score
 Stale = Callable[[], bool]
+Epoch = Callable[[int], int]  # drafter -> the epoch of the work for its drafts that is not stale
 Message = TypeVar("Message", covariant=True)
 
 
@@ -44,8 +45,8 @@ class ModelServer(Protocol):
         """What the pool must know before the first order."""
         ...
 
-    def configure(self, sampling: SamplingConfig) -> None:
-        """Draw, or guess at, the tokens of later orders by `sampling`."""
+    def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
+        """Draw, or guess at, the tokens of later orders by `sampling`; see messages.Configure."""
         ...
 
     def forget(self) -> None:
@@ -70,8 +71,25 @@ class TargetServer(ModelServer, Protocol):
         """Rows that were run through the model so far."""
         ...
 
-    def verify(self, tokens: Sequence[int], first: int, stale: Stale) -> tuple[int, ...] | None:
+    @property
+    def bonus(self) -> NDArray[np.float32] | None:
+        """The target's distribution at position len(tokens) of the last verification, (vocab,).
+
+        None unless `configure` asked for rejection sampling and every draft was kept.
+        """
+        ...
+
+    def verify(
+        self,
+        tokens: Sequence[int],
+        first: int,
+        stale: Stale,
+        proposals: Sequence[NDArray[np.float32]] = (),
+    ) -> tuple[int, ...] | None:
         """Draw the target's tokens at positions first .. len(tokens) after `tokens`.
+
+        Where `configure` asked for rejection sampling, draws end in front of position len(tokens).
+        Proposals: see messages.Verify.
 
         The cache keeps the longest common prefix of what it holds and `tokens`. `stale` is
         polled between layers; once it is true the pass is given up, the cache holds at most the
@@ -97,6 +115,14 @@ class DraftServer(ModelServer, Protocol):
         """Draft one more token; None where this text gets no more of them."""
         ...
 
+    @property
+    def proposal(self) -> NDArray[np.float32] | None:
+        """What the last token was drawn from, (vocab,); None where it is a guess at the target's.
+
+        It is told where `configure` asked for rejection sampling.
+        """
+        ...
+
 
 class Outbox(Protocol):
     """Where a worker puts what it has to tell."""
@@ -115,35 +141,38 @@ class Inbox(Protocol[Message]):
 
 
 def run_task(
-    server: TargetServer, number: int, task: Verify, epoch: Callable[[], int]
+    server: TargetServer, number: int, task: Verify, epoch: Epoch
 ) -> Verified | Aborted | Failed:
     """One verification task, from the stale check to its answer."""
 
     def stale() -> bool:
-        return task.epoch not in (NEVER_STALE, epoch())
+        return task.epoch not in (NEVER_STALE, epoch(task.drafter))
 
     begin, bytes_before, rows_before = time.perf_counter(), server.bytes_streamed, server.rows_run
     try:
-        draws = None if stale() else server.verify(task.tokens, task.first, stale)
+        draws = (
+            server.verify(task.tokens, task.first, stale, task.proposals) if not stale() else None
+        )
     except SpecexecError as error:
         return Failed(number, task.task, error, server.bytes_streamed - bytes_before)
     streamed = server.bytes_streamed - bytes_before
     if draws is None:
         return Aborted(number, task.task, streamed)
     rows = server.rows_run - rows_before
-    return Verified(number, task.task, draws, time.perf_counter() - begin, streamed, rows)
+    seconds = time.perf_counter() - begin
+    return Verified(number, task.task, draws, seconds, streamed, rows, server.bonus)
 
 
-def run_draft(server: DraftServer, order: Draft, epoch: Callable[[], int]) -> Iterator[Drafted]:
+def run_draft(server: DraftServer, order: Draft, epoch: Epoch) -> Iterator[Drafted]:
     """Draft, token after token, until the limit, the drafter's end, or a new epoch."""
-    if order.epoch != epoch():
+    if order.epoch != epoch(order.drafter):
         return
     server.start(order.tokens)
     for position in range(len(order.tokens), len(order.tokens) + order.limit):
         token = server.next_token()
-        if token is None or order.epoch != epoch():
+        if token is None or order.epoch != epoch(order.drafter):
             return
-        yield Drafted(order.epoch, position, token)
+        yield Drafted(order.epoch, position, token, order.drafter, server.proposal)
 
 
 def run_score(server: ModelServer, order: Score) -> Scored:
@@ -159,7 +188,7 @@ def serve_target(
     number: int,
     inbox: Inbox[Order],
     outbox: Outbox,
-    epoch: Callable[[], int],
+    epoch: Epoch,
 ) -> None:
     """Answer verification tasks until the inbox says None."""
     while (order := inbox.get()) is not None:
@@ -169,9 +198,7 @@ def serve_target(
             _serve_any(server, order, outbox)
 
 
-def serve_drafter(
-    server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoch: Callable[[], int]
-) -> None:
+def serve_drafter(server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoch: Epoch) -> None:
     """Draft what is ordered until the inbox says None."""
     while (order := inbox.get()) is not None:
         if isinstance(order, Draft):
@@ -184,7 +211,7 @@ def serve_drafter(
 def _serve_any(server: ModelServer, order: Order, outbox: Outbox) -> None:
     """The orders that every worker takes."""
     if isinstance(order, Configure):
-        server.configure(order.sampling)
+        server.configure(order.sampling, order.rejection)
     elif isinstance(order, Forget):
         server.forget()
     elif isinstance(order, Score):

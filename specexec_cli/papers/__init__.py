@@ -12,5 +12,5 @@ from specexec_cli.papers.registry import RECIPES, Claim, Finding, Recipe, Table,
 __all__ = ["RECIPES", "Claim", "Finding", "Recipe", "Table", "recipe"]
 
 # the files, in the order of the list that `specexec bench paper` prints
-for _file in ("specexec_rates", "specexec_search", "disco"):
+for _file in ("specexec_rates", "specexec_search", "disco", "dsi"):
     import_module(f"{__name__}.{_file}")

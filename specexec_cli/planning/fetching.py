@@ -14,15 +14,17 @@ from specexec_cli.planning.request import Request
 
 
 def models_of(request: Request) -> list[ModelEntry]:
-    """Target and draft model of the request, at the revisions it asks for.
+    """Target and draft models of the request, at the revisions it asks for.
 
     Raises:
         UnknownModelError, ConfigError: see choose_pair.
     """
-    pair = choose_pair(load_registry(request.models_file), request)
+    registry = load_registry(request.models_file)
+    pair = choose_pair(registry, request)
     if pair.draft is None or pair.own_bits is not None:  # that one is made of the target
         return [pair.target]
-    return [pair.target, pair.draft]
+    more = request.dsi.more_drafts if request.method == "dsi" else ()
+    return [pair.target, pair.draft, *map(registry.resolve, more)]
 
 
 def to_fetch(request: Request) -> list[Download]:

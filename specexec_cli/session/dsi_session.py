@@ -9,11 +9,14 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from specexec_cli.config import BenchMethod, DsiOptions, Method, TreeConfig
+from specexec_cli.catalog.hub import fetch
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.config import DSI_REJECTION, BenchMethod, DsiOptions, Method, TreeConfig
 from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.dsi.decoding import dsi
 from specexec_cli.dsi.engine import ModelSpec, load_drafter, load_target
@@ -25,6 +28,10 @@ from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
 from specexec_cli.errors import ConfigError, WorkerError
 from specexec_cli.loading import Notice, Prepared, pick_device
+from specexec_cli.models.skeleton import load_config
+from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.request import Request
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 
 _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
@@ -59,7 +66,7 @@ class DsiSession(TextSession):
         """Never calls back: several passes run at once, none of them in this process."""
 
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
-        if method not in ("dsi", "autoregressive"):
+        if method not in ("dsi", DSI_REJECTION, "autoregressive"):
             raise ConfigError(
                 f"this session runs on several devices at once, which `method='{method}'` does "
                 "not: use dsi or autoregressive, or open another session for it"
@@ -80,7 +87,8 @@ class DsiSession(TextSession):
             request.prompt,
             request.max_tokens,
             self.eos_ids,
-            drafts=request.method == "dsi",
+            drafts=request.method != "autoregressive",
+            rejection=request.method == DSI_REJECTION,
         )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
@@ -129,19 +137,21 @@ def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
     return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
 
 
-def open_dsi(
-    found: Prepared, options: DsiOptions, device: str, notice: Notice
-) -> DsiSession | None:
+def open_dsi(found: Prepared, request: Request, notice: Notice) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
     Numbers given by the user are obeyed whatever the plan says.
 
     Raises:
         WorkerError: a worker did not start.
+        TokenizerMismatchError, UnknownModelError: a draft model's tokens are not the target's, or
+            it is not here.
     """
     if found.draft is None:
         return None
+    options, device = request.dsi, request.device
     found.check_tokenizers()
+    drafts = [found.draft.folder, *_further_drafts(found, request)]
     cluster = RayCluster(options.ray) if options.ray is not None else None
     devices = ray_devices(cluster) if cluster else choose_devices(options, device)
     forced = options.sp is not None or options.lookahead is not None
@@ -150,7 +160,7 @@ def open_dsi(
         if cluster is not None:
             cluster.close()
         return None
-    workers = _start_workers(found, devices, target_servers(options, devices), cluster)
+    workers = _start_workers(found, drafts, devices, target_servers(options, devices), cluster)
     try:
         plan = _plan(workers, options.lookahead)
         if not plan.worthwhile and not forced:
@@ -170,21 +180,37 @@ def open_dsi(
         raise
 
 
+def _further_drafts(found: Prepared, request: Request) -> list[Path]:
+    """Folders of the draft models beside the pair's own."""
+    registry = load_registry(request.models_file)
+    folders = []
+    for name in request.dsi.more_drafts:
+        folder = fetch(registry.resolve(name), offline=request.offline)
+        vocab_size = int(load_config(read_checkpoint(folder)).vocab_size)
+        check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
+        folders.append(folder)
+    return folders
+
+
 def _start_workers(
-    found: Prepared, devices: Sequence[str], servers: int, cluster: RayCluster | None
+    found: Prepared,
+    drafts: Sequence[Path],
+    devices: Sequence[str],
+    servers: int,
+    cluster: RayCluster | None,
 ) -> WorkerPool:
-    """Loads the target `servers` times and the draft model once, on these devices in turns.
+    """Loads the target `servers` times and each draft model once, on these devices in turns.
 
     Args:
+        drafts: folders of the draft models; they share the last device.
         cluster: where the workers run; None for processes of this machine.
     Raises:
         WorkerError: a worker did not start.
     """
-    assert found.draft is not None
     spec = partial(
         ModelSpec,
         dtype=found.settings["dtype"],
-        threads=max(1, (os.cpu_count() or 1) // (servers + 1)),
+        threads=max(1, (os.cpu_count() or 1) // (servers + len(drafts))),
         vocab_size=int(found.config.vocab_size),
     )
     target = partial(
@@ -195,15 +221,17 @@ def _start_workers(
         buffers=found.ring_buffers[0],
         device_buffers=found.ring_buffers[1],
     )
-    draft = spec(folder=found.draft.folder, device=devices[-1], tiers=None)
     targets_to_load = [
         partial(load_target, target(device=devices[n % len(devices)])) for n in range(servers)
     ]
-    drafter_to_load = partial(load_drafter, draft)
+    drafters_to_load = [
+        partial(load_drafter, spec(folder=folder, device=devices[-1], tiers=None))
+        for folder in drafts
+    ]
     if cluster is None:
-        return ProcessWorkers(targets_to_load, drafter_to_load)
-    gpus = _share(cluster.gpus, servers + 1)
-    return RayWorkers(cluster, targets_to_load, drafter_to_load, gpus=gpus)
+        return ProcessWorkers(targets_to_load, drafters_to_load)
+    gpus = _share(cluster.gpus, servers + len(drafts))
+    return RayWorkers(cluster, targets_to_load, drafters_to_load, gpus=gpus)
 
 
 def ray_devices(cluster: RayCluster) -> list[str]:

@@ -42,7 +42,7 @@ def open_session(
             copies = target_servers(request.dsi, devices)
     found = prepare(request, copies=copies, devices=devices, notice=notice, progress=progress)
     if request.method == "dsi":
-        distributed = open_dsi(found, request.dsi, request.device, notice)
+        distributed = open_dsi(found, request, notice)
         if distributed is not None:
             return distributed
     draft = found.open_draft(notice)

@@ -45,32 +45,44 @@ class Latencies:
 
 
 class VirtualWorkers:
-    """Fake drafter and target servers on one event queue.
+    """Fake drafters and target servers on one event queue.
 
     Args:
         latencies: what each step costs.
         target: the token the target draws at a position of a sequence.
-        drafter: the token the drafter proposes there.
+        drafter: the token the first drafter proposes there.
         servers: number of target servers.
+        more_drafters: what further ones propose, and the seconds a token takes them.
     """
 
     def __init__(
-        self, latencies: Latencies, target: TokenAt, drafter: TokenAt, servers: int
+        self,
+        latencies: Latencies,
+        target: TokenAt,
+        drafter: TokenAt,
+        servers: int,
+        more_drafters: Sequence[tuple[TokenAt, float]] = (),
     ) -> None:
         self._latencies = latencies
         self._target = target
-        self._drafter = drafter
+        models = ((drafter, latencies.draft_s), *more_drafters)
+        self._drafters = {DRAFTER - number: model for number, model in enumerate(models)}
         self._alive = list(range(servers))
         self._cached: dict[int, tuple[int, ...]] = dict.fromkeys(self._alive, ())
         self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, start
-        self._draft: Draft | None = None
-        self._epoch = 0
+        self._drafts: dict[int, Draft] = {}  # drafter -> its order
+        self._sequences: dict[int, list[int]] = {}  # drafter -> what it has drafted
         self._now = 0.0
         self._queue: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
         self.busy_s = dict.fromkeys(self._alive, 0.0)  # per server, aborted passes included
         self.forwards = 0  # passes begun, prefills excluded
-        self.drafter_busy_s = 0.0
+        self.drafter_busy_s = 0.0  # of all drafters
+
+    @property
+    def drafters(self) -> Sequence[int]:
+        """Numbers of the drafters, dead ones included."""
+        return tuple(self._drafters)
 
     @property
     def servers(self) -> Sequence[int]:
@@ -92,23 +104,25 @@ class VirtualWorkers:
             if self._latencies.target_row_s:
                 missing = len(message.tokens) - common_prefix(self._cached[server], message.tokens)
                 seconds += self._latencies.target_row_s * max(0, missing - 1)
-        draws = tuple(
-            self._target(message.tokens, position)
-            for position in range(message.first, len(message.tokens) + 1)
-        )
-        self._push(self._now + seconds, Verified(server, message.task, draws, seconds))
+        self._push(self._now + seconds, self._verified(server, message, seconds))
+
+    def _verified(self, server: int, task: Verify, seconds: float) -> Verified:
+        positions = range(task.first, len(task.tokens) + 1)
+        draws = tuple(self._target(task.tokens, position) for position in positions)
+        return Verified(server, task.task, draws, seconds)
 
     def draft(self, message: Draft) -> None:
         """Begin drafting; the token in progress, if any, is given up."""
-        self._draft = message
-        self._draft_next(list(message.tokens))
+        if message.drafter in self._drafters:
+            self._drafts[message.drafter] = message
+            self._sequences[message.drafter] = list(message.tokens)
+            self._draft_next(message)
 
-    def advance_epoch(self, epoch: int) -> None:
+    def advance_epoch(self, epoch: int, drafter: int) -> None:
         """Stop stale passes after abort_s and the drafter at once."""
-        self._epoch = epoch
-        self._draft = None
+        self._drafts.pop(drafter, None)
         for server, (task, _) in self._running.items():
-            if task.epoch not in (NEVER_STALE, epoch):
+            if task.drafter == drafter and task.epoch not in (NEVER_STALE, epoch):
                 self._push(self._now + self._latencies.abort_s, Aborted(server, task.task))
 
     def receive(self, timeout_s: float) -> Event | None:
@@ -117,11 +131,12 @@ class VirtualWorkers:
         while self._queue and self._queue[0][0] <= limit:
             self._now, _, _, event = heapq.heappop(self._queue)
             if isinstance(event, Drafted):
-                if self._draft is None or event.epoch != self._draft.epoch:
+                order = self._drafts.get(event.drafter)
+                if order is None or event.epoch != order.epoch:
                     continue
-                self.drafter_busy_s += self._latencies.draft_s
-                self._sequence.append(event.token)
-                self._draft_next(self._sequence)
+                self.drafter_busy_s += self._drafters[event.drafter][1]
+                self._sequences[event.drafter].append(event.token)
+                self._draft_next(order)
             elif isinstance(event, WorkerLost):
                 self.drop(event.worker)
             elif not self._finish(event):
@@ -132,8 +147,8 @@ class VirtualWorkers:
 
     def drop(self, worker: int) -> None:
         """Forget a worker: no later event of its own is delivered."""
-        if worker == DRAFTER:
-            self._draft = None
+        if worker <= DRAFTER:
+            self._drafts.pop(worker, None)
         elif worker in self._alive:
             self._alive.remove(worker)
             self._running.pop(worker, None)
@@ -145,14 +160,15 @@ class VirtualWorkers:
     def close(self) -> None:
         """Nothing runs between events, so nothing is left to stop."""
 
-    def _draft_next(self, sequence: list[int]) -> None:
-        self._sequence = sequence
-        message = self._draft
-        if message is not None and len(sequence) < len(message.tokens) + message.limit:
-            position = len(sequence)
-            token = self._drafter(sequence, position)
-            due = self._now + self._latencies.draft_s
-            self._push(due, Drafted(message.epoch, position, token))
+    def _draft_next(self, order: Draft) -> None:
+        sequence = self._sequences[order.drafter]
+        if len(sequence) < len(order.tokens) + order.limit:
+            due = self._now + self._drafters[order.drafter][1]
+            self._push(due, self._drafted(order, sequence))
+
+    def _drafted(self, order: Draft, sequence: Sequence[int]) -> Drafted:
+        token = self._drafters[order.drafter][0](sequence, len(sequence))
+        return Drafted(order.epoch, len(sequence), token, order.drafter)
 
     def _finish(self, event: Verified | Aborted | Failed) -> bool:
         """Account for the end of a pass; False if that pass had ended before."""

@@ -7,8 +7,10 @@ suits the servers at hand, DSI means decoding without speculation, as the planne
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 from specexec_cli.errors import ConfigError
@@ -68,11 +70,11 @@ def simulated_heatmap(points: int, servers: int, lookahead: int | None = None) -
     return Heatmap(fractions, acceptances, speedups)
 
 
-def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = None) -> None:
-    """Write the four panels as one PNG.
+def drawn(heatmap: Heatmap, servers: int, lookahead: int | None = None) -> Any:
+    """The four panels as one figure of matplotlib.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written.
+        ConfigError: matplotlib is not installed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -94,24 +96,37 @@ def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = Non
     )
     for number, panel in enumerate(PANELS):
         axes = figure.add_subplot(2, 2, number + 1)
-        rows = heatmap.speedups[panel]
-        low, high = min(min(row) for row in rows), max(1.001, heatmap.maximum(panel))
-        # colours meet at 1 where a panel has slowdowns; else white is 1
-        norm = TwoSlopeNorm(1.0, vmin=low, vmax=high) if low < 0.999 else Normalize(1.0, high)
+        # a perfect drafter is many times faster than any other: colours go by the logarithm
+        rows = [[math.log2(value) for value in row] for row in heatmap.speedups[panel]]
+        low, high = min(0.0, *map(min, rows)), max(0.001, *map(max, rows))
+        slower = low < -0.001  # then colours meet at 1; else white is 1
         image = axes.imshow(
             rows,
             origin="lower",
             aspect="auto",
             extent=extent,
-            cmap="RdBu" if low < 0.999 else "Blues",
-            norm=norm,
+            cmap="RdBu" if slower else "Blues",
+            norm=TwoSlopeNorm(0.0, vmin=low, vmax=high) if slower else Normalize(0.0, high),
         )
-        figure.colorbar(image, ax=axes, label="speedup")
+        ticks = [low, low / 2] if slower else []
+        ticks += [high * quarter / 4 for quarter in range(5)]
+        bar = figure.colorbar(image, ax=axes, label="speedup", ticks=ticks)
+        bar.set_ticklabels([f"{2**tick:.2f}x" for tick in ticks])
         axes.set_title(f"{panel}  (max {heatmap.maximum(panel):.2f}x)")
         axes.set_xlabel("drafter latency / target latency")
         axes.set_ylabel("acceptance rate")
     si = "best lookahead" if lookahead is None else f"lookahead {lookahead}"
     figure.suptitle(f"SI: {si}; DSI: best lookahead, at most {servers} target servers")
+    return figure
+
+
+def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = None) -> None:
+    """Write the four panels as one PNG.
+
+    Raises:
+        ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    figure = drawn(heatmap, servers, lookahead)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

@@ -53,28 +53,15 @@ def run_autoregressive(latencies: Latencies, tokens: int) -> Outcome:
     return Outcome(seconds, tokens, 1, seconds)
 
 
-def run_speculative(
-    latencies: Latencies, accepted: Sequence[bool], lookahead: int, extra_forward: bool = False
-) -> Outcome:
-    """Draft `lookahead` tokens, verify, repeat; never more drafts than tokens left to commit.
-
-    extra_forward charges one more target pass at the start and after each rejection, as the paper's
-    own simulation does (each start is a pass that verifies nothing and commits nothing:
-    dsi/online/simul/core.py of keyboardAnt/distributed-speculative-inference).
-    Before the last token that pass is the iteration itself, so it is not charged twice.
-    """
-    done, tokens, forwards = 0, len(accepted), int(extra_forward)
-    seconds = forwards * latencies.target_s
+def run_speculative(latencies: Latencies, accepted: Sequence[bool], lookahead: int) -> Outcome:
+    """Draft `lookahead` tokens, verify, repeat; never more drafts than tokens left to commit."""
+    done, tokens, forwards, seconds = 0, len(accepted), 0, 0.0
     while done < tokens:
         drafts = min(lookahead, tokens - done - 1)
         rows = drafts * latencies.target_row_s
         seconds += drafts * latencies.draft_s + latencies.target_s + rows
         forwards += 1
-        run = next((i for i in range(drafts) if not accepted[done + i]), drafts)
-        done += run + 1
-        if extra_forward and run < drafts and tokens - done > 1:
-            seconds += latencies.target_s
-            forwards += 1
+        done += next((i for i in range(drafts) if not accepted[done + i]), drafts) + 1
     return Outcome(seconds, forwards, 1, seconds)
 
 

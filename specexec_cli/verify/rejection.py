@@ -89,18 +89,38 @@ def _settle(
 ) -> tuple[int, int | None]:
     """The token of one position, and the node it is, if it is one."""
     position = len(context)
-    if draws is not None:
-        draft_probs = np.zeros(len(target_probs))
-        stored = draws.draft_probs.double().cpu().numpy()
-        draft_probs[: len(stored)] = stored / stored.sum()
-        tests = uniforms(seed, position, _ACCEPT_STREAM, len(draws.nodes))
-        for node, uniform in zip(draws.nodes, tests.tolist(), strict=True):
-            token = int(tree.tokens[node])
-            if uniform * draft_probs[token] < target_probs[token]:
-                return token, node
-            residual = np.maximum(target_probs - draft_probs, 0.0)
-            if residual.sum() > 0:  # but for rounding a rejection leaves some
-                target_probs = residual / residual.sum()
-            draft_probs[token] = 0.0
-            draft_probs /= max(draft_probs.sum(), np.finfo(np.float64).tiny)
+    if draws is None:
+        return settle(target_probs, target_probs, (), seed, position)
+    tokens = [int(tree.tokens[node]) for node in draws.nodes]
+    proposal = draws.draft_probs.double().cpu().numpy()
+    token, kept = settle(target_probs, proposal, tokens, seed, position)
+    return token, None if kept is None else draws.nodes[kept]
+
+
+def settle(
+    target_probs: Probs,
+    proposal: Probs,
+    tokens: Sequence[int],
+    seed: int,
+    position: int,
+) -> tuple[int, int | None]:
+    """The token of one position: a draft that is kept, or one of the target's own.
+
+    Args:
+        proposal: (draft vocab,) what the first of the tokens was drawn from.
+        tokens: drafts of the position, drawn one after another without replacement.
+    Returns:
+        The token, and which of `tokens` it is, if it is one.
+    """
+    draft_probs = np.zeros(len(target_probs))
+    draft_probs[: len(proposal)] = proposal / proposal.sum()
+    tests = uniforms(seed, position, _ACCEPT_STREAM, len(tokens))
+    for number, (token, uniform) in enumerate(zip(tokens, tests.tolist(), strict=True)):
+        if uniform * draft_probs[token] < target_probs[token]:
+            return token, number
+        residual = np.maximum(target_probs - draft_probs, 0.0)
+        if residual.sum() > 0:  # but for rounding a rejection leaves some
+            target_probs = residual / residual.sum()
+        draft_probs[token] = 0.0
+        draft_probs /= max(draft_probs.sum(), np.finfo(np.float64).tiny)
     return draw(target_probs, float(uniforms(seed, position, _RESIDUAL_STREAM, 1)[0])), None

@@ -69,6 +69,28 @@ def test_every_method_on_the_demo_pair(tmp_path):
     assert by_label["specexec 8/4"]["metrics"]["generation_rate"]["mean"] > 1.3
 
 
+def test_dsi_on_worker_processes_beside_chains(tmp_path):
+    results = tmp_path / "bench.jsonl"
+    content = run_json(
+        *SMALL, "--method", "dsi,dsi-rejection,chain", "--temperature", "0.8", "--sp", "1",
+        "--lookahead", "2", "--max-tokens", "12", "--prompts", "1", "--results", results,
+    )  # fmt: skip
+    assert not any(problems(row) for row in read_results(results))
+    cases = {case["label"]: case for case in content["cases"]}
+    assert list(cases) == ["autoregressive", "dsi 2 sp 1", "dsi-rejection 2 sp 1", "chain 3"]
+    dsi, rejection, chain = list(cases.values())[1:]
+    assert dsi["same_text"] == {"same": 1, "of": 1}
+    assert rejection["same_text"] is None
+    assert chain["same_text"] is None
+    assert dsi["case"]["place"] == "cpu"
+    assert all(case["speedup"]["overall"] > 0 for case in cases.values())
+
+
+def test_dsi_that_would_not_pay_is_measured_where_it_is_said_how(tmp_path):
+    with pytest.raises(ConfigError, match="how many target servers to measure it with, `sp`"):
+        run(*SMALL, "--method", "dsi", "--device", "cpu", "--results", tmp_path / "bench.jsonl")
+
+
 def test_policies_scorings_and_calibrations_beside_each_other(tmp_path):
     content = run_json(
         *SMALL, "--method", "specexec,chain-coupled", "--policy", "fixed,cost,oracle",

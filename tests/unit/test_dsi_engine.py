@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import (
@@ -29,6 +30,7 @@ from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
+from specexec_cli.verify.rejection import settle
 from specexec_cli.verify.verifier import LocalTarget
 
 PROMPT = [1, 40, 80, 120, 160, 33, 34, 35]
@@ -144,6 +146,40 @@ def test_draws_end_at_the_first_that_differs(models):
     assert right is not None
     assert right[0] == draws[0]
     assert len(right) == 2
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_drafts_are_tested_by_rejection_sampling(models, same):
+    """A drafter that is the target keeps every draft; of any drafts the tests are settle()'s."""
+    sampling, first = SamplingConfig(temperature=1.0, top_k=5, seed=7), len(PROMPT)
+    target, vocab_size = ModelTarget(models[0]), models[0].vocab_size
+    target.configure(sampling, rejection=True)
+    if same:
+        drafter = ModelDrafter(models[1], vocab_size=vocab_size)
+        drafter.configure(sampling, rejection=True)
+        drafter.start(PROMPT)
+        drawn = [(drafter.next_token(), drafter.proposal) for _ in range(8)]
+    else:
+        numbers = random.Random(0)
+        uniform = np.full(vocab_size, 1 / vocab_size, dtype=np.float32)
+        drawn = [(numbers.randrange(vocab_size), uniform) for _ in range(8)]
+    text = [*PROMPT, *(token for token, _ in drawn)]
+    draws = target.verify(text, first, lambda: False, [proposal for _, proposal in drawn])
+    probs = [
+        Sampler(sampling).probs(row, text[:position])
+        for position, row in enumerate(chain_logits(models[0], text), 1)
+    ]
+    for position, (found, (draft, proposal)) in enumerate(zip(draws, drawn, strict=False), first):
+        token, kept = settle(probs[position - 1], proposal, (draft,), 7, position)
+        assert found == token
+        assert (found == draft) == (kept is not None)
+    if same:
+        assert list(draws) == text[first:]
+        assert target.bonus == pytest.approx(probs[-1], abs=1e-5)
+    else:
+        assert len(draws) < 8, "top-k excludes most uniform drafts"
+        assert list(draws[:-1]) == text[first : first + len(draws) - 1]
+        assert target.bonus is None
 
 
 def test_a_prefill_draws_nothing_and_costs_later_tasks_nothing(models):

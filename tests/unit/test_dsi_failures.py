@@ -146,7 +146,7 @@ def test_a_server_that_rests_may_be_lost_as_well() -> None:
 class LateServer(ToyServer):
     """Every pass over PROMPT and more fails, some time after nobody wants it any more."""
 
-    def verify(self, tokens, first, stale):
+    def verify(self, tokens, first, stale, proposals=()):
         if list(tokens[: len(PROMPT)]) == PROMPT and len(tokens) > len(PROMPT):
             self.passes += 1
             while not stale():

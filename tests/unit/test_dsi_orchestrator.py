@@ -123,7 +123,7 @@ class HangingWorkers(VirtualWorkers):
 def test_a_hung_server_is_dropped_and_its_task_sent_again():
     reports: list[str] = []
     plain = workers_of()
-    workers = HangingWorkers(plain._latencies, plain._target, plain._drafter, 3)
+    workers = HangingWorkers(plain._latencies, plain._target, plain._drafters[DRAFTER][0], 3)
     config = DsiConfig(lookahead=3, timeout_s=50.0)
     assert text_of(Orchestrator(workers, config, reports.append)) == EXPECTED
     assert reports == ["DSI target server 1 is lost (no answer for 50 s); 2 left"]

@@ -31,7 +31,7 @@ def test_lost_and_hung_processes_lose_and_repeat_no_token():
     """One exits in mid-pass, one hangs, one is killed from outside between two tokens."""
     reports: list[str] = []
     workers = ProcessWorkers(
-        [server(0, exits_at=3), server(1, hangs_at=4), server(2), server(3)], DRAFT
+        [server(0, exits_at=3), server(1, hangs_at=4), server(2), server(3)], [DRAFT]
     )
     pids = [process.pid for process in workers._processes.values()]
     try:
@@ -55,14 +55,14 @@ def test_lost_and_hung_processes_lose_and_repeat_no_token():
 def test_a_worker_that_cannot_load_is_one_clear_error_and_leaves_nothing():
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(WorkerError, match=r"target server 1 did not start: TypeError"):
-        ProcessWorkers([server(0), partial(ToyServer, SEED, no_such_option=1)], DRAFT)
+        ProcessWorkers([server(0), partial(ToyServer, SEED, no_such_option=1)], [DRAFT])
     left = [p for p in psutil.Process().children(recursive=True) if p not in before]
     assert not [p for p in left if "spawn_main" in " ".join(p.cmdline())]
 
 
 def test_a_killed_drafter_leaves_plain_decoding():
     reports: list[str] = []
-    workers = ProcessWorkers([server(0), server(1)], DRAFT)
+    workers = ProcessWorkers([server(0), server(1)], [DRAFT])
     try:
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
         os.kill(workers._processes[DRAFTER].pid, signal.SIGKILL)
@@ -76,7 +76,7 @@ def test_a_killed_drafter_leaves_plain_decoding():
 def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():
     """Beside a text whose last tasks are still to be answered, and without losing their answers."""
     slow = partial(ToyServer, SEED, RandomDelay(0.05, 0.06))
-    workers = ProcessWorkers([slow, slow, server(2, score_s=30.0)], DRAFT)
+    workers = ProcessWorkers([slow, slow, server(2, score_s=30.0)], [DRAFT])
     try:
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), lambda line: None)
         early = orchestrator.generate(PROMPT, 40)
@@ -103,7 +103,7 @@ def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():
 
 def test_an_answer_that_was_not_waited_for_is_taken_for_no_other(monkeypatch):
     """Ctrl-C between the question and its answer, which comes later."""
-    workers = ProcessWorkers([server(0)], DRAFT)
+    workers = ProcessWorkers([server(0)], [DRAFT])
     try:
         for text in ((1, 2, 3), (4, 5, 6)):
             with monkeypatch.context() as patched:
@@ -137,7 +137,7 @@ from specexec_cli.dsi.processes import ProcessWorkers
 
 if __name__ == "__main__":
     slow = RandomDelay(0.05, 0.06)
-    workers = ProcessWorkers([partial(ToyServer, 5, slow)] * 2, partial(ToyDrafter, 5, 0.8, slow))
+    workers = ProcessWorkers([partial(ToyServer, 5, slow)] * 2, [partial(ToyDrafter, 5, 0.8, slow)])
     print(*(process.pid for process in workers._processes.values()), flush=True)
     for commit in Orchestrator(workers, DsiConfig(lookahead=2)).generate([1, 2, 3], 100000):
         {then}

@@ -34,12 +34,12 @@ cluster = RayCluster(LOCAL)
 drafter = partial(ToyDrafter, 5, 0.8, RandomDelay(0.0, 0.002))
 try:
     bad = partial(ToyServer, 5, no_such_option=1)
-    RayWorkers(RayCluster("connected already"), [bad], drafter, gpus=0, load_timeout_s=100)
+    RayWorkers(RayCluster("connected already"), [bad], [drafter], gpus=0, load_timeout_s=100)
 except WorkerError as error:
     refused = str(error)
 servers = [partial(ToyServer, 5, RandomDelay(0.0, 0.006, n)) for n in range(2)]
 servers.append(partial(ToyServer, 5, RandomDelay(0.0, 0.006), exits_at=1))
-workers = RayWorkers(cluster, servers, drafter, gpus=0, load_timeout_s=100)
+workers = RayWorkers(cluster, servers, [drafter], gpus=0, load_timeout_s=100)
 reports, equal = [], []
 orchestrator = Orchestrator(workers, DsiConfig(lookahead=2), reports.append)
 for seed in (0, 9):

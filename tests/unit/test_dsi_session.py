@@ -8,8 +8,8 @@ import psutil
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, save_pair
 
-from specexec_cli.cli.option_groups import dsi_options
-from specexec_cli.config import DsiOptions, GenerationConfig, SamplingConfig
+from specexec_cli.cli.option_groups import MeasuredModels, draft_models, dsi_options
+from specexec_cli.config import DSI_REJECTION, DsiOptions, GenerationConfig, SamplingConfig
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
 from specexec_cli.session import Session, TextSession, dsi_session
@@ -21,9 +21,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return save_pair(tmp_path_factory.mktemp("pair"), noise=0.02)
 
 
-def tokens_of(session: TextSession, temperature: float, max_tokens: int) -> list[int]:
+def tokens_of(
+    session: TextSession, temperature: float, max_tokens: int, method: str | None = None
+) -> list[int]:
     steps = session.generate(
         "def f(x):",
+        method=method,
         sampling=SamplingConfig(temperature=temperature, seed=4),
         generation=GenerationConfig(max_tokens=max_tokens),
     )
@@ -38,7 +41,7 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
     children = set(psutil.Process().children(recursive=True))
     with Session.open(
         target=target, draft=draft, method="dsi", device="cpu", offload="ssd",
-        notice=notices.append, dsi=DsiOptions(sp=2, lookahead=2),
+        notice=notices.append, dsi=DsiOptions(sp=2, lookahead=2, more_drafts=(target,)),
     ) as session:  # fmt: skip
         assert isinstance(session, DsiSession)
         for temperature, tokens in zip((0.0, 1.0), expected, strict=True):
@@ -51,7 +54,9 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
         assert session.settings["sp"] == "2"
         assert session.context_length == 4096
         workers = set(psutil.Process().children(recursive=True)) - children
-        assert len(workers) >= 3
+        assert len(workers) >= 4
+        assert tokens_of(session, 0.0, 24, DSI_REJECTION) == expected[0], "nothing is random"
+        assert len(tokens_of(session, 1.0, 24, DSI_REJECTION)) == 24
     assert not [worker for worker in workers if "spawn_main" in _command(worker)]
     session.close()
     with pytest.raises(ConfigError, match="this session is closed: open another"):
@@ -62,9 +67,9 @@ def test_processes_generate_the_plain_text_and_are_gone_afterwards(pair):
 def test_servers_of_a_mixture_keep_and_read_experts_as_planned(tmp_path: Path, monkeypatch):
     started = []
 
-    def process_workers(targets, drafter):
+    def process_workers(targets, drafters):
         started.append(targets)
-        return ProcessWorkers(targets, drafter)
+        return ProcessWorkers(targets, drafters)
 
     monkeypatch.setattr(dsi_session, "ProcessWorkers", process_workers)
     config = architecture("qwen3-moe")
@@ -99,6 +104,20 @@ def test_one_device_falls_back_and_says_so(pair):
         assert session.method == "specexec"
         assert len(tokens_of(session, 0.0, 4)) == 4
     assert notices == ["DSI needs two devices or more and there is one: using `method='specexec'`"]
+
+
+def test_several_draft_models_are_for_dsi_alone(tmp_path):
+    assert draft_models(None) == ()
+    assert draft_models("a, org/b") == ("a", "org/b")
+    folder = tmp_path / "a,b"
+    folder.mkdir()
+    assert draft_models(str(folder)) == (str(folder),)
+    with pytest.raises(ConfigError, match="--draft takes models as in A,B, not 'a,,b'"):
+        draft_models("a,,b")
+    models = MeasuredModels(target="t", draft="a,b")
+    assert models.request("", 8, several_drafts=True).draft == "a"
+    with pytest.raises(ConfigError, match="'a,b': several models are for --method dsi alone"):
+        models.request("", 8)
 
 
 def test_options_are_numbers_or_auto():

@@ -17,7 +17,7 @@ from specexec_cli.cli.main import app
 COMMANDS = {
     "": 40, "generate": 45, "chat": 50, "serve": 52, "train-policy": 45, "plan": 42, "pull": 30,
     "rm": 30, "quantize": 38, "doctor": 20, "bench": 60, "bench coverage": 45, "bench report": 30,
-    "bench paper": 50,
+    "bench paper": 50, "measure": 48,
     "models": 20, "models list": 25, "models recommend": 25, "models show": 20, "simulate": 25,
     "simulate dsi": 40, "simulate heatmap": 30, "simulate table": 20, "simulate offload": 40,
 }  # fmt: skip

@@ -43,7 +43,34 @@ def test_dsi_prints_every_method_and_its_costs():
         "method", "lookahead", "ms/token", "over", "SI", "over", "non-SI", "target", "forwards",
         "servers", "used", "GPU-s",
     ]  # fmt: skip
-    assert len(lines) == 7
+    assert len(lines) == 8
+
+
+def test_proposition_1_for_a_finite_text():
+    """t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1) of 2, 10, 0.75 and 5: 2 * 3 + 10 * (1 + 1) = 26."""
+    args = ["dsi", "--target-ms", "10", "--draft-ms", "2", "--acceptance", "0.75", "--tokens", "5",
+            "--sp", "99", "--lookahead", "1", "--repeats", "4000"]  # fmt: skip
+    data = json.loads(invoke(*args, "--json"))
+    assert data["proposition_1"] == {"ms_per_token": pytest.approx(26 / 5), "tokens": 5}
+    assert data["methods"][-1]["ms_per_token"] == pytest.approx(26 / 5, rel=0.02)
+    assert "Proposition 1: 5.20 ms/token" in invoke(*args)
+
+
+def test_measured_numbers_are_taken_and_overridden(tmp_path):
+    path = tmp_path / "measured.json"
+    path.write_text(
+        json.dumps({"target": {"ttft_ms": 90.0, "tpot_ms": 37.7}, "draft": {"tpot_ms": 2.5},
+                    "acceptance": {"rate": 0.63}})
+    )  # fmt: skip
+    rest = ISSUE[7:]
+    assert json.loads(invoke("dsi", "--measured", str(path), *rest, "--json")) == json.loads(
+        invoke(*ISSUE, "--json")
+    )
+    changed = json.loads(
+        invoke("dsi", "--measured", str(path), "--acceptance", "0.9", *rest, "--json")
+    )
+    assert changed["config"]["acceptance"] == 0.9
+    assert changed["config"]["target_ms"] == 37.7
 
 
 def test_rows_that_cost_time_make_long_lookaheads_dearer():
@@ -57,12 +84,16 @@ def test_rows_that_cost_time_make_long_lookaheads_dearer():
 def test_table_prints_ten_rows_and_says_why_the_columns_differ():
     data = json.loads(invoke("table", "--repeats", "2", "--json"))
     assert len(data["rows"]) == 10
-    assert set(data["geometric_mean"]) == {"paper", "exact", "paper_accounting"}
-    assert {"target", "drafter", "dataset", "target_ms", "draft_ms", "acceptance", "paper",
-            "exact", "paper_accounting"} == set(data["rows"][0])  # fmt: skip
+    columns = {"paper", "exact", "accounting", "restarts"}
+    assert set(data["geometric_mean"]) == set(data["spearman"]) == columns
+    assert data["spearman"]["paper"] == pytest.approx(1.0)
+    assert data["within_10_percent"]["paper"] == 10
+    assert {"target", "drafter", "dataset", "target_ms", "draft_ms", "acceptance"} | columns == set(
+        data["rows"][0]
+    )
     text = invoke("table", "--repeats", "2")
     assert "geometric mean" in text
-    assert "at the start and after each rejection" in text
+    assert "a target pass that verifies nothing" in text
 
 
 def test_heatmap_json_needs_no_plotting_library(monkeypatch):
@@ -89,6 +120,10 @@ def test_offload_ends_with_a_verdict():
         ([*ISSUE, "--sp", "0"], "--sp must be 1 or more"),
         ([*ISSUE, "--acceptance", "2"], "`acceptance` must be between 0 and 1"),
         (["heatmap", "--points", "1"], "`points` must be 2 or more"),
+        (["table", "--ttft", "0.5"], "--ttft must be between 1 and 1000, not 0.5"),
+        (["dsi", "--target-ms", "5"], "give --draft-ms, --acceptance, or --measured FILE"),
+        (["dsi", "--measured", "no-such-file"], "cannot read no-such-file"),
+        (["dsi", "--measured", __file__], "is not what `specexec measure --json` prints"),
     ],
 )
 def test_bad_options_are_one_clear_error(args, message):
