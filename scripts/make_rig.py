@@ -131,7 +131,7 @@ def write_rig(
     """Write the checkpoint to `out`, which appears when it is complete.
 
     Args:
-        shape_name: see parse_shape(), or one of rig_random.MODELS.
+        shape_name: see parse_shape(), or one of rig_shapes.MODELS.
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
         row_format: one of specexec_kernels.row_quantize.RECIPES, or "gpt-oss" for experts as its
