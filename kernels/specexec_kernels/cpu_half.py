@@ -75,8 +75,8 @@ class Half:
     places = (Arg.X, Arg.OUT, Arg.CHUNKS)
 
     def kind(self, weight: Tensor | Transposed) -> Hashable:
-        transposed = isinstance(weight, Transposed)
-        return transposed, (weight.stored if transposed else weight).dtype, tuple(weight.shape)
+        stored = weight.stored if isinstance(weight, Transposed) else weight
+        return isinstance(weight, Transposed), stored.dtype, stored.shape
 
     def spec(self, rows: int, weight: Tensor | Transposed) -> KernelSpec:
         transposed = isinstance(weight, Transposed)

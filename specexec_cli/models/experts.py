@@ -89,7 +89,7 @@ class StreamedExperts(nn.Module):
         if not isinstance(stored.prepared, ExpertWeights):
             with self._bound([(expert, stored)]):
                 stored.prepared = self._block[0].weights_of(expert)
-        return cast(ExpertWeights, stored.prepared)
+        return stored.prepared
 
     @contextmanager
     def _bound(self, batch: Batch) -> Iterator[None]:
