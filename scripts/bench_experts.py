@@ -115,7 +115,8 @@ def measure(task: dict[str, Any], checkout: Path | None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "task.json"
         path.write_text(json.dumps(task))
-        env = {**os.environ, "XDG_CACHE_HOME": folder}  # nothing learned earlier
+        # nothing learned earlier; threads wait for one another as those of `specexec` do
+        env = {"GOMP_SPINCOUNT": "10000", **os.environ, "XDG_CACHE_HOME": folder}
         if checkout is not None:
             env["PYTHONPATH"] = os.pathsep.join(map(str, (checkout, checkout / "kernels")))
         ran = subprocess.run(
@@ -163,7 +164,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="FOLDER")
     parser.add_argument("--share", type=float, default=0.25, help="of the experts' bytes")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="of an earlier version")
-    parser.add_argument("--without-whole", action="store_true", help="no whole layers beside it")
+    parser.add_argument("--without-whole", action="store_true", help="none moved by this version")
     parser.add_argument("--tokens", type=int, default=64, help="of each text with experts")
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--budget", type=int, default=64, help="of the draft tree")
@@ -183,22 +184,24 @@ def main() -> None:
         "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens // 2,
         "tokens": dict.fromkeys(METHODS, args.tokens),
     }  # fmt: skip
-    found = {}
+    # a pass of whole layers costs the same wherever it is: a few of them tell
+    few = {"warm_tokens": 2, "tokens": {"autoregressive": 5, "specexec": 16},
+           "prompts": prompts[:2]}  # fmt: skip
+    runs: dict[str, tuple[dict[str, Any], Path | None]] = {}
     if not args.without_whole:
-        # a pass of whole layers costs the same wherever it is: a few of them tell
-        few = {"warm_tokens": 2, "tokens": {"autoregressive": 5, "specexec": 16},
-               "prompts": prompts[:2]}  # fmt: skip
-        found["whole layers"] = measure({**task, **few, "whole_layers": True}, None)
-        if args.before is not None:
-            found["before"] = measure({**task, **few}, args.before)
-    found["experts"] = measure(task, None)
-    base: dict[str, float] = {}
-    for name, result in found.items():
-        if name != "experts":
-            for method, row in result["methods"].items():
+        runs["whole layers"] = {**task, **few, "whole_layers": True}, None
+    if args.before is not None:
+        runs["before"] = {**task, **few}, args.before
+    runs["experts"] = task, None
+    found: dict[str, dict[str, Any]] = {}
+    base: dict[str, float] = {}  # the best of whole layers, by method
+    for name, run in runs.items():
+        found[name] = measure(*run)
+        show(name, found[name], base if name == "experts" else {})
+        for method, row in found[name]["methods"].items():
+            if name != "experts":
                 base[method] = max(base.get(method, 0.0), row["tokens"] / row["seconds"])
     for name, result in found.items():
-        show(name, result, base if name == "experts" else {})
         for method, texts in result["texts"].items():
             for ours, theirs in zip(found["experts"]["texts"][method], texts, strict=False):
                 shared = min(len(ours), len(theirs))

@@ -65,10 +65,11 @@ def newton_schulz(g: Tensor) -> Tensor:
 
 
 def optimizers(model: Llama, lr: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the hidden matrices and AdamW for embeddings and norms."""
+    """Return Muon for the hidden matrices and AdamW for embeddings, norms and routers."""
     named = list(model.named_parameters())
-    hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n]
-    rest = [p for n, p in named if p.ndim != 2 or "embed" in n]
+    apart = [p.ndim != 2 or "embed" in n or n.endswith("moe.gate.weight") for n, p in named]
+    hidden = [p for (_, p), alone in zip(named, apart, strict=True) if not alone]
+    rest = [p for (_, p), alone in zip(named, apart, strict=True) if alone]
     adam = torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     return [Muon(hidden[0::2], lr=2 * lr), Muon(hidden[1::2], lr=2 * lr), adam]
 

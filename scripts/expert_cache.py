@@ -3,8 +3,9 @@
     python scripts/expert_cache.py --model RIG --tokens 2000
 
 The model reads the held-out prompts in one pass each, and what its rows choose is taken as the
-passes of one row each that decoding would make. Every rule then runs over that trace with room
-for 10, 25 and 50 % of the experts. Hits are counted behind the first quarter of the trace. The last
+passes of one row each that decoding would make; with `--decode 40` it goes on so many tokens behind
+each prompt, and these passes are the trace. Every rule then runs over it with room for 10, 25 and
+50 % of the experts. Hits are counted behind the first quarter of the trace. The last
 line is JSON.
 """
 
@@ -103,8 +104,13 @@ def hit_rate(trace: Trace, per_layer: int, slots: int, worth: Worth) -> float:
     return hits / asked
 
 
-def recorded(folder: Path, tokens: int) -> tuple[Trace, int]:
-    """The choices of a model's rows on the held-out prompts, and the experts of a layer."""
+def recorded(folder: Path, tokens: int, decode: int) -> tuple[Trace, int]:
+    """The choices of a model's rows, and the experts of a layer.
+
+    Args:
+        tokens: of the held-out prompts in all, or that are decoded in all.
+        decode: tokens behind each prompt, which are then the rows; 0 for the prompts' own.
+    """
     checkpoint = read_checkpoint(folder)
     experts = checkpoint_bytes(checkpoint).experts
     assert experts is not None, f"{folder} is no mixture"
@@ -121,10 +127,20 @@ def recorded(folder: Path, tokens: int) -> tuple[Trace, int]:
             )
     tokenizer, done = load_tokenizer(folder), 0
     for prompt in json.loads(TEXTS.read_text("utf-8")):
-        ids = tokenizer.encode(prompt["prompt"])[: tokens - done]
-        if ids:
-            model.forward(PassRows.chain(ids, 0), model.new_cache(), [0])
+        ids = tokenizer.encode(prompt["prompt"])
+        ids = (ids if decode else ids[: tokens - done]) if done < tokens else []
+        if not ids:
+            continue
+        cache, before = model.new_cache(), len(seen[0])
+        logits = model.forward(PassRows.chain(ids, 0), cache, [len(ids) - 1])
+        if not decode:
             done += len(ids)
+            continue
+        for choices in seen:
+            del choices[before:]
+        for place in range(len(ids), len(ids) + decode):
+            logits = model.forward(PassRows.chain([int(logits.argmax())], place), cache, [0])
+        done += decode
     model.close()
     by_layer = np.stack([np.concatenate(choices) for choices in seen], axis=1)
     firsts = experts.count * np.arange(len(seen))
@@ -146,8 +162,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--tokens", type=int, default=2000, metavar="N")
+    parser.add_argument("--decode", type=int, default=0, metavar="N")
     args = parser.parse_args()
-    trace, per_layer = recorded(args.model, args.tokens)
+    trace, per_layer = recorded(args.model, args.tokens, args.decode)
     experts = per_layer * trace.shape[1]
     layers = [
         routing_of([trace[:, index] % per_layer], per_layer) for index in range(trace.shape[1])

@@ -1,4 +1,4 @@
-"""Write a Llama rig's weights as a GGUF for llama.cpp, tensor by tensor.
+"""Write a Llama or Mixtral rig's weights as a GGUF for llama.cpp, tensor by tensor.
 
     python gguf_rig.py RIG OUT.gguf [BITS]        (needs the packages gguf and numpy)
 
@@ -12,6 +12,7 @@ The vocabulary is the rig's own, where it has a tokenizer.json of a byte-level B
 from __future__ import annotations
 
 import json
+import re
 import struct
 import sys
 from collections.abc import Iterator
@@ -26,8 +27,9 @@ _NAMES = {
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
+    "post_attention_layernorm": "ffn_norm", "block_sparse_moe.gate": "ffn_gate_inp",
 }  # fmt: skip
+_EXPERTS = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
 
 
 _DTYPES = {"BF16": np.uint16, "F32": np.float32}
@@ -40,7 +42,26 @@ def _wide(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
+Words = list[np.ndarray]  # of one matrix, or of each expert's
+
+
+def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Words]]:
+    """(name in the GGUF, shape, bf16 words or float32) of every tensor; experts are stacked."""
+    stacks: dict[str, dict[int, tuple[tuple[int, ...], np.ndarray]]] = {}
+    for name, shape, words in _stored(rig):
+        place = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(w\d)\.weight", name)
+        if place is None:
+            yield _renamed(name), shape, [words]
+        else:
+            layer, expert, leaf = place.groups()
+            stack = stacks.setdefault(f"blk.{layer}.{_EXPERTS[leaf]}.weight", {})
+            stack[int(expert)] = shape, words
+    for name, stack in stacks.items():
+        shape, _ = stack[0]
+        yield name, (len(stack), *shape), [stack[expert][1] for expert in range(len(stack))]
+
+
+def _stored(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
     """(name, shape, bf16 words or float32) of every tensor in the checkpoint's files."""
     for path in sorted(rig.glob("*.safetensors")):
         with path.open("rb") as file:
@@ -84,6 +105,9 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int) -> None:
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
+    if "num_local_experts" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -144,44 +168,48 @@ def quantize(source: Path, out: Path, mixture: str) -> None:
 
 
 def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantizationType:
-    if len(shape) == 1:
+    if len(shape) == 1 or "ffn_gate_inp" in name:  # llama.cpp wants norms and routers so
         return gguf.GGMLQuantizationType.F32
-    return _KINDS[bits if "layers" in name else 16][0]
+    return _KINDS[bits if name.startswith("blk.") else 16][0]
 
 
 def _as(kind: gguf.GGMLQuantizationType, words: np.ndarray) -> np.ndarray:
     """bf16 words in another type, as bytes."""
     if kind == gguf.GGMLQuantizationType.BF16:
         return np.ascontiguousarray(words).view(np.uint8)
+    if kind == gguf.GGMLQuantizationType.F32:
+        return _wide(words)
     return gguf.quants.quantize(_wide(words), kind)
 
 
 def write(rig: Path, out: Path, bits: int) -> None:
-    """Converts; norms become float32, as llama.cpp wants them."""
+    """Converts, matrix by matrix."""
     config = json.loads((rig / "config.json").read_text())
-    if config["model_type"] != "llama":
-        raise SystemExit(f"{rig}: only Llama rigs can be converted, not {config['model_type']}")
-    writer = gguf.GGUFWriter(out, "llama")
+    if config["model_type"] not in ("llama", "mixtral"):
+        raise SystemExit(f"{rig}: Llama and Mixtral rigs can be converted, not "
+                         f"{config['model_type']}")  # fmt: skip
+    writer = gguf.GGUFWriter(out, "llama")  # Mixtrals too
     _header(writer, config, bits)
     _tokenizer(writer, rig, config["vocab_size"])
-    heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+    heads = {"attn_q.": "num_attention_heads", "attn_k.": "num_key_value_heads"}
     for name, shape, _ in _tensors(rig):
         kind = _kind(name, shape, bits)
         single = kind == gguf.GGMLQuantizationType.F32
         raw = shape if single else gguf.quant_shape_to_byte_shape(shape, kind)
         n_bytes = int(np.prod(raw)) * (4 if single else 1)
         dtype = np.dtype(np.float32 if single else np.uint8)
-        writer.add_tensor_info(_renamed(name), raw, dtype, n_bytes, kind)
+        writer.add_tensor_info(name, raw, dtype, n_bytes, kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, shape, words in _tensors(rig):
-        if len(shape) == 1:
-            writer.write_tensor_data(_wide(words))
-            continue
+    for name, shape, parts in _tensors(rig):
+        kind = _kind(name, shape, bits)
         count = next((config[key] for part, key in heads.items() if part in name), None)
-        ordered = _interleaved(words, shape, count) if count else words.reshape(shape)
-        writer.write_tensor_data(_as(_kind(name, shape, bits), ordered))
+        made = []
+        for words in parts:
+            matrix = words.reshape(shape[-2:])
+            made.append(_as(kind, _interleaved(matrix, shape, count) if count else matrix))
+        writer.write_tensor_data(made[0] if len(made) == 1 else np.stack(made))
     writer.close()
 
 

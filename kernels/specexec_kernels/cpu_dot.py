@@ -7,7 +7,7 @@ neither the other rows nor the number of threads. `supports` says which weights 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -66,6 +66,9 @@ class Stored:
     dtype = torch.bfloat16
     places = (StoredArg.X, StoredArg.OUT, StoredArg.CHUNKS)
 
+    def kind(self, weight: Tensor) -> Hashable:
+        return weight.shape
+
     def spec(self, rows: int, weight: Tensor) -> StoredSpec:
         return _stored_spec(rows)
 
@@ -78,22 +81,23 @@ class Stored:
     def sums(self, chunks: int, spec: StoredSpec, weight: Tensor) -> Tensor:
         return torch.empty(chunks, spec.rows, weight.shape[0])
 
-    def arguments(self, spec: StoredSpec, weight: Tensor, x: Tensor, sums: Tensor) -> list[int]:
+    def arguments(self, spec: StoredSpec, weight: Tensor) -> list[int]:
         outputs, inputs = weight.shape
         strips = outputs // spec.strip
         values = {
             StoredArg.OUT_STRIDE: outputs,
             StoredArg.UNITS: inputs // (2 * LANES),
-            StoredArg.X_BLOCKS: x.shape[1],
+            StoredArg.X_BLOCKS: _x_blocks(inputs),
             StoredArg.END_STRIP: strips,
             StoredArg.STRIPS_AT_ONCE: self._at_once(spec, strips),
         }
         return [values.get(arg, 0) for arg in StoredArg]
 
-    def addresses(
-        self, spec: StoredSpec, weight: Tensor
-    ) -> tuple[list[tuple[int, int]], Sequence[Tensor]]:
-        return [(StoredArg.WEIGHT, weight.data_ptr())], ()
+    def stored(self, weight: Tensor) -> dict[int, Tensor]:
+        return {StoredArg.WEIGHT: weight}
+
+    def own(self, spec: StoredSpec, weight: Tensor) -> dict[int, Tensor]:
+        return {}
 
     def tiles(self, spec: StoredSpec, weight: Tensor) -> int:
         strips = weight.shape[0] // spec.strip
@@ -124,14 +128,13 @@ class Packed(cpu_quant.Packed):
     def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
         return torch.empty(chunks, spec.rows, cpu_quant.strip_count(spec, weight) * spec.strip)
 
-    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[PackedArg, Tensor]:
+    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[int, Tensor]:
         return {}
 
-    def arguments(
-        self, spec: KernelSpec, weight: PackedWeight, x: Tensor, sums: Tensor
-    ) -> list[int]:
-        values = super().arguments(spec, weight, x, sums)
-        values[PackedArg.X_BLOCKS] = x.shape[1]
+    def arguments(self, spec: KernelSpec, weight: PackedWeight) -> list[int]:
+        values = super().arguments(spec, weight)
+        values[PackedArg.OUT_STRIDE] = cpu_quant.strip_count(spec, weight) * spec.strip
+        values[PackedArg.X_BLOCKS] = _x_blocks(weight.in_features)
         values[PackedArg.GROUP_UNITS] = weight.group_size // spec.unit_codes
         return values
 
@@ -180,6 +183,11 @@ def _block(weight: PackedWeight) -> int:
     return _LONGEST_BLOCK if weight.group_size % _LONGEST_BLOCK == 0 else 0
 
 
+def _x_blocks(inputs: int) -> int:
+    """Blocks of pairs in which rows are laid out; see _arrange."""
+    return -(-inputs // (2 * X_PAIRS))
+
+
 def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
     """Rows as the kernels read them.
 
@@ -191,7 +199,7 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
         (chunks, blocks, size, 2 * X_PAIRS) bfloat16; inputs too many are zero.
     """
     (rows, inputs), width = x.shape, 2 * X_PAIRS
-    chunks, blocks = rows // size, -(-inputs // width)
+    chunks, blocks = rows // size, _x_blocks(inputs)
     if blocks * width != inputs:
         x = torch.nn.functional.pad(x, (0, blocks * width - inputs))
     runs = x.reshape(chunks, size, blocks, width // unit, 2, unit // 2)

@@ -6,51 +6,63 @@ cpu_linear and dispatch.quantized_matmul give for each alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_quant
 from specexec_kernels.cpu_half import Transposed
-from specexec_kernels.cpu_products import Form
+from specexec_kernels.cpu_products import Form, Placed
 from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.packing import PackedWeight
 
 Weight = Tensor | Transposed | PackedWeight | RowWeight
 
 
-def form_for(rows: Tensor, weights: Sequence[Sequence[Weight]]) -> Form | None:
+class Group:
+    """The weights of one group, such as an expert's, looked at once."""
+
+    __slots__ = ("_forms", "_kinds", "weights")
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = [Placed(weight) for weight in weights]
+        self._kinds = tuple(map(_kind, weights))
+        self._forms: dict[torch.dtype, Form | None] = {}
+
+    def is_like(self, other: Group) -> bool:
+        """Whether the weights of both, one after another, differ by nothing but their values."""
+        return self._kinds == other._kinds
+
+    def form(self, rows: torch.dtype) -> Form | None:
+        """The kernels that multiply all of them with rows of a dtype, None where there are none."""
+        if rows not in self._forms:
+            forms = {_form(rows, placed.weight) for placed in self.weights}
+            self._forms[rows] = forms.pop() if len(forms) == 1 else None
+        return self._forms[rows]
+
+
+def form_for(rows: Tensor, groups: Sequence[Group]) -> Form | None:
     """The kernels that multiply all of these weights, None where they are to be multiplied alone.
 
     Args:
         rows: of the dtype and on the device of those that will be multiplied.
-        weights: groups whose weights at one place are alike, as cpu_products.products wants them.
+        groups: whose weights at one place are alike, as cpu_products.products wants them.
     """
-    if rows.device.type != "cpu":
+    first = groups[0]
+    if rows.device.type != "cpu" or not all(first.is_like(group) for group in groups[1:]):
         return None
-    form = _form(rows.dtype, weights[0][0])
-    for place, alike in enumerate(weights[0]):
-        kind = _kind(alike)
-        if _form(rows.dtype, alike) is not form:
-            return None
-        if any(_kind(group[place]) != kind for group in weights):
-            return None
-    return form
+    return first.form(rows.dtype)
 
 
-def _kind(weight: Weight) -> object:
+def _kind(weight: Weight) -> Hashable:
     """Equal for weights that differ by nothing but their values."""
     if isinstance(weight, RowWeight):
         return RowWeight
-    if isinstance(weight, Tensor):
-        return weight.dtype, weight.shape
-    if isinstance(weight, Transposed):
-        return Transposed, weight.stored.dtype, weight.shape
-    return (
-        weight.format, weight.in_features, weight.out_features, weight.group_size,
-        weight.g_idx is None, weight.scales.dtype,
-    )  # fmt: skip
+    if isinstance(weight, PackedWeight):
+        return cpu_quant.FUSED.kind(weight)
+    stored = weight.stored if isinstance(weight, Transposed) else weight
+    return cpu_half.HALF.kind(weight), stored.is_contiguous()
 
 
 def _form(rows: torch.dtype, weight: Weight) -> Form | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -74,6 +74,10 @@ class Half:
     dtype = torch.float32
     places = (Arg.X, Arg.OUT, Arg.CHUNKS)
 
+    def kind(self, weight: Tensor | Transposed) -> Hashable:
+        stored = weight.stored if isinstance(weight, Transposed) else weight
+        return isinstance(weight, Transposed), stored.dtype, stored.shape
+
     def spec(self, rows: int, weight: Tensor | Transposed) -> KernelSpec:
         transposed = isinstance(weight, Transposed)
         stored = weight.stored if isinstance(weight, Transposed) else weight
@@ -90,9 +94,7 @@ class Half:
     def sums(self, chunks: int, spec: KernelSpec, weight: Tensor | Transposed) -> Tensor:
         return torch.zeros(chunks, spec.rows, weight.shape[0])
 
-    def arguments(
-        self, spec: KernelSpec, weight: Tensor | Transposed, x: Tensor, sums: Tensor
-    ) -> list[int]:
+    def arguments(self, spec: KernelSpec, weight: Tensor | Transposed) -> list[int]:
         outputs, inputs = weight.shape
         values = {
             Arg.INPUTS: inputs,
@@ -101,11 +103,11 @@ class Half:
         }
         return [values.get(arg, 0) for arg in Arg]
 
-    def addresses(
-        self, spec: KernelSpec, weight: Tensor | Transposed
-    ) -> tuple[list[tuple[int, int]], Sequence[Tensor]]:
-        stored = weight.stored if isinstance(weight, Transposed) else weight
-        return [(Arg.WEIGHT, stored.data_ptr())], ()
+    def stored(self, weight: Tensor | Transposed) -> dict[int, Tensor]:
+        return {Arg.WEIGHT: weight.stored if isinstance(weight, Transposed) else weight}
+
+    def own(self, spec: KernelSpec, weight: Tensor | Transposed) -> dict[int, Tensor]:
+        return {}
 
     def tiles(self, spec: KernelSpec, weight: Tensor | Transposed) -> int:
         return -(-(weight.shape[0] // spec.strip) // self._at_once(spec, weight))

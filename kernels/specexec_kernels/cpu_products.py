@@ -8,12 +8,15 @@ product without waiting for one another. A product has the same bits alone and a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specexec_kernels import cpu_jit
@@ -30,6 +33,9 @@ class Form(Protocol):
     def places(self) -> tuple[int, int, int]:
         """Where in the arguments X, OUT and the number of chunks are."""
 
+    def kind(self, weight: Any) -> Hashable:
+        """Equal for weights that differ by nothing but their values."""
+
     def spec(self, rows: int, weight: Any) -> Any:
         """What the kernel for so many rows is compiled for; its `rows` are those of a chunk."""
 
@@ -42,11 +48,14 @@ class Form(Protocol):
     def sums(self, chunks: int, spec: Any, weight: Any) -> Tensor:
         """Memory for the results of so many chunks, (chunks, ...) float32."""
 
-    def arguments(self, spec: Any, weight: Any, x: Tensor, sums: Tensor) -> list[int]:
-        """Arguments that all weights alike have in common; x and sums are of any of them."""
+    def arguments(self, spec: Any, weight: Any) -> list[int]:
+        """Arguments that all weights alike have in common."""
 
-    def addresses(self, spec: Any, weight: Any) -> tuple[list[tuple[int, int]], Any]:
-        """(argument, address) of each tensor of a weight, and what must live until the call."""
+    def stored(self, weight: Any) -> Mapping[int, Tensor]:
+        """The tensors of a weight as the kernel reads them, by argument."""
+
+    def own(self, spec: Any, weight: Any) -> Mapping[int, Tensor]:
+        """Tensors of one call beside those, by argument."""
 
     def tiles(self, spec: Any, weight: Any) -> int:
         """Claims of one product."""
@@ -55,30 +64,81 @@ class Form(Protocol):
         """What the kernel wrote as (chunks * spec.rows, outputs)."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What calls of one kernel have in common, whatever the rows and the weight hold."""
+
+    spec: Any
+    kernel: Any
+    tiles: int
+    values: tuple[int, ...]  # arguments; addresses are still to be told
+
+
+# Few weights and numbers of rows come again and again, and in a pass of one row all that is around
+# a product takes as long as the product.
+_calls: dict[Hashable, _Call] = {}
+
+
+def _call(form: Form, rows: int, weight: Any) -> _Call:
+    """How so many rows are multiplied with this weight, and with every other that is alike."""
+    key = form, form.kind(weight), rows, torch.get_num_threads()
+    found = _calls.get(key)
+    if found is None:
+        spec = form.spec(rows, weight)
+        found = _calls[key] = _Call(
+            spec,
+            form.kernel(spec, weight),
+            form.tiles(spec, weight),
+            tuple(form.arguments(spec, weight)),
+        )
+    return found
+
+
+class Placed:
+    """A weight, and where its tensors lie, which is looked up once."""
+
+    __slots__ = ("_found", "weight")
+
+    def __init__(self, weight: Any) -> None:
+        self.weight = weight
+        self._found: dict[Form, tuple[tuple[int, ...], list[int], Mapping[int, Tensor]]] = {}
+
+    def at(self, form: Form) -> tuple[tuple[int, ...], list[int]]:
+        """Arguments of the weight's own tensors, and their addresses."""
+        found = self._found.get(form)
+        if found is None:
+            stored = form.stored(self.weight)
+            addresses = [tensor.data_ptr() for tensor in stored.values()]
+            found = self._found[form] = tuple(stored), addresses, stored
+        return found[0], found[1]
+
+
 def product(form: Form, x: Tensor, weight: Any) -> Tensor:
     """(rows, inputs) times one weight, (rows, outputs) float32."""
     x, rows = x.to(form.dtype), x.shape[0]
-    spec = form.spec(rows, weight)
+    call = _call(form, rows, weight)
+    spec = call.spec
     chunks = max(-(-rows // spec.rows), 1)
     if chunks * spec.rows != rows:
         x = torch.nn.functional.pad(x, (0, 0, 0, chunks * spec.rows - rows))
     arranged = form.arrange(x, spec)
     sums = form.sums(chunks, spec, weight)
-    values = form.arguments(spec, weight, arranged, sums)
-    places, kept = form.addresses(spec, weight)
-    for place, address in places:
-        values[place] = address
+    kept = {**form.stored(weight), **form.own(spec, weight)}
+    values = list(call.values)
+    for place, tensor in kept.items():
+        values[place] = tensor.data_ptr()
     x_place, out_place, chunks_place = form.places
     values[x_place], values[out_place] = arranged.data_ptr(), sums.data_ptr()
     values[chunks_place] = chunks
     table = array("q", values)
-    cpu_jit.run(form.kernel(spec, weight), table.buffer_info()[0], form.tiles(spec, weight))
+    cpu_jit.run(call.kernel, table.buffer_info()[0], call.tiles)
     del kept
-    return form.flat(sums, spec, weight)[:rows]
+    found = form.flat(sums, spec, weight)
+    return found if len(found) == rows else found[:rows]
 
 
 def products(
-    form: Form, x: Tensor, takes: Sequence[Sequence[int]], weights: Sequence[Sequence[Any]]
+    form: Form, x: Tensor, takes: Sequence[Sequence[int]], weights: Sequence[Sequence[Placed]]
 ) -> Tensor:
     """Some rows times some weights, others times others, in one launch.
 
@@ -90,14 +150,18 @@ def products(
         (weights of a group, rows of all takes, outputs) float32, in the order of `takes`.
     """
     x = x.to(form.dtype)
-    alike, each = weights[0][0], len(weights[0])
-    specs = {count: form.spec(count, alike) for count in set(map(len, takes))}
+    alike, each = weights[0][0].weight, len(weights[0])
+    calls = {count: _call(form, count, alike) for count in set(map(len, takes))}
     by_spec: dict[Any, list[int]] = {}
     for group, take in enumerate(takes):
-        by_spec.setdefault(specs[len(take)], []).append(group)
+        by_spec.setdefault(calls[len(take)].spec, []).append(group)
     launch = _Launch()
     done = [
-        (spec, groups, _enqueue(launch, form, spec, x, groups, takes, weights))
+        (
+            spec,
+            groups,
+            _enqueue(launch, form, calls[len(takes[groups[0]])], x, groups, takes, weights),
+        )
         for spec, groups in by_spec.items()
     ]
     launch.run()
@@ -134,73 +198,91 @@ def _in_order(
 def _enqueue(
     launch: _Launch,
     form: Form,
-    spec: Any,
+    call: _Call,
     x: Tensor,
     groups: list[int],
     takes: Sequence[Sequence[int]],
-    weights: Sequence[Sequence[Any]],
+    weights: Sequence[Sequence[Placed]],
 ) -> Tensor:
     """The groups whose rows are as many as one kernel takes; where their results will be."""
-    rows: list[int] = []
+    spec, alike, each = call.spec, weights[0][0].weight, len(weights[0])
     chunks = [-(-len(takes[group]) // spec.rows) for group in groups]
-    for group, count in zip(groups, chunks, strict=True):
-        take = takes[group]
-        rows += take
-        # rows too many are computed for nobody
-        rows += [take[0]] * (count * spec.rows - len(take))
-    arranged = form.arrange(x[rows], spec)
-    alike, each, in_all = weights[0][0], len(weights[0]), sum(chunks)
+    firsts = [end - count for end, count in zip(accumulate(chunks), chunks, strict=True)]
+    in_all = sum(chunks)
+    arranged, x_addresses = _arranged(form, spec, x, [takes[group] for group in groups], chunks)
     sums = form.sums(each * in_all, spec, alike)
-    common = form.arguments(spec, alike, arranged, sums)
-    kernel, tiles = form.kernel(spec, alike), form.tiles(spec, alike)
+    out_address, out_bytes = sums.data_ptr(), _item_bytes(sums)
     x_place, out_place, chunks_place = form.places
-    x_address, x_bytes = arranged.data_ptr(), arranged.element_size() * arranged[0].numel()
-    out_address, out_bytes = sums.data_ptr(), sums.element_size() * sums[0].numel()
+    chosen = [placed for group in groups for placed in weights[group]]
+    at = [placed.at(form) for placed in chosen]
+    # a line of arguments for each weight, one group's after another's
+    table = np.empty((len(chosen), len(call.values)), dtype=np.int64)
+    table[:] = call.values
+    table[:, at[0][0]] = [addresses for _, addresses in at]
+    line = table.reshape(len(groups), each, -1)
+    line[:, :, x_place] = np.array(x_addresses)[:, None]
+    line[:, :, out_place] = out_address + out_bytes * np.add.outer(firsts, in_all * np.arange(each))
+    line[:, :, chunks_place] = np.array(chunks)[:, None]
+    for number, placed in enumerate(chosen):
+        own = form.own(spec, placed.weight)
+        for place, tensor in own.items():
+            table[number, place] = tensor.data_ptr()
+        launch.keep(own)
     launch.keep(arranged)
-    first = 0
-    for group, count in zip(groups, chunks, strict=True):
-        for number, weight in enumerate(weights[group]):
-            values = common.copy()
-            places, kept = form.addresses(spec, weight)
-            for place, address in places:
-                values[place] = address
-            values[x_place] = x_address + first * x_bytes
-            values[out_place] = out_address + (number * in_all + first) * out_bytes
-            values[chunks_place] = count
-            launch.add(kernel, values, tiles)
-            launch.keep(kept)
-        first += count
+    launch.add(call.kernel, table, call.tiles)
     return sums
+
+
+def _arranged(
+    form: Form, spec: Any, x: Tensor, takes: Sequence[Sequence[int]], chunks: Sequence[int]
+) -> tuple[Tensor, list[int]]:
+    """Rows as the kernel reads them, and where each take's begin; takes that are equal share."""
+    rows: list[int] = []
+    starts: dict[tuple[int, ...], int] = {}
+    keys = [tuple(take) for take in takes]
+    for take, count in zip(keys, chunks, strict=True):
+        if take not in starts:
+            starts[take] = len(rows) // spec.rows
+            rows += take
+            # rows too many are computed for nobody
+            rows += take[:1] * (count * spec.rows - len(take))
+    if rows != list(range(x.shape[0])):
+        x = x[rows]
+    arranged = form.arrange(x, spec)
+    first, size = arranged.data_ptr(), _item_bytes(arranged)
+    return arranged, [first + starts[take] * size for take in keys]
+
+
+def _item_bytes(tensor: Tensor) -> int:
+    """Bytes of tensor[0], of a tensor that lies in one piece."""
+    return tensor.element_size() * (tensor.numel() // len(tensor))
 
 
 class _Launch:
     """Calls of kernels that all threads go through one after another."""
 
     def __init__(self) -> None:
-        self._kernels: list[int] = []
-        self._starts: list[int] = []  # of each call's arguments in the table
-        self._table = array("q")
+        self._calls: list[NDArray[np.int64]] = []  # (kernel, arguments) each
         self._tiles = 0
         self._kept: list[Any] = []
 
-    def add(self, kernel: Any, values: list[int], tiles: int) -> None:
-        """One call, with arguments that begin with its counter."""
-        self._kernels.append(kernel.address)
-        self._starts.append(len(self._table))
-        self._table.extend(values)
-        self._tiles += tiles
+    def add(self, kernel: Any, table: NDArray[np.int64], tiles: int) -> None:
+        """A call for each line of arguments, which begins with the call's own counter."""
+        calls = np.empty((len(table), 2), dtype=np.int64)
+        calls[:, 0] = kernel.address
+        calls[:, 1] = table.ctypes.data + table.strides[0] * np.arange(len(table))
+        self._calls.append(calls)
+        self._tiles += tiles * len(table)
+        self._kept.append(table)
 
     def keep(self, kept: Any) -> None:
         """What the calls read stays until they are done."""
         self._kept.append(kept)
 
     def run(self) -> None:
-        base = self._table.buffer_info()[0]
-        calls = array("q", [len(self._kernels)])
-        for kernel, start in zip(self._kernels, self._starts, strict=True):
-            calls.append(kernel)
-            calls.append(base + 8 * start)
-        cpu_jit.run(_each_kernel(), calls.buffer_info()[0], self._tiles)
+        calls = np.concatenate([np.array([0]), *(each.ravel() for each in self._calls)])
+        calls[0] = calls.size // 2
+        cpu_jit.run(_each_kernel(), calls.ctypes.data, self._tiles)
         self._kept.clear()
 
 

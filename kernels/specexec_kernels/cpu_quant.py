@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
+from collections.abc import Hashable
 from functools import cache
 from typing import Any
 
@@ -55,26 +56,21 @@ class Packed:
 
     places = (Arg.X, Arg.OUT, Arg.CHUNKS)
 
-    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[Arg, Tensor]:
-        """Tensors of one call beside those that are stored."""
-        raise NotImplementedError
+    def kind(self, weight: PackedWeight) -> Hashable:
+        return (
+            weight.format, weight.in_features, weight.out_features, weight.group_size,
+            weight.g_idx is None, weight.scales.dtype, weight.scales.shape,
+        )  # fmt: skip
 
-    def arguments(
-        self, spec: KernelSpec, weight: PackedWeight, x: Tensor, sums: Tensor
-    ) -> list[int]:
-        strips = strip_count(spec, weight)
-        return arguments(spec, weight, sums, range(strips))
+    def arguments(self, spec: KernelSpec, weight: PackedWeight) -> list[int]:
+        return arguments(spec, weight, 0, range(strip_count(spec, weight)))
 
-    def addresses(
-        self, spec: KernelSpec, weight: PackedWeight
-    ) -> tuple[list[tuple[int, int]], list[Tensor]]:
-        kept = {
+    def stored(self, weight: PackedWeight) -> dict[int, Tensor]:
+        return {
             Arg.WEIGHT: weight.qweight.contiguous(),
             Arg.ZEROS: weight.qzeros.contiguous(),
             Arg.SCALES: weight.scales.contiguous(),
-            **self.own(spec, weight),
         }
-        return [(arg, tensor.data_ptr()) for arg, tensor in kept.items()], list(kept.values())
 
     def tiles(self, spec: KernelSpec, weight: PackedWeight) -> int:
         strips = strip_count(spec, weight)
@@ -99,7 +95,7 @@ class Fused(Packed):
     def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
         return torch.zeros(chunks, strip_count(spec, weight), spec.rows, spec.strip)
 
-    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[Arg, Tensor]:
+    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[int, Tensor]:
         return _groups_and_scratch(spec, weight, strip_count(spec, weight))
 
     def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
@@ -236,7 +232,7 @@ def run(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> N
         Arg.OUT: out,
         **_groups_and_scratch(spec, weight, strips.stop),
     }
-    values = arguments(spec, weight, out, strips)
+    values = arguments(spec, weight, out.shape[-1], strips)
     for arg, tensor in kept.items():
         values[arg] = tensor.data_ptr()
     table = array("q", values)
@@ -244,18 +240,18 @@ def run(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> N
     cpu_jit.run(_kernel(spec), table.buffer_info()[0], tiles)
 
 
-def _groups_and_scratch(spec: KernelSpec, weight: PackedWeight, strips: int) -> dict[Arg, Tensor]:
+def _groups_and_scratch(spec: KernelSpec, weight: PackedWeight, strips: int) -> dict[int, Tensor]:
     unit = 1 if spec.group_per_code else spec.unit_codes
     groups = weight.group_index()[::unit].int().contiguous()
     scratch = torch.empty(strips * weight.scales.shape[0] * 2 * spec.strip)
     return {Arg.GROUPS: groups, Arg.SCRATCH: scratch}
 
 
-def arguments(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> list[int]:
+def arguments(spec: KernelSpec, weight: PackedWeight, out_stride: int, strips: range) -> list[int]:
     """Arguments of a kernel that reads packed weights; addresses are still to be told."""
     values = {
         Arg.CHUNKS: 1,
-        Arg.OUT_STRIDE: out.shape[-1],
+        Arg.OUT_STRIDE: out_stride,
         Arg.UNITS: weight.in_features // spec.unit_codes,
         Arg.WEIGHT_STRIDE: weight.qweight.shape[1],
         Arg.ZEROS_STRIDE: weight.qzeros.shape[1],

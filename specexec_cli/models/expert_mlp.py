@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, cast
+from typing import cast
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from specexec_kernels import cpu_group, cpu_products
+from specexec_kernels.cpu_group import Group
 from specexec_kernels.cpu_products import Form
+from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.packing import PackedWeight
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
@@ -27,37 +28,35 @@ Linear = MixedLinear | QuantizedLinear
 
 
 class Routing:
-    """Which rows the experts of a layer compute, and where the results are kept."""
+    """Which rows the experts of a layer compute, and where the results are kept.
+
+    A row's results have places of their own, in the order of their experts' numbers. Few rows are
+    the usual case, and for them plain Python is faster than operations on arrays.
+    """
 
     def __init__(self, top_k_index: Tensor) -> None:
         """From the router's choices, (rows, chosen)."""
-        picks = top_k_index.cpu().numpy()
-        self.rows, self.chosen = picks.shape
-        # a row's outputs lie in the order of their experts' numbers
-        order = np.argsort(picks, axis=1, kind="stable")
-        ranks = np.argsort(order, axis=1, kind="stable")
-        self._places = (np.arange(self.rows)[:, None] * self.chosen + ranks).reshape(-1)
-        flat = picks.reshape(-1)
-        by_expert = np.argsort(flat, kind="stable")
-        experts, starts = np.unique(flat[by_expert], return_index=True)
-        parts = np.split(by_expert, starts[1:])
-        self._picks: dict[int, NDArray[np.int64]] = dict(zip(experts.tolist(), parts, strict=True))
+        self.rows, self.chosen = top_k_index.shape
+        self.choices: list[int] = []  # by place, which of the router's (rows * chosen) it is
+        self._places: dict[int, list[int]] = {}  # by expert, rising
+        for row, picks in enumerate(top_k_index.tolist()):
+            first = row * self.chosen
+            for choice in sorted(range(self.chosen), key=picks.__getitem__):
+                self._places.setdefault(picks[choice], []).append(len(self.choices))
+                self.choices.append(first + choice)
 
     @property
     def wanted(self) -> dict[int, int]:
         """The experts that rows are routed to, rising, each with how many."""
-        return {expert: len(picks) for expert, picks in self._picks.items()}
+        return {expert: len(self._places[expert]) for expert in sorted(self._places)}
 
     def rows_of(self, expert: int) -> list[int]:
         """The rows that an expert is to compute, rising."""
-        rows: list[int] = (self._picks[expert] // self.chosen).tolist()
-        return rows
+        return [place // self.chosen for place in self._places[expert]]
 
-    def of(self, experts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For the rows of these experts, one expert's after another's: which of the router's
-        choices each is, and its place among (rows * chosen) outputs."""
-        picks = np.concatenate([self._picks[expert] for expert in experts])
-        return picks, self._places[picks]
+    def places_of(self, experts: Sequence[int]) -> list[int]:
+        """Where the results of these experts belong, one expert's rows after another's."""
+        return [place for expert in experts for place in self._places[expert]]
 
 
 class RowSums:
@@ -65,9 +64,10 @@ class RowSums:
 
     def __init__(self, rows: Tensor, weights: Tensor, routing: Routing) -> None:
         """For (rows, hidden) rows and the router's (rows, chosen) weights."""
-        self._on = {rows.device: (rows, weights.reshape(-1, 1))}
+        in_place = weights.reshape(-1, 1)[routing.choices]
+        self._on = {rows.device: (rows, in_place)}
         self._rows, self._routing = rows, routing
-        self._found = rows.new_empty(routing.rows * routing.chosen, rows.shape[1])
+        self._found: Tensor | None = None  # (rows * chosen, hidden)
 
     def rows_on(self, device: torch.device) -> Tensor:
         """(rows, hidden) on a device, to which they are copied once."""
@@ -81,17 +81,21 @@ class RowSums:
 
     def add(self, experts: Sequence[int], outputs: Tensor) -> None:
         """The outputs of some experts, one expert's rows after another's."""
-        picks, places = self._routing.of(experts)
-        weight = self._inputs(outputs.device)[1][torch.from_numpy(picks).to(outputs.device)]
-        weighted = (outputs * weight).to(self._found)
-        self._found[torch.from_numpy(places).to(self._found.device)] = weighted
+        places, size = self._routing.places_of(experts), len(self._routing.choices)
+        weights = self._inputs(outputs.device)[1]
+        if places == list(range(size)):  # one row's, all at once
+            self._found = (outputs * weights).to(self._rows)
+            return
+        if self._found is None:
+            self._found = self._rows.new_empty(size, self._rows.shape[1])
+        self._found[places] = (outputs * weights[places]).to(self._found)
 
     def total(self) -> Tensor:
         """(rows, hidden), once all experts were added."""
         total = torch.zeros_like(self._rows)
-        found = self._found.view(self._routing.rows, self._routing.chosen, -1)
-        for rank in range(self._routing.chosen):
-            total += found[:, rank]
+        if self._found is not None:
+            for part in self._found.view(*self._rows.shape[:1], -1, self._rows.shape[1]).unbind(1):
+                total += part
         return total
 
 
@@ -131,51 +135,87 @@ class PerExpert(nn.Module):
         sums.add(chosen, self.compute(chosen, rows, routing))
         return sums.total()
 
-    def compute(self, chosen: Sequence[int], rows: Tensor, routing: Routing) -> Tensor:
+    def weights_of(self, expert: int) -> ExpertWeights:
+        """What is bound to an expert's linears now."""
+        linears = cast(list[Linear], list(self._linears[expert].values()))
+        return ExpertWeights(
+            Group([linear.stored_weight() for linear in linears]),
+            [linear._parameters.get("bias") for linear in linears],
+        )
+
+    def compute(
+        self,
+        chosen: Sequence[int],
+        rows: Tensor,
+        routing: Routing,
+        known: Sequence[ExpertWeights] | None = None,
+    ) -> Tensor:
         """Outputs of some experts whose weights are bound, one expert's rows after another's.
 
         Args:
             rows: (rows, hidden) on the device of the weights.
+            known: of each expert, where they were looked up before. Kernels that take all experts
+                together then need nothing bound; see `takes_together`.
         """
+        weights = [self.weights_of(expert) for expert in chosen] if known is None else known
         takes = [routing.rows_of(expert) for expert in chosen]
-        linears = [cast(list[Linear], list(self._linears[expert].values())) for expert in chosen]
-        weights = [[linear.stored_weight() for linear in each] for each in linears]
-        form = cpu_group.form_for(rows, weights)
-        # packed weights' biases are added behind the rounding
-        alone = isinstance(linears[0][0], QuantizedLinear) and linears[0][0].bias is not None
-        if form is not None and not alone:
-            return self._together(rows, takes, linears, weights, form)
+        form = self._form(rows, weights)
+        if form is not None:
+            return self._together(rows, takes, weights, form)
         outputs = []
-        for (*inner, down), take in zip(linears, takes, strict=True):
+        for expert, take in zip(chosen, takes, strict=True):
+            *inner, down = cast(list[Linear], list(self._linears[expert].values()))
             own = rows[torch.tensor(take, device=rows.device)]
             outputs.append(down(self.gate(*(linear(own) for linear in inner))))
         return torch.cat(outputs)
+
+    def takes_together(self, rows: Tensor, weights: Sequence[ExpertWeights]) -> bool:
+        """Whether one launch of kernels computes these experts, without anything bound."""
+        return self._form(rows, weights) is not None
+
+    @staticmethod
+    def _form(rows: Tensor, weights: Sequence[ExpertWeights]) -> Form | None:
+        # packed weights' biases are added behind the rounding
+        if weights[0].packed and weights[0].biases[0] is not None:
+            return None
+        return cpu_group.form_for(rows, [each.group for each in weights])
 
     def _together(
         self,
         rows: Tensor,
         takes: Sequence[Sequence[int]],
-        linears: Sequence[Sequence[Linear]],
-        weights: Sequence[Sequence[Any]],
+        weights: Sequence[ExpertWeights],
         form: Form,
     ) -> Tensor:
         sizes = [len(take) for take in takes]
-        inner = cpu_products.products(form, rows, takes, [each[:-1] for each in weights])
+        placed = [each.group.weights for each in weights]
+        inner = cpu_products.products(form, rows, takes, [each[:-1] for each in placed])
         parts = [
-            _biased(part, [each[place] for each in linears], sizes).to(rows.dtype)
+            _biased(part, [each.biases[place] for each in weights], sizes).to(rows.dtype)
             for place, part in enumerate(inner)
         ]
         own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        down = [each[-1:] for each in weights]
-        outputs = cpu_products.products(form, self.gate(*parts), own, down)[0]
-        return _biased(outputs, [each[-1] for each in linears], sizes).to(rows.dtype)
+        outputs = cpu_products.products(
+            form, self.gate(*parts), own, [each[-1:] for each in placed]
+        )[0]
+        return _biased(outputs, [each.biases[-1] for each in weights], sizes).to(rows.dtype)
 
 
-def _biased(outputs: Tensor, linears: Sequence[Linear], sizes: Sequence[int]) -> Tensor:
-    """Adds each linear's bias to its rows, of which it has so many."""
-    if linears[0].bias is not None:
-        for linear, part in zip(linears, torch.split(outputs, list(sizes)), strict=True):
-            part += cast(Tensor, linear.bias)
+class ExpertWeights:
+    """The weights of one expert as they are stored, `down` last, and their biases."""
+
+    __slots__ = ("biases", "group", "packed")
+
+    def __init__(self, group: Group, biases: Sequence[Tensor | None]) -> None:
+        self.group, self.biases = group, biases
+        self.packed = isinstance(group.weights[0].weight, PackedWeight | RowWeight)
+
+
+def _biased(outputs: Tensor, biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
+    """Adds each weight's bias to its rows, of which it has so many."""
+    if biases[0] is not None:
+        for bias, part in zip(biases, torch.split(outputs, list(sizes)), strict=True):
+            part += cast(Tensor, bias)
     return outputs
 
 

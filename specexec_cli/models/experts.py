@@ -8,14 +8,16 @@ whatever was in memory, whatever arrived first, and whatever the other rows chos
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from torch import Tensor, nn
 
-from specexec_cli.models.expert_mlp import PerExpert, Routing, RowSums
+from specexec_cli.models.expert_mlp import ExpertWeights, PerExpert, Routing, RowSums
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.expert_files import ExpertTensors
 from specexec_cli.offload.experts import Batch
 from specexec_cli.offload.store import TensorRange
 
@@ -67,17 +69,37 @@ class StreamedExperts(nn.Module):
         routing = Routing(top_k_index)
         sums = RowSums(rows, top_k_weights, routing)
         for batch in source.take(self._layer, routing.wanted, routing.rows):
-            chosen = [expert for expert, _ in batch]
             device = next(iter(batch[0][1].values())).device
-            try:
-                for expert, stored in batch:
-                    self._bindings[expert].bind(stored)
-                output = self._block[0].compute(chosen, sums.rows_on(device), routing)
-            finally:  # no view may outlive the slot
-                for expert in chosen:
-                    self._bindings[expert].release()
-            sums.add(chosen, output)
+            output = self._compute(batch, sums.rows_on(device), routing)
+            sums.add([expert for expert, _ in batch], output)
         return sums.total()
+
+    def _compute(self, batch: Batch, rows: Tensor, routing: Routing) -> Tensor:
+        """What the experts at hand give, on the device of the rows and of their weights."""
+        block, chosen = self._block[0], [expert for expert, _ in batch]
+        if rows.device.type == "cpu":
+            known = [self._known(expert, stored) for expert, stored in batch]
+            if block.takes_together(rows, known):
+                return block.compute(chosen, rows, routing, known)
+        with self._bound(batch):
+            return block.compute(chosen, rows, routing)
+
+    def _known(self, expert: int, stored: ExpertTensors) -> ExpertWeights:
+        """An expert's weights, looked up once for as long as it stays in its slot."""
+        if not isinstance(stored.prepared, ExpertWeights):
+            with self._bound([(expert, stored)]):
+                stored.prepared = self._block[0].weights_of(expert)
+        return stored.prepared
+
+    @contextmanager
+    def _bound(self, batch: Batch) -> Iterator[None]:
+        try:
+            for expert, stored in batch:
+                self._bindings[expert].bind(stored)
+            yield
+        finally:  # no view may outlive the slot
+            for expert, _ in batch:
+                self._bindings[expert].release()
 
 
 class _Binding:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 import torch
-from torch import Tensor
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.expert_files import ExpertTensors
 from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.link import Link
 
@@ -119,7 +119,7 @@ class DeviceExperts:
             self._link.wait(self._copying)
             self._copying = None
 
-    def _tensors(self, key: int, slot: int) -> dict[str, Tensor]:
+    def _tensors(self, key: int, slot: int) -> ExpertTensors:
         return self.store.files.tensors(key, self._blob, slot * self._slot_bytes + self._shift(key))
 
     def _shift(self, key: int) -> int:

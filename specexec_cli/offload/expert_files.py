@@ -5,7 +5,7 @@ An expert is known by a number of its own, its key: layer * width + its index in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -21,6 +21,16 @@ from specexec_cli.offload.reader import (
 )
 from specexec_cli.offload.resident import open_files, views
 from specexec_cli.offload.store import TensorRange
+
+
+class ExpertTensors(dict[str, Tensor]):
+    """An expert's tensors by their names in the checkpoint, as long as they are where they are."""
+
+    __slots__ = ("prepared",)
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.prepared: object | None = None  # what their user made of them; let go with them
 
 
 class ExpertFiles:
@@ -90,9 +100,9 @@ class ExpertFiles:
         """Reads one piece; see DirectFile.read_into."""
         return self._files[piece.path].read_into(target, piece.start, piece.stop)
 
-    def tensors(self, key: int, blob: Tensor, shift: int) -> dict[str, Tensor]:
+    def tensors(self, key: int, blob: Tensor, shift: int) -> ExpertTensors:
         """An expert's tensors as views of `blob`, into which it was read from byte `shift` on."""
-        return views(self._layouts[key], blob, shift)
+        return ExpertTensors(views(self._layouts[key], blob, shift))
 
     def close(self) -> None:
         """Idempotent."""

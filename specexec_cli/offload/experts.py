@@ -14,16 +14,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.expert_files import ExpertFiles
+from specexec_cli.offload.expert_files import ExpertFiles, ExpertTensors
+from specexec_cli.offload.expert_queue import ReadQueue
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.expert_slots import SlotTable
 from specexec_cli.offload.memory import HugeBuffer
@@ -32,12 +31,11 @@ from specexec_cli.offload.resident import as_blob, check_free
 from specexec_cli.offload.store import TensorRange
 
 READER_THREADS = 4  # experts are small: see docs/experiments.md, "Expert caches"
-LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
 _MEND = "Stream whole layers instead: `offload='ssd'`"
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 # experts of one layer, each with its tensors by their names in the checkpoint
-Batch = list[tuple[int, dict[str, Tensor]]]
+Batch = list[tuple[int, ExpertTensors]]
 
 
 class ExpertStore:
@@ -83,20 +81,12 @@ class ExpertStore:
             None  # the buffer's bytes; none before it is there and behind close()
         )
         self._table = SlotTable(self.slots, len(layers) * self.files.width)
-        self._missing = [0] * self.slots  # pieces not there yet
-        self._failed: list[BaseException | None] = [None] * self.slots
-        self._read_for: list[object | None] = [None] * self.slots  # the request, if there was one
-        self._tensors: list[dict[str, Tensor]] = [{} for _ in range(self.slots)]
-        # by expert, how often the present pass is still expected to ask for it
-        self._ahead: NDArray[np.int64] = np.zeros(len(layers) * self.files.width, dtype=np.int64)
+        self._queue = ReadQueue(self.files, self._table, scores)
+        self._tensors = [ExpertTensors({}) for _ in range(self.slots)]
         # a generator that is dropped ends its request wherever it is dropped, also under the lock
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
-        self._wanted: deque[int] = deque()  # experts asked for that have no slot yet
-        self._expected: deque[int] = deque()  # those that this pass is likely to ask for
-        self._usual: deque[int] = deque()  # those that earlier sessions asked for, for free slots
-        self._to_read: deque[tuple[int, Extent]] = deque()  # slot and piece
         self._reading, self._began_s = 0, 0.0  # reads under way, and since when there is one
         self._request: object | None = None  # of each take() its own
         self._error: BaseException | None = None
@@ -191,12 +181,7 @@ class ExpertStore:
                     self._table.pinned[slot] = True
                     self.hits += int(self._table.ready[slot])
             self.touched += len(keys)
-            # what a visit did not ask for, it will not ask for later
-            first = layer * self.files.width
-            self._ahead[:first] = 0
-            visited = self._ahead[first : first + self.files.width]
-            np.maximum(visited - 1, 0, out=visited)
-            self._wanted.extend(self.files.in_order(missing))
+            self._queue.want(layer, missing)
             self._wake()
 
     def _wait_for_some(self, keys: Collection[int]) -> list[tuple[int, int]]:
@@ -228,7 +213,7 @@ class ExpertStore:
 
     def _end_request(self) -> None:
         with self._lock:
-            self._wanted.clear()
+            self._queue.want_no_more()
             self._table.unpin(slice(None))
             self._request = self._error = None
             self._wake()
@@ -238,7 +223,7 @@ class ExpertStore:
 
         Readers that are woken for nothing take turns with the consumer's arithmetic.
         """
-        if self._to_read or self._wanted or self._expected or self._usual:
+        if self._queue:
             self._work.notify()
 
     def expect(self, rows: int, visits: int) -> None:
@@ -248,16 +233,9 @@ class ExpertStore:
             rows: of each visit of a layer.
             visits: of each layer in this pass.
         """
-        likely = self.scores.likely(rows) >= LIKELY
+        likely = self.scores.likely(rows)
         with self._lock:
-            self._expected.clear()
-            self._ahead[:] = 0
-            for layer in np.flatnonzero(likely.any(axis=1)).tolist():
-                first = layer * self.files.width
-                chosen = first + np.flatnonzero(likely[layer])
-                keys = self.files.in_order(chosen[~self._table.elsewhere[chosen]].tolist())
-                self._expected.extend(keys)
-                self._ahead[keys] = visits
+            self._queue.expect(likely, visits)
             self._wake()
 
     def warm(self) -> None:
@@ -266,14 +244,13 @@ class ExpertStore:
         best = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] > 0.0]
         chosen = [key for key in best if key in self.files][: self.slots]
         with self._lock:
-            self._usual.extend(self.files.in_order(chosen))
+            self._queue.fill_with(chosen)
             self._wake()
 
     def restart(self) -> None:
         """Forget the request and the expectations of an aborted pass; what is in slots stays."""
         with self._lock:
-            self._expected.clear()
-            self._ahead[:] = 0
+            self._queue.expect_nothing()
         self._end_request()
 
     def close(self) -> None:
@@ -310,51 +287,15 @@ class ExpertStore:
         """Take the next piece to read; waits for work; None when the store is closed."""
         with self._lock:
             while not self._closing:
-                if self._to_read:
-                    work = self._to_read.popleft()
+                work = self._queue.next_piece(self._request)
+                if work is not None:
                     if not self._reading:
                         self._began_s = time.perf_counter()
                     self._reading += 1
                     self._work.notify()  # where there is more, another reader goes on with it
                     return work
-                if not self._give_slot():
-                    self._work.wait()
+                self._work.wait()
             return None
-
-    def _give_slot(self) -> bool:
-        """A slot for the next expert to read; False if there is none to read, or no slot."""
-        for queue in (self._wanted, self._expected, self._usual):
-            while queue and self._is_done(queue):
-                queue.popleft()
-        queue = self._wanted or self._expected or self._usual
-        slot = self._free_slot(queue) if queue else None
-        if slot is None:
-            return False
-        key = queue.popleft()
-        asked_for = queue is self._wanted
-        self._table.give(slot, key, pinned=asked_for)
-        self._failed[slot] = None
-        self._read_for[slot] = self._request if asked_for else None
-        self._tensors[slot] = {}
-        self._missing[slot] = len(self.files.pieces[key])
-        self._to_read.extend((slot, piece) for piece in self.files.pieces[key])
-        return True
-
-    def _is_done(self, queue: deque[int]) -> bool:
-        """Whether a queue's next expert has a slot, or is no longer expected."""
-        unexpected = queue is self._expected and not self._ahead[queue[0]]
-        return queue[0] in self._table.of or unexpected
-
-    def _free_slot(self, queue: deque[int]) -> int | None:
-        """A free slot, or that of the expert which is least worth keeping, for a queue's next."""
-        free = self._table.free()
-        if free is not None or queue is self._usual:
-            return free
-        # what the pass will need soon is worth more than what it will need late
-        layers = np.arange(len(self._ahead)) // self.files.width
-        soon = (self._ahead > 0) * (layers[-1] + 1 - layers)
-        scores = self.scores.counts.ravel()
-        return self._table.least_worth(scores, soon, also_soon=queue is self._wanted)
 
     def _piece_done(self, slot: int, count: int, error: BaseException | None) -> None:
         with self._lock:
@@ -362,28 +303,17 @@ class ExpertStore:
             self._reading -= 1
             if not self._reading:
                 self.reading_s += time.perf_counter() - self._began_s
-            self._missing[slot] -= 1
-            if error is not None:
-                # a traceback's frames would keep views of the buffer alive
-                self._failed[slot] = error.with_traceback(None)
-            if not self._missing[slot]:
+            if self._queue.piece_done(slot, error):
                 self._arrive(slot)
 
     def _arrive(self, slot: int) -> None:
         """The last piece of an expert has been read, or has failed."""
+        assert self._blob is not None
         key = int(self._table.held[slot])
-        failed, self._failed[slot] = self._failed[slot], None
-        if failed is None:
-            assert self._blob is not None
+        failed = self._queue.arrived(slot, self._request)
+        if self._table.ready[slot]:
             self._tensors[slot] = self.files.tensors(key, self._blob, slot * self.slot_bytes)
-            self._table.ready[slot] = True
-        else:
-            # a read that was begun for nobody, or for a pass that was aborted, is tried again
-            pinned = bool(self._table.pinned[slot])
-            if pinned and self._read_for[slot] is not self._request:
-                self._wanted.appendleft(key)
-            elif pinned:
-                self._error = failed
-            self._table.take_back(slot)
+        elif failed is not None:
+            self._error = failed
         self._arrived.notify_all()
         self._wake()  # it is a slot that may be taken

@@ -82,6 +82,7 @@ class LayerStream:
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
         self._resident: dict[int, Tensor] = {}  # blobs of the 'ram' layers
+        self._views: dict[int, dict[str, Tensor]] = {}  # of those, made when first asked for
         self._files: dict[Path, DirectFile] = {}
         self._buffers: list[HugeBuffer] = []
         self._threads: list[threading.Thread] = []
@@ -147,7 +148,12 @@ class LayerStream:
             StreamError: the file could not be read, by name and offset.
         """
         with self.blob(index) as blob:
-            yield views(self.layouts[index], blob)
+            found = self._views.get(index)
+            if found is None:
+                found = views(self.layouts[index], blob)
+                if index in self._resident:
+                    self._views[index] = found
+            yield found
 
     @contextmanager
     def blob(self, index: int) -> Iterator[Tensor]:
@@ -256,6 +262,7 @@ class LayerStream:
         for file in self._files.values():
             file.close()
         self._resident.clear()
+        self._views.clear()
         for buffer in self._buffers:
             buffer.close()
         self._buffers.clear()

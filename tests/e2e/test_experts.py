@@ -76,7 +76,8 @@ def test_any_cap_gives_the_logits_of_whole_layers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_checkpoint(tmp_path, architecture(name), shard_bytes=20_000)
-    assert_same_under_caps(tmp_path, torch.float32, [1, 2, 3, 8])
+    every = list(range(1, 13))  # three layers of four experts
+    assert_same_under_caps(tmp_path, torch.float32, every if name == "qwen3-moe" else [1, 3, 8])
     monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
     assert_same_under_caps(tmp_path, torch.float32, [1, 5])
 

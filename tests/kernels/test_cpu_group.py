@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed import random_weight
 from specexec_kernels import cpu_group, cpu_jit, cpu_linear, dispatch
+from specexec_kernels.cpu_group import Group
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import products
 from specexec_kernels.packing import PackedFormat, PackedWeight
@@ -62,12 +63,13 @@ def test_each_product_is_as_if_alone(
     try:
         weights = [[weight(kind, 10 * n + i) for i in range(each)] for n in range(len(takes))]
         rows = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(0)).to(dtype)
-        form = cpu_group.form_for(rows, weights)
+        groups = [Group(group) for group in weights]
+        form = cpu_group.form_for(rows, groups)
         if form is None:  # PyTorch multiplies where the CPU has instructions that kernels lack
             assert kind in ("bfloat16", "transposed")
             assert not cpu_jit.has_dot()
             return
-        found = products(form, rows, takes, weights)
+        found = products(form, rows, takes, [group.weights for group in groups])
         assert found.shape == (each, sum(map(len, takes)), OUTPUTS)
         first = 0
         for take, group in zip(takes, weights, strict=True):
@@ -83,12 +85,17 @@ def test_weights_that_no_kernel_takes_together() -> None:
     rows = torch.randn(2, INPUTS)
     plain, packed = weight("float32", 0), weight("gptq", 0)
     assert isinstance(packed, PackedWeight)
-    assert cpu_group.form_for(rows, [[plain, plain], [plain, plain]]) is not None
-    assert cpu_group.form_for(rows, [[plain, packed]]) is None
-    assert cpu_group.form_for(rows, [[plain], [weight("float16", 0)]]) is None
-    assert cpu_group.form_for(rows, [[packed], [replace(packed, group_size=64)]]) is None
-    assert cpu_group.form_for(rows, [[plain[:-1]]]) is None, "no whole strips"
-    assert cpu_group.form_for(rows.to("meta"), [[plain]]) is None
+
+    def taken(*groups: list[Weight]) -> bool:
+        return cpu_group.form_for(rows, [Group(group) for group in groups]) is not None
+
+    assert taken([plain, plain], [plain, plain])
+    assert not taken([plain, packed])
+    assert not taken([plain], [weight("float16", 0)])
+    assert not taken([packed], [replace(packed, group_size=64)])
+    assert not taken([plain[:-1]]), "no whole strips"
+    assert not taken([torch.randn(INPUTS, OUTPUTS).t()]), "not as rows lie in memory"
+    assert cpu_group.form_for(rows.to("meta"), [Group([plain])]) is None
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "gptq"])
@@ -98,9 +105,10 @@ def test_one_launch_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_jit, "run", lambda *call: (launches.append(call), run(*call)))
     weights = [[weight(kind, n), weight(kind, 9 - n)] for n in range(4)]
     rows = torch.randn(ROWS, INPUTS)
-    form = cpu_group.form_for(rows, weights)
+    groups = [Group(group) for group in weights]
+    form = cpu_group.form_for(rows, groups)
     assert form is not None
-    products(form, rows, [[0], [1, 2], list(range(9)), [5]], weights)
+    products(form, rows, [[0], [1, 2], list(range(9)), [5]], [group.weights for group in groups])
     assert len(launches) == 1
 
 
