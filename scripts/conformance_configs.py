@@ -56,10 +56,6 @@ HINTS: dict[str, dict[str, Any]] = {
     "dots1": _FEW_EXPERTS,
     "ministral": {"head_dim": 8},
     "mistral4": {"head_dim": 16},
-    "step3p5": {
-        "sliding_window": 8,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-    },
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
