@@ -38,7 +38,7 @@ def quantize(
     yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
-    """Write a quantized copy of a checkpoint, in GPTQ's format, which GPTQModel reads too.
+    """Write a quantized copy of a checkpoint, in the format of GPTQModel (gptq_v2).
 
     The linears of its layers are read, fitted and written one after another, so that a model need
     not fit into memory. No text is needed. The folder appears when it is whole.

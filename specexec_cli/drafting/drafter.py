@@ -43,6 +43,7 @@ from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.shared_cache import SharedCache
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.memory import OWN_PROMPT_ROWS
 from specexec_cli.sampling import Sampler
 
 # The search goes on for so many times the budget, in rows of the draft model's cache as well.
@@ -235,7 +236,7 @@ class ModelDrafter:
             self._rows = kept
         else:
             self._crop_to_common_prefix(context)
-        if self._shared is not None and len(context) - len(self.tokens) > self._tree.budget:
+        if self._shared is not None and len(context) - len(self.tokens) > OWN_PROMPT_ROWS:
             return 0  # a prompt would take rows that the target is about to have
         return min(max_depth, self.model.context_length - len(context))
 

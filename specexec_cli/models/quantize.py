@@ -2,7 +2,7 @@
 
 The linears of the decoder layers are quantized one after another, everything else is copied byte
 for byte: no more than one linear is ever in memory, whatever the model's size. What is written is
-read back by this program, and by GPTQModel and transformers.
+read back by this program; names, dtypes and shapes are those of GPTQModel's gptq_v2.
 """
 
 from __future__ import annotations

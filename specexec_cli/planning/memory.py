@@ -14,6 +14,9 @@ STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
 PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
+# A draft model that reads its target's cache rows drafts behind a prompt of so many rows at most,
+# before the target has them: longer ones would take as much memory and arithmetic as the target's.
+OWN_PROMPT_ROWS = 512
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -95,9 +98,10 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     row_bytes = draft.kv_elements * work.item_bytes
     if not work.shares_cache:
         return row_bytes * (work.slots + ahead)
-    # besides the nodes as many pending rows; the rows of one layer are put together for attention
+    # besides the nodes those of a prompt; the rows of one layer are put together for attention
     one_layer = row_bytes * work.slots // max(len(draft.layers), 1)
-    return row_bytes * (2 * work.budget + ahead + 1) + one_layer
+    prompt = min(work.context_tokens, OWN_PROMPT_ROWS)
+    return row_bytes * (prompt + work.budget + ahead + 1) + one_layer
 
 
 def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
