@@ -77,7 +77,7 @@ class TreeOptions:
     policy: options.PolicyName = "auto"
     calibration: options.Calibration = True
     past: options.Past = True
-    overlap: options.Overlapping = "auto"
+    overlap: options.Overlapping = "off"
 
     def request(self) -> TreeRequest:
         """These options as a TreeRequest, each word checked against those that it may be."""

@@ -36,7 +36,7 @@ class TreeRequest:
     policy: str | None = None  # None is cost, and fixed for other methods than specexec
     calibrated: bool = True
     past: bool = True
-    overlap: Overlap = "auto"
+    overlap: Overlap = "off"
 
     def resolve(self, recommended: TreeConfig, method: Method, slots: int = 1) -> TreeConfig:
         """The tree to use and to plan memory for.
