@@ -58,6 +58,9 @@ class SamplingConfig:
             raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
 
 
+MOST_NODES = 65536  # of a tree, and the longest path in it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeConfig:
     """How a draft tree grows (SpecExec, arXiv:2406.02532, algorithm 2: K, D, B)."""
@@ -74,8 +77,8 @@ class TreeConfig:
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "batch"):
             value = getattr(self, name)
-            if not 1 <= value <= 65536:
-                raise ConfigError(f"`{name}` must be between 1 and 65536, not {value}")
+            if not 1 <= value <= MOST_NODES:
+                raise ConfigError(f"`{name}` must be between 1 and {MOST_NODES}, not {value}")
         if self.max_depth > self.budget:
             raise ConfigError(
                 f"`max_depth` ({self.max_depth}) cannot exceed `budget` ({self.budget}): "

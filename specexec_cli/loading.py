@@ -21,7 +21,7 @@ from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.checkpoint_info import eos_token_ids
-from specexec_cli.models.own_copy import own_copy
+from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
@@ -168,7 +168,7 @@ def prepare(
 
     site = this_site([pick_device(name) for name in devices or [request.device]], copies)
     decision = resolve(
-        with_best_draft(request, site, notice),
+        with_best_draft(request, site, notice, copy_obstacle),
         site,
         fetch_weights=True,
         check=load_config,

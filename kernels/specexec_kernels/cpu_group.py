@@ -23,16 +23,16 @@ Weight = Tensor | Transposed | PackedWeight | RowWeight
 class Group:
     """The weights of one group, such as an expert's, looked at once."""
 
-    __slots__ = ("_forms", "_kinds", "weights")
+    __slots__ = ("_forms", "kinds", "weights")
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = [Placed(weight) for weight in weights]
-        self._kinds = tuple(map(_kind, weights))
+        self.kinds = tuple(map(_kind, weights))  # equal where weights differ by values alone
         self._forms: dict[torch.dtype, Form | None] = {}
 
     def is_like(self, other: Group) -> bool:
         """Whether the weights of both, one after another, differ by nothing but their values."""
-        return self._kinds == other._kinds
+        return self.kinds == other.kinds
 
     def form(self, rows: torch.dtype) -> Form | None:
         """The kernels that multiply all of them with rows of a dtype, None where there are none."""

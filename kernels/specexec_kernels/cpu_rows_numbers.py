@@ -181,10 +181,6 @@ class Numbers(Emitter):
         moved = self.b.lshr(words, self.same(first)) if first else words
         return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
 
-    def shorts(self, value: int) -> Any:
-        """An integer in every 16-bit lane."""
-        return ir.Constant(self.pair_type, [value] * (2 * self.lanes))
-
 
 def bfloat_bits(value: float) -> int:
     """The bits of the bfloat16 that is nearest to a normal number or zero."""

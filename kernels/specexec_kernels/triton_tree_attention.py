@@ -129,7 +129,8 @@ def tree_attention(
     _tree_attention_kernel[grid](
         queries, keys, values, ancestors, None if sinks is None else sinks.float(), first_seen, out,
         rows, prefix_len, slots - prefix_len, ancestors.shape[1],
-        scale / (softcap or 1.0), softcap or 1.0, keys.stride(0), values.stride(0),
+        scale if softcap is None else scale / softcap, softcap or 1.0,
+        keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
         BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, CAPPED=softcap is not None, num_stages=2,
         enable_fp_fusion=True,

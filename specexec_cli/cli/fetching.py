@@ -7,7 +7,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import typer
 
@@ -20,7 +19,6 @@ from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import described_site
 
 _CHUNK_BYTES = 1 << 20
-_CHARACTERS_PER_TOKEN = 4  # of a prompt whose tokenizer is not here yet
 
 
 def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
@@ -51,11 +49,7 @@ def planned(request: Request) -> Decision | None:
     """
     if request.method == "dsi" or any(entry.file for entry in missing(models_of(request))):
         return None
-    if request.prompt is not None:
-        length = len(request.prompt) // _CHARACTERS_PER_TOKEN
-        request = replace(
-            request, prompt=None, context_tokens=(request.context_tokens or 0) + length
-        )
+    request = request.with_estimated_prompt()
     return resolve(request, described_site(vram_bytes=0 if request.device == "cpu" else None))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specexec_cli.config import TreeConfig
+from specexec_cli.config import MOST_NODES, TreeConfig
 from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.drafting.calibration import Calibration, Reliability
 from specexec_cli.drafting.learned import Learned
@@ -207,7 +207,8 @@ class ModelDrafter:
         if self._ahead is None:
             self._ahead = self._going_on()
         stepped = next(self._ahead, False)
-        self.ahead_s += time.perf_counter() - began_s
+        if stepped:
+            self.ahead_s += time.perf_counter() - began_s
         return stepped
 
     def _going_on(self) -> Iterator[bool]:
@@ -217,7 +218,8 @@ class ModelDrafter:
         if ROOT not in self._rows.utilities or self.rested or depth < 1:
             return
         self._slots = {ROOT: ROOT}
-        tree = replace(self._tree, budget=AHEAD * self._tree.budget)
+        budget = min(AHEAD * self._tree.budget, MOST_NODES)
+        tree = replace(self._tree, budget=budget, batch=min(self._tree.batch, self._tree.budget))
         steps = grow_in_steps(self._expand, tree, depth, known=self._known)
         while len(self._rows) + tree.batch <= tree.budget and next(steps, _ENDED) is not _ENDED:
             yield True

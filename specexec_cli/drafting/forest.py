@@ -70,7 +70,7 @@ class Forest:
             )
         if tree.overlap == "on":
             raise ConfigError(
-                "`overlap='on'` is for one text at a time: leave it at `overlap='auto'`, which "
+                "`overlap='on'` is for one text at a time: give `overlap='auto'`, which "
                 "several that share a pass go without"
             )
         self._model = model

@@ -149,8 +149,8 @@ def _qwen3moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 def _gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
     return {
         "sliding_window": metadata.whole("attention.sliding_window", 4096),
-        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0) or None,
         "query_pre_attn_scalar": _query_scale(config, layers_of_27b=46),
     }
 

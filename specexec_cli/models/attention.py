@@ -6,9 +6,10 @@ prefix, to the kernel, and the masks of captured draft steps to PyTorch's attent
 kernel attends whose sums run in one order: a row's bits are its own there. Both kernels know sinks,
 soft-capped scores, and values of another size than their keys.
 
-The GPU's kernel walks over slots in blocks that begin at 0 and at the prefix's end, so a row's sums
-are grouped differently in passes of different shape: on such a device tokens may differ between
-methods where two candidates are nearly tied, as with any half-precision arithmetic.
+The GPU's kernel walks over slots in blocks that begin at the first slot any row of a program sees
+and at the prefix's end, so a row's sums are grouped differently in passes of different shape: on
+such a device tokens may differ between methods where two candidates are nearly tied, as with any
+half-precision arithmetic.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def _attention(
         attended = dispatch.tree_attention(
             query[0].transpose(0, 1), key[0], value[0],
             attention_mask.ancestors, attention_mask.prefix_len, scaling,
-            kwargs.get("softcap"), kwargs.get("s_aux"), attention_mask.first_seen,
+            kwargs.get("softcap") or None, kwargs.get("s_aux"), attention_mask.first_seen,
         )  # fmt: skip
         return attended[None], None
     assert attention_mask is not None
@@ -140,7 +141,7 @@ def _cpu_attention(
     if cpu_attention.supports(key[0], value[0]):
         attended = cpu_attention.attend(
             query[0], key[0], value[0], attention_mask[0, 0], scaling,
-            kwargs.get("softcap"), kwargs.get("s_aux"),
+            kwargs.get("softcap") or None, kwargs.get("s_aux"),
         )  # fmt: skip
         return attended[None], None
     if _is_plain(key, value, kwargs):

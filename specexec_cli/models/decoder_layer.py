@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
@@ -238,8 +239,18 @@ def visible_span(config: Any, index: int) -> Span | None:
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[index] if layer_types is not None else "sliding_attention"
     if kind == "chunked_attention":
-        return Chunks(int(config.attention_chunk_size))
-    if kind != "sliding_attention":
+        return Chunks(_at_least_one(config, "attention_chunk_size"))
+    if kind != "sliding_attention" or getattr(config, "sliding_window", None) is None:
         return None
-    window: int | None = getattr(config, "sliding_window", None)
-    return window
+    return _at_least_one(config, "sliding_window")
+
+
+def _at_least_one(config: Any, name: str) -> int:
+    """A number of tokens, of which every row sees itself."""
+    tokens = int(getattr(config, name))
+    if tokens < 1:
+        raise CheckpointError(
+            f"the config of this {config.model_type} model says {tokens} as '{name}', with which "
+            "no token would see itself: get another copy of the model"
+        )
+    return tokens

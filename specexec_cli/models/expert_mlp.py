@@ -178,6 +178,9 @@ class PerExpert(nn.Module):
         # packed weights' biases are added behind the rounding
         if weights[0].packed and weights[0].biases[0] is not None:
             return None
+        # one launch multiplies all but the last, `down`, which has one of its own
+        if len(set(weights[0].group.kinds[:-1])) > 1:
+            return None
         return cpu_group.form_for(rows, [each.group for each in weights])
 
     def _together(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from specexec_cli.errors import ConfigError, NotFetchedError
+from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
 from specexec_cli.models.quantize import Progress, plan_quantization, write_quantized
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
 from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
@@ -34,7 +34,7 @@ def own_copy(
         notice: told that it is made, or that another process is waited for.
         progress: told (done, total) bytes of the target while it is made.
     Raises:
-        CheckpointError, ConfigError: the target's weights cannot be quantized.
+        ConfigError: the target's weights cannot be quantized.
         NotFetchedError: the cache folder cannot be written, or its disk is too small.
     """
     folder = own_folder(target, bits)
@@ -42,7 +42,7 @@ def own_copy(
         return read_checkpoint(folder)
     try:
         plan = plan_quantization(target, bits, GROUP_SIZE)
-    except ConfigError as error:
+    except (CheckpointError, ConfigError) as error:
         raise ConfigError(
             f"the target has no {bits}-bit copy to draft with: {error}. Give another `draft`"
         ) from error
@@ -75,3 +75,12 @@ def _alone(folder: Path, notice: Notice) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def copy_obstacle(target: Checkpoint, bits: int) -> str:
+    """Why a target can have no copy of itself in so many bits; empty where it can."""
+    try:
+        plan_quantization(target, bits, GROUP_SIZE)
+    except (CheckpointError, ConfigError) as error:
+        return str(error)
+    return ""

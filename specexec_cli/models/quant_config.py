@@ -234,9 +234,10 @@ def _rules(keys: Mapping[str, Any], path: Path) -> tuple[tuple[str, Mapping[str,
     if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
         raise CheckpointError(f"{path}: 'extra_config' must map names to settings, not {extra!r}")
     for key, overrides in extra.items():
-        _check_regex(key, "extra_config", path)
-        plain = overrides.get("bits", 0) >= 16
-        rules.append((rf"(?:{key})$", None if plain else overrides))
+        pattern = rf"(?:{key})$"
+        _check_regex(pattern, "extra_config", path)
+        bits = overrides.get("bits")
+        rules.append((pattern, None if isinstance(bits, int) and bits >= 16 else overrides))
     for part in keys.get("modules_to_not_convert") or []:  # AWQ: parts of names
         rules.append((rf".*{re.escape(part)}", None))
     return tuple(rules)
@@ -255,6 +256,9 @@ def _override(spec: QuantSpec, overrides: Mapping[str, Any], path: Path) -> Quan
         for name in ("bits", "group_size", "desc_act", "sym")
         if name in overrides
     }
+    for name in known.keys() & {"bits", "group_size"}:
+        if type(known[name]) is not int:
+            raise CheckpointError(f"{path}: a rule says {known[name]!r} as '{name}', no number")
     special = replace(spec, **known)
     _check(special, path)
     return special

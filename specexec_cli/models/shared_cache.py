@@ -2,9 +2,9 @@
 
 A target that drafts with its own layers in few bits keeps keys and values of the same shapes as
 itself, and those that it has computed exactly need no second copy in few bits. So the first rows
-are read from the target's cache, and only what follows is kept here: the last committed token, and
-nodes of the tree. While the target's pass runs, the rows that are read stay what they are, since it
-appends its own behind them.
+are read from the target's cache, and only what follows is kept here: the last committed token and
+nodes of the tree, and a short prompt's rows until the target has computed them. While the target's
+pass runs, the rows that are read stay what they are, since it appends its own behind them.
 Source: SubSpec, arXiv:2509.18344.
 """
 

@@ -37,7 +37,13 @@ def experts_apart(tensors: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
         _check(tensor, fused["leaf"], fused["stem"], tensors)
         prefix, suffix = f"{fused['block']}.", f".{fused['linear']}.{fused['leaf']}"
         for index, own in enumerate(_each(tensor)):
-            found[f"{prefix}{index}{suffix}"] = own
+            apart = f"{prefix}{index}{suffix}"
+            if apart in tensors:
+                raise CheckpointError(
+                    f"{tensor.path}: '{apart}' is stored beside '{tensor.name}', which has it too: "
+                    "download the checkpoint again"
+                )
+            found[apart] = own
     return found
 
 

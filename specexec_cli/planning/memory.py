@@ -33,6 +33,7 @@ class Work:
     item_bytes: int = 2  # of the compute dtype
     widened: bool = False  # whether a CPU multiplies that dtype as float32
     shares_cache: bool = False  # whether the draft model reads the target's own cache rows
+    drafts_ahead: bool = False  # whether nodes may be found while a pass waits, a budget more
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -94,7 +95,7 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
 
 def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     """Keys and values of the draft model, as far as they are its own."""
-    ahead = work.budget if work.texts == 1 else 0  # nodes that are found while a pass waits
+    ahead = work.budget if work.drafts_ahead else 0
     row_bytes = draft.kv_elements * work.item_bytes
     if not work.shares_cache:
         return row_bytes * (work.slots + ahead)

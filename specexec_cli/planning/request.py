@@ -6,7 +6,7 @@ turns it into a Decision.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specexec_cli.config import (
@@ -22,6 +22,7 @@ from specexec_cli.config import (
 from specexec_cli.errors import ConfigError
 
 MOST_SLOTS = 256  # texts at once
+_CHARACTERS_PER_TOKEN = 4  # of most texts, in most tokenizers
 DEFAULT_CONTEXT_TOKENS = 4096  # planned for where nothing better is known
 
 
@@ -93,6 +94,13 @@ class Request:
     # Begin with what earlier sessions learned about the pair, and keep what this one learns. It
     # changes how many passes a text takes, never the text.
     remember: bool = False
+
+    def with_estimated_prompt(self) -> Request:
+        """The same without a prompt, whose tokens are estimated: counting takes a tokenizer."""
+        if self.prompt is None:
+            return self
+        tokens = (self.context_tokens or 0) + len(self.prompt) // _CHARACTERS_PER_TOKEN
+        return replace(self, prompt=None, context_tokens=tokens)
 
     def __post_init__(self) -> None:
         if not 1 <= self.slots <= MOST_SLOTS:

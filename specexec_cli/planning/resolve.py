@@ -174,6 +174,7 @@ def resolve(
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
             # on a GPU draft steps are captured, over buffers of their own
             shares_cache=pair.own_bits is not None and site.device == "cpu" and request.slots == 1,
+            drafts_ahead=tree.overlap != "off" and site.device == "cpu" and request.slots == 1,
         )
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
         plan = place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from specexec_cli.config import DTYPE_BYTES
@@ -181,7 +182,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
             if expert := _EXPERT.search(name):
                 place = int(found[1]), int(expert[1])
                 each[place] = each.get(place, 0) + tensor.n_bytes
-            elif _FUSED.search(name):
+            elif _FUSED.search(name) and tensor.n_bytes and tensor.shape:
                 for index in range(tensor.shape[0]):
                     place = int(found[1]), index
                     each[place] = each.get(place, 0) + tensor.n_bytes // tensor.shape[0]
@@ -262,6 +263,16 @@ def _chosen(config: Mapping[str, Any]) -> int:
     return int(config.get("num_experts_per_tok", 2))
 
 
+def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of these that config.json has."""
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    if default is None:
+        raise ConfigError(f"config.json of this {config['model_type']} model has no '{keys[0]}'")
+    return default
+
+
 def _read_shape(config: Mapping[str, Any]) -> _Shape:
     if not config.get("model_type"):
         raise ConfigError("config.json names no model_type: is it a language model's?")
@@ -270,14 +281,7 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
     if kind is None:
         raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
 
-    def number(*keys: str, default: int | None = None) -> int:
-        for key in keys:
-            if config.get(key) is not None:
-                return int(config[key])
-        if default is None:
-            raise ConfigError(f"config.json of this {name} model has no '{keys[0]}'")
-        return default
-
+    number = partial(_number, config)
     hidden = number("hidden_size", "n_embd")
     heads = number("num_attention_heads", "n_head")
     if name == "gpt_bigcode":
@@ -300,14 +304,14 @@ def _read_shape(config: Mapping[str, Any]) -> _Shape:
 def _kv_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
     """Elements that one token adds to the cache of a layer."""
     if shape.kind.latent:
-        return int(config["kv_lora_rank"]) + int(config["qk_rope_head_dim"])
+        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
     return 2 * shape.kv_heads * shape.head_dim
 
 
 def _latent_attention(shape: _Shape, config: Mapping[str, Any]) -> tuple[list[_Linear], int]:
     """Linears of multi-head latent attention, and the weights of their norms."""
     latent, rotated, value, query = (
-        int(config[name])
+        _number(config, name)
         for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
     )
     queries, rank = shape.heads * (query + rotated), config.get("q_lora_rank")

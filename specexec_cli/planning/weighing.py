@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
-from specexec_cli.errors import SpecexecError
+from specexec_cli.errors import ConfigError, SpecexecError
+from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Site
@@ -41,39 +42,54 @@ class Candidate:
         return self.speed.typical if self.speed is not None else 0.0
 
 
+# (target, bits) -> why it can have no copy of itself in so many bits, empty where it can
+CopyObstacle = Callable[[Checkpoint, int], str]
+
+
 def with_best_draft(
-    request: Request, site: Site, notice: Callable[[str], None] = lambda text: None
+    request: Request,
+    site: Site,
+    notice: Callable[[str], None] = lambda text: None,
+    obstacle: CopyObstacle = lambda target, bits: "",
 ) -> Request:
     """The request with the draft that is expected to be fastest, where it leaves that to us.
 
     Args:
         notice: told in one line which it is, and what the others would come to.
+        obstacle: asked where the target is on this machine.
     Raises:
         OutOfMemoryError: the target does not fit with any draft, nor without.
     """
     if request.draft != AUTO_DRAFT or request.method != "specexec":
         return request
-    found = weighed(request, site)
+    found = weighed(request, site, obstacle)
     paying = [candidate for candidate in found if candidate.pays]
     chosen = paying[0].draft if paying else SUFFIX
     notice(_told(chosen, found))
     return replace(request, draft=chosen)
 
 
-def weighed(request: Request, site: Site) -> list[Candidate]:
-    """Every draft at hand, the fastest first.
+def weighed(
+    request: Request, site: Site, obstacle: CopyObstacle = lambda target, bits: ""
+) -> list[Candidate]:
+    """Every draft at hand, the fastest first; `obstacle` as in with_best_draft.
 
     Raises:
         OutOfMemoryError: the target does not fit even without a draft model.
     """
-    plain = resolve(replace(request, draft=SUFFIX, prompt=None), site)
+    request = request.with_estimated_prompt()
+    plain = resolve(replace(request, draft=SUFFIX), site)
+    target = plain.target.checkpoint
     # what this has measured is not measured again for each of them
     site = replace(site, settings=plain.settings, measure=None)
     found = []
     for name in _at_hand(request, plain):
-        asked = replace(request, draft=name, prompt=None)
         try:
-            speed = predicted(resolve(asked, site), request.models_file)
+            decision = resolve(replace(request, draft=name), site)
+            bits = decision.pair.own_bits
+            if bits is not None and target is not None and (reason := obstacle(target, bits)):
+                raise ConfigError(reason)
+            speed = predicted(decision, request.models_file)
         except SpecexecError as error:
             found.append(Candidate(name, None, str(error)))
         else:

@@ -187,7 +187,7 @@ class LocalSession(TextSession):
         if request.tree.overlap == "on" and not (able and self._target.model.waits):
             raise ConfigError(
                 "`overlap='on'`: no pass of this session waits for an SSD with a draft model to go "
-                "on with. Leave it at `overlap='auto'`"
+                "on with. Give `overlap='auto'`, or leave it off"
             )
         return able and self._target.model.waits
 

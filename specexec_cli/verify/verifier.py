@@ -84,8 +84,8 @@ class LocalTarget:
         Raises:
             StreamError: the weights could not be read; the cache is as before the call.
         """
-        self.model.meanwhile(meanwhile)
         try:
+            self.model.meanwhile(meanwhile)
             [logits] = verify_together([(self, pending, tree)])
         finally:
             self.model.meanwhile(None)

@@ -13,14 +13,15 @@ from specexec_cli.models.linear import MixedLinear
 EXPERTS, HIDDEN, INNER = 7, 64, 96
 
 
-def block(dtype: torch.dtype, seed: int = 0) -> PerExpert:
-    torch.manual_seed(seed)
+def block(dtype: torch.dtype, up: torch.dtype | None = None) -> PerExpert:
+    """Experts in a dtype, `up` in another one if it is given."""
+    torch.manual_seed(0)
     experts = nn.ModuleList()
     for _ in range(EXPERTS):
         sizes = {"gate": (HIDDEN, INNER), "up": (HIDDEN, INNER), "down": (INNER, HIDDEN)}
         linears = nn.ModuleDict({n: MixedLinear(*size, bias=False) for n, size in sizes.items()})
         for name, (inputs, outputs) in sizes.items():
-            weight = torch.randn(outputs, inputs).to(dtype)
+            weight = torch.randn(outputs, inputs).to((up if name == "up" else None) or dtype)
             linears[name].weight = nn.Parameter(weight, requires_grad=False)
         experts.append(linears)
     found = PerExpert(experts, _ActTimesUp(nn.SiLU()))
@@ -52,6 +53,15 @@ def test_together_as_one_after_another(
     for given in (weights, weights.to(computed)):
         expected = one_after_another(moe, rows, index, given)
         assert torch.equal(moe(rows, index, given), expected)
+
+
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_matrices_of_an_expert_that_are_stored_differently(computed: torch.dtype) -> None:
+    moe = block(torch.float32, up=torch.bfloat16)
+    rows = torch.randn(3, HIDDEN).to(computed)
+    weights, index = torch.rand(3, EXPERTS).topk(2, dim=-1)
+    expected = one_after_another(moe, rows, index, weights)
+    assert torch.equal(moe(rows, index, weights), expected)
 
 
 def test_routing() -> None:

@@ -70,6 +70,19 @@ def test_a_quantized_target_has_no_copy_and_a_draft_model_on_this_machine_is_wei
     assert "self" not in {one.draft for one in packed}
 
 
+def test_a_copy_that_cannot_be_made_is_no_candidate() -> None:
+    request, here = Request(target="demo-target", draft="auto"), site(4e9, 40e9)
+    found = weighed(request, here, lambda target, bits: "no" if bits == 4 else "")
+    assert {one.draft: one.obstacle for one in found if one.speed is None} == {"self": "no"}
+
+
+def test_the_prompt_takes_memory_too() -> None:
+    request, here = Request(target="llama2-7b-chat", draft="auto"), site(12e9, 40e9)
+    long = replace(request, prompt="word" * 5000, context_tokens=100)
+    assert weighed(long, here) == weighed(replace(request, context_tokens=5100), here)
+    assert weighed(long, here) != weighed(replace(request, context_tokens=100), here)
+
+
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
 def test_what_was_not_left_open_stays(method: Method) -> None:
     for draft in ("demo-draft", None, "suffix"):
