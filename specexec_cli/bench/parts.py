@@ -31,15 +31,17 @@ def load_parts(
         reference: NAME, FILE or NAME=FILE, as load_dataset takes it.
         counts: prompts of each part; a part of none is left empty.
         seed: the same one chooses the same prompts.
-        at_most: where the dataset has fewer, all of them in these proportions, not an error.
+        at_most: where the dataset has fewer, all of them is no error: of each split what it has,
+            and without splits of its own in these proportions.
     Raises:
         ConfigError: as load_dataset, and where there are too few.
     """
     pools, source, name = _pools(reference, data_folder, counts, seed)
     found = {}
-    if at_most:
-        counts = _fitting(counts, min(len(pool) for pool in pools.values()))
     shuffled = {id(pool): random.Random(seed).sample(pool, len(pool)) for pool in pools.values()}
+    if at_most:
+        sizes = {part: len(pool) for part, pool in pools.items()}
+        counts = _fitting(counts, sizes, shared=len(shuffled) == 1)
     for part, count in zip(PARTS, counts, strict=True):
         pool = shuffled[id(pools[part])]  # parts may share one: what is taken is gone
         if len(pool) < count:
@@ -89,9 +91,17 @@ def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]] | None:
     return parts if all(parts.values()) else None
 
 
-def _fitting(counts: Counts, available: int) -> Counts:
-    """The same proportions of what there is."""
-    total = sum(counts)
+def _fitting(counts: Counts, sizes: Mapping[str, int], *, shared: bool) -> Counts:
+    """As many as there are.
+
+    Args:
+        sizes: prompts that each part is drawn from.
+        shared: whether those are the same for all parts, which then keep their proportions.
+    """
+    if not shared:
+        train, validation, test = map(min, counts, (sizes[part] for part in PARTS))
+        return train, validation, test
+    total, available = sum(counts), sizes[PARTS[0]]
     if available >= total:
         return counts
     validation, test = (count * available // total for count in counts[1:])

@@ -14,7 +14,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ClaimLostError, ConfigError, nearest
-from specexec_cli.papers import RECIPES, Finding, Recipe
+from specexec_cli.papers import RECIPES, Finding, Recipe, Setting
 
 if TYPE_CHECKING:
     from specexec_cli.bench.datasets import Dataset
@@ -29,12 +29,13 @@ def paper(
     *,
     models: option_groups.MeasuredModels,
     full: Annotated[
-        bool, typer.Option("--full", help="The paper's prompts and sizes: hours, not seconds.")
+        bool,
+        typer.Option("--full", help="The paper's sizes, and real prompts: hours, not seconds."),
     ] = False,
     data: Annotated[Path, typer.Option(help="Folder of the datasets' files.")] = Path("data"),
     prompts: Annotated[
         int | None,
-        typer.Option(help="Most prompts per dataset with --full. Default: as many as it takes."),
+        typer.Option(help="Most prompts per dataset, in both forms. Default: as many as it takes."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results, reports and figures.")] = Path(
         "papers"
@@ -70,8 +71,9 @@ def paper(
         )  # fmt: skip
         for one in chosen:
             finding = _run(one, lab, quiet)
-            written = report.write(one, finding, out, figure_format)
-            print(_shown(one, finding, output, written))
+            setting = lab.setting(one)
+            written = report.write(one, finding, setting, out, figure_format)
+            print(_shown(one, finding, setting, output, written))
             if not quiet:
                 for path in written:
                     print(f"written: {path}", file=sys.stderr)
@@ -106,14 +108,17 @@ def _run(one: Recipe, lab: Lab, quiet: bool) -> Finding:
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
-def _shown(one: Recipe, finding: Finding, output: str, written: Sequence[Path]) -> str:
+def _shown(
+    one: Recipe, finding: Finding, setting: Setting, output: str, written: Sequence[Path]
+) -> str:
     from specexec_cli.cli.bench import width
     from specexec_cli.papers.report import text_of
 
     if output != "json":
-        return text_of(one, finding, output, width()) + "\n"
+        return text_of(one, finding, setting, output, width()) + "\n"
     return json.dumps({
-        "schema": 1, "recipe": one.name, "printed": one.printed,
+        "schema": 1, "recipe": one.name, "printed": one.printed, "form": setting.form,
+        "seed": setting.seed, "target": setting.target, "draft": setting.draft,
         "tables": [{"title": t.title, "header": list(t.header), "rows": [list(r) for r in t.rows]}
                    for t in finding.tables],
         "claims": [{"text": claim.text, "held": claim.held} for claim in finding.claims],

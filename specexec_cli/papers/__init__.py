@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from specexec_cli.papers.registry import RECIPES, Claim, Finding, Recipe, Table, recipe
+from specexec_cli.papers.registry import RECIPES, Claim, Finding, Recipe, Setting, Table, recipe
 
-__all__ = ["RECIPES", "Claim", "Finding", "Recipe", "Table", "recipe"]
+__all__ = ["RECIPES", "Claim", "Finding", "Recipe", "Setting", "Table", "recipe"]
 
 # the files, in the order of the list that `specexec bench paper` prints
 for _file in ("specexec_rates", "specexec_search", "disco", "dsi"):

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from specexec_cli.bench.cases import Case
 from specexec_cli.bench.datasets import BUILT_IN, Dataset, load_dataset
 from specexec_cli.bench.metrics import ratio_and_error
 from specexec_cli.bench.results import ResultsFile, Row
+from specexec_cli.papers.registry import Recipe, Setting
 
 if TYPE_CHECKING:
     from specexec_cli.bench.runner import Bench, BenchPrompt
@@ -26,6 +27,8 @@ OpenSession = Callable[[Sequence[Dataset], int, "str | None"], "TextSession"]
 
 _EVERY = 1 << 20  # prompts of a dataset: all of them
 _TURN = 10  # prompts between two looks at the standard error
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Lab:
     Args:
         opened: opens a session, or gives one that is open; whoever passes it closes it. One is
             needed at a time.
-        folder: where results and labels are kept.
+        folder: where results are kept.
         data: folder of the datasets' files.
         most_prompts: of each dataset in the full form; None for as many as it takes.
         done: told of each generation that was run.
@@ -72,6 +75,20 @@ class Lab:
         self._draft: str | None = None  # of the session that is open
         self._session: TextSession | None = None
         self._file: ResultsFile | None = None
+        self._models: tuple[str, str | None] | None = None  # the pair's own, once they were opened
+        self._made: dict[Callable[[Lab], Any], Any] = {}
+
+    def setting(self, recipe: Recipe) -> Setting:
+        """What the recipe's finding is of; known when it has run."""
+        target, draft = (self._models if recipe.models else None) or (None, None)
+        return Setting(self.full, self.seed, target, draft)
+
+    def once(self, make: Callable[[Lab], _Made]) -> _Made:
+        """What several recipes need, made of this lab at the first call."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: _Made = self._made[make]
+        return made
 
     def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
         """A dataset's prompts; in the small form the first `small` of the built-in ones.
@@ -94,6 +111,9 @@ class Lab:
         if self._session is None or draft != self._draft:
             self._session = self._opened(sets, tokens, draft)
             self._draft = draft
+        if draft is None:
+            pair = self._session.pair
+            self._models = pair.target.name, pair.draft.name if pair.draft else None
         return self._session
 
     def encoded(self, dataset: Dataset, tokens: int, draft: str | None = None) -> list[BenchPrompt]:
@@ -131,7 +151,7 @@ class Lab:
         from specexec_cli.config import SamplingConfig
 
         session = self.session([dataset], tokens)
-        labels = LabelsFile(self.folder / "labels.jsonl")
+        labels = LabelsFile(session.pair_folder / "labels.jsonl")  # those of train-policy
         found = []
         for text in collect(
             session, self.encoded(dataset, tokens), SamplingConfig(seed=self.seed), tokens, labels

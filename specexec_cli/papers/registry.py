@@ -46,6 +46,26 @@ class Finding:
     figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a finding is of, beside its recipe."""
+
+    full: bool
+    seed: int
+    target: str | None = None  # None where the recipe loads no model
+    draft: str | None = None
+
+    @property
+    def form(self) -> str:
+        """What the report calls it."""
+        return "full" if self.full else "small"
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Those of the pair, the target first."""
+        return tuple(name for name in (self.target, self.draft) if name is not None)
+
+
 Run = Callable[["Lab"], Finding]
 
 
@@ -56,13 +76,14 @@ class Recipe:
     name: str  # as `specexec bench paper` takes it, such as specexec-figure-3
     printed: str  # what the paper says, in one line
     run: Run
+    models: bool = True  # whether it loads any
 
 
 _table: dict[str, Recipe] = {}
 RECIPES: Mapping[str, Recipe] = MappingProxyType(_table)
 
 
-def recipe(name: str, *, printed: str) -> Callable[[Run], Run]:
+def recipe(name: str, *, printed: str, models: bool = True) -> Callable[[Run], Run]:
     """Registers the function below as a recipe; see Recipe for the arguments.
 
     Raises:
@@ -72,7 +93,7 @@ def recipe(name: str, *, printed: str) -> Callable[[Run], Run]:
     def register(run: Run) -> Run:
         if name in _table:
             raise ValueError(f"recipe '{name}' is registered twice")
-        _table[name] = Recipe(name, printed, run)
+        _table[name] = Recipe(name, printed, run, models)
         return run
 
     return register

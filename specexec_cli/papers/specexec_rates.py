@@ -1,9 +1,10 @@
 """SpecExec (arXiv:2406.02532): tokens per target pass over draft budgets, beside SpecInfer.
 
 Figures 1, 3, 4 and 7 and tables 1 to 4 are of the same measurement, on other prompts, models and
-machines. No text prints depth or batch: here both methods have paths of at most _DEPTH tokens, and
-the batch lets algorithm 2 fill the budget in half of its rounds. SpecInfer has the shape of the
-authors' code, several stems from the root, at least _STEMS where the budget has room.
+machines. No text prints depth or batch: here both methods have paths of at most _DEPTH tokens,
+which bound the tokens per pass (the paper prints up to 21.58), and the batch lets algorithm 2 fill
+the budget in half of its rounds. SpecInfer has the shape of the authors' code, several stems from
+the root, at least _STEMS where the budget has room.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ if TYPE_CHECKING:
 PAPER, SPECINFER = "specexec-paper", "specinfer"
 BUDGETS = (16, 64, 256, 1024, 2048)
 _SMALL_BUDGETS = (4, 64)
-_DEPTH = 16
+_DEPTH, _SMALL_DEPTH = 64, 16
 _STEMS = 2
-_TOKENS, _SMALL_TOKENS = 32, 16  # section 5.3: "32+ tokens per prompt"
+_TOKENS, _SMALL_TOKENS = 128, 16  # section 5.3: "32+ tokens per prompt"
 
 Rates = Mapping[tuple[str, float, str, int], "Rate"]  # by prompts, temperature, method and budget
 
 
-def tree(budget: int, method: str) -> TreeConfig:
-    """The tree of a method at a budget."""
-    depth = min(_DEPTH, budget if method == PAPER else max(budget // _STEMS, 1))
+def tree(budget: int, method: str, *, full: bool) -> TreeConfig:
+    """The tree of a method at a budget, in the full form or in the small one."""
+    longest = budget if method == PAPER else max(budget // _STEMS, 1)
+    depth = min(_DEPTH if full else _SMALL_DEPTH, longest)
     return TreeConfig(
         budget=budget, max_depth=depth, batch=max(1, -(-2 * budget // max(depth - 1, 1)))
     )
@@ -62,7 +64,7 @@ def measured(
     for name in names if lab.full else ("demo",):
         data = lab.dataset(name, chat=False, small=3)
         cases = [
-            Case(method, tree(budget, method), sampling(temperature, lab.seed),
+            Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed),
                  _TOKENS if lab.full else _SMALL_TOKENS)
             for temperature in temperatures
             for budget in (budgets if lab.full else _SMALL_BUDGETS)

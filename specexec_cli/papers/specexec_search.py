@@ -191,8 +191,8 @@ def figure_5(lab: Lab) -> Finding:
     rows = []
     drafts = _DRAFTS.get(lab.session([data], 64).pair.target.name, _OWN)
     for draft, title in drafts.items():
-        cases = [Case(PAPER, tree(size, PAPER), sampling(0.6, lab.seed), 64 if lab.full else 32)
-                 for size in budgets]  # fmt: skip
+        cases = [Case(PAPER, tree(size, PAPER, full=lab.full), sampling(0.6, lab.seed),
+                      128 if lab.full else 32) for size in budgets]  # fmt: skip
         found = [rate(one) for one in lab.rows(cases, data, draft).values()]
         lines[title] = budgets, [one.tau for one in found], [one.error for one in found]
         rows.append([title, *map(str, found)])
@@ -291,7 +291,7 @@ def figure_7(lab: Lab) -> Finding:
     rates = measured(lab, ["mt-bench"], (0.6,))
     lines: dict[str, Any] = {}
     for (_, _, method, budget), one in rates.items():
-        shape = tree(budget, method)
+        shape = tree(budget, method, full=lab.full)
         seconds = machine.streamed_pass_s(budget + 1) + shape.max_depth * _DRAFT_S
         x, y, errors = lines.setdefault(method, ([], [], []))
         x.append(budget)

@@ -38,14 +38,22 @@ def best_si_s(draft_fraction: float, acceptance: float, lookahead: int | None = 
     return min(speculative_s(1.0, draft_fraction, acceptance, k) for k in tried)
 
 
-def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
-    """Seconds per token of DSI at its best lookahead with k c <= t and at most `servers`."""
+def drafting_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
+    """Seconds per token of DSI at its best lookahead with k c <= t and at most `servers`.
+
+    Where there is no such lookahead they are infinite.
+    """
     usable = (
         dsi_s(1.0, draft_fraction, acceptance, k)
         for k in range(1, MAX_LOOKAHEAD + 1)
         if k * draft_fraction <= 1.0 and servers_needed(1.0, draft_fraction, k) <= servers
     )
-    return min((1.0, *usable))
+    return min(usable, default=math.inf)
+
+
+def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
+    """The same, or that of decoding without speculation where this is less."""
+    return min(1.0, drafting_dsi_s(draft_fraction, acceptance, servers))
 
 
 def simulated_heatmap(points: int, servers: int, lookahead: int | None = None) -> Heatmap:

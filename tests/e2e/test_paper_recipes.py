@@ -11,7 +11,8 @@ from bench_rows import ENVIRONMENT
 from cli_runner import run_cli
 
 from specexec_cli.bench import environment as environment_module
-from specexec_cli.papers import RECIPES, Claim, Finding, Recipe
+from specexec_cli.errors import ConfigError
+from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.papers.lab import Lab, Rate
 from specexec_cli.papers.report import text_of, write
 from specexec_cli.papers.specexec_rates import PAPER, SPECINFER, grows
@@ -41,7 +42,8 @@ def test_the_claim_holds_on_the_demo_pair(lab: Lab, name: str) -> None:
     finding = RECIPES[name].run(lab)
     assert finding.claims, "a recipe without a claim cannot fail"
     assert [claim.text for claim in finding.claims if not claim.held] == []
-    report, *figures = write(RECIPES[name], finding, lab.folder, "png")
+    setting = lab.setting(RECIPES[name])
+    report, *figures = write(RECIPES[name], finding, setting, lab.folder, "png")
     assert all(f"holds: {claim.text}" in report.read_text() for claim in finding.claims)
     assert len(figures) == len(finding.figures)
     assert all(path.stat().st_size > 5_000 for path in figures)
@@ -70,10 +72,43 @@ def test_a_lost_claim_is_one_line_and_exit_code_11(
     monkeypatch.setattr("specexec_cli.cli.bench_paper.RECIPES", {"moon": moon})
     ran = run_cli("bench", "paper", "moon", "--out", tmp_path, "-q")
     assert (ran.code, ran.error) == (11, "not so here: moon: the moon is near")
-    assert "LOST: the moon is near" in (tmp_path / "moon.md").read_text()
-    assert text_of(moon, finding, "table") in ran.out
+    report = (tmp_path / "moon--small.md").read_text()
+    assert "LOST: the moon is near" in report
+    assert "Here: no model, small form, seed 0." in report
+    assert text_of(moon, finding, Setting(full=False, seed=0), "table") in ran.out
     content = json.loads(run_cli("bench", "paper", "moon", "--out", tmp_path, "-o", "json").out)
+    assert [content[key] for key in ("form", "seed", "target")] == ["small", 0, None]
     assert content["claims"] == [{"text": "the moon is near", "held": False}]
+
+
+def test_a_report_is_named_after_models_and_form(tmp_path: Path) -> None:
+    finding = Finding(tables=[], claims=[Claim("the moon is near", True)])
+    moon = Recipe("moon", "it is near", lambda lab: finding)
+    settings = [
+        Setting(full, seed=3, target="org/big", draft=draft)
+        for full in (False, True)
+        for draft in ("tiny", None)
+    ]
+    (first, *_), *more = (write(moon, finding, one, tmp_path, "png") for one in settings)
+    assert first.name == "moon--org-big--tiny--small.md"
+    assert "Here: org/big and tiny, small form, seed 3." in first.read_text()
+    assert len({first, *(path for (path,) in more)}) == len(settings)
+
+
+def test_too_few_prompts_for_a_classifier_get_one_line(lab: Lab) -> None:
+    few = Lab(lambda sets, tokens, draft: lab.session(sets, tokens, draft), lab.folder,
+              most_prompts=4)  # fmt: skip
+    with pytest.raises(ConfigError, match=r"^4 prompts of demo are too few.*5 are needed$"):
+        RECIPES["disco-table-1"].run(few)
+
+
+def test_labels_of_another_draft_model_are_its_own(lab: Lab) -> None:
+    data = lab.dataset("demo", chat=False, small=1)
+    (own,) = lab.texts(data, 12)
+    with Session.open(pair="demo", draft="self", dtype="float32", offload="none") as session:
+        other = Lab(lambda sets, tokens, draft: session, lab.folder)
+        (text,) = other.texts(data, 12)
+    assert (text.conformity != own.conformity).any()
 
 
 def test_recipes_are_listed_and_a_wrong_name_gets_one_line() -> None:

@@ -192,5 +192,5 @@ def test_rejection_sampling_keeps_the_distribution_of_the_target(seeds):
 def test_the_chi_square_test_tells_a_draft_from_the_target():
     """The test above must be able to fail: where the draft model judges, its own text comes."""
     other = NoisyCopy(_TARGET, 5, 0.3)
-    counts, _ = counts_of([other], other, 1500)
+    counts, _ = counts_of([other], other, 400)
     assert _p_value(counts, _exact(_PLAIN)) < 1e-4

@@ -54,6 +54,18 @@ def test_too_few_prompts(tmp_path: Path) -> None:
     assert [len(parts[part]) for part in PARTS] == [6, 2, 2]
 
 
+def test_of_each_split_there_may_be_fewer(tmp_path: Path) -> None:
+    records = [{"task_id": n, "text": "t", "test_list": ["a"]} for n in (*range(1, 31), 520, 610)]
+    (tmp_path / "mbpp.jsonl").write_text("\n".join(map(json.dumps, records)))
+
+    def sizes(counts: tuple[int, int, int]) -> list[int]:
+        parts = load_parts("mbpp", data_folder=tmp_path, counts=counts, seed=0, at_most=True)
+        return [len(parts[part].prompts) for part in PARTS]
+
+    assert sizes((24, 8, 8)) == [1, 1, 8]
+    assert sizes((0, 0, 40)) == [0, 0, 20]
+
+
 def test_the_hub_s_splits_are_shuffled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CNN-DM 2.0.0 from a package that is asked as `datasets` is."""
     asked = []
@@ -74,3 +86,8 @@ def test_the_hub_s_splits_are_shuffled(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert sorted(ids(found)["train"]) == [5, 6, 7, 8]
     assert {prompt.text for prompt in found["test"].prompts} == {"Summarize:\ntest\nSummary:\n"}
+    for counts, kept in (((6, 2, 2), [6, 2, 2]), ((0, 0, 40), [0, 0, 9])):
+        parts = load_parts(
+            "cnn-dailymail", data_folder=tmp_path, counts=counts, seed=7, at_most=True
+        )
+        assert [len(parts[part].prompts) for part in PARTS] == kept
