@@ -1,8 +1,9 @@
 """What a download would take before it begins, the download itself, and how to be rid of it.
 
 All of it is huggingface_hub's own cache: what is fetched here, other programs find there, and the
-other way round. Nothing is fetched twice, whatever stopped a download: large files go on where they
-were (large_files.py), the small ones are huggingface_hub's.
+other way round. What `pull` fetched is not fetched twice, whatever stopped it: on a disk with
+symbolic links, files outside of git of up to 50 GB go on where they were (large_files.py). All
+others are huggingface_hub's, which begins a file anew.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ def survey(entry: ModelEntry) -> Download:
 
     Raises:
         UnknownModelError: no such repository or revision, or the hub cannot be reached.
+        NotFetchedError: the cache cannot be written to.
     """
     from huggingface_hub import HfApi, errors
 
@@ -71,19 +73,26 @@ def survey(entry: ModelEntry) -> Download:
                 api.auth_check(entry.repo)
             except errors.GatedRepoError:
                 allowed = False
-    except Exception as error:  # whatever the hub or the network did: one line
+        folder = _repo_folder(entry)
+        snapshot = folder / "snapshots" / str(info.sha)
+        wanted = list(  # a content that has two names comes once
+            {
+                file.lfs.sha256 if file.lfs else file.rfilename: file
+                for file in info.siblings or ()
+                if _is_wanted(file.rfilename, entry)
+            }.values()
+        )
+        absent = [file for file in wanted if not (snapshot / file.rfilename).is_file()]
+        large = [resumable(file.rfilename, file.lfs, folder) for file in absent]
+        found = tuple(file for file in large if file is not None)
+        fetch_bytes = sum(file.size or 0 for file in absent)
+        fetch_bytes -= sum(file.bytes_here(folder) for file in found)
+    except Exception as error:  # whatever the hub, the network or the disk did: one line
         raise explain(error, entry, offline=False) from error
-    folder = _repo_folder(entry)
-    snapshot = folder / "snapshots" / str(info.sha)
-    wanted = [file for file in info.siblings or () if _is_wanted(file.rfilename, entry)]
-    absent = [file for file in wanted if not (snapshot / file.rfilename).is_file()]
-    large = [resumable(file.rfilename, file.lfs, folder) for file in absent]
-    found = tuple(file for file in large if file is not None)
     return Download(
         entry=entry,
         total_bytes=sum(file.size or 0 for file in wanted),
-        fetch_bytes=sum(file.size or 0 for file in absent)
-        - sum(file.bytes_here(folder) for file in found),
+        fetch_bytes=fetch_bytes,
         gated=bool(info.gated),
         allowed=allowed,
         commit=str(info.sha),

@@ -164,6 +164,7 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
                 allow_patterns=wanted_files(entry),
                 ignore_patterns=None if entry.file else UNWANTED_FILES,
                 local_files_only=offline,
+                max_workers=2,  # it begins a broken file anew: few at once are less to lose
                 tqdm_class=_silent_bar(stored),
             )
         )
@@ -211,7 +212,7 @@ def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError
     # the cache lookup that follows a failed request hides the failure behind its own
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
     status = getattr(getattr(cause or error, "response", None), "status_code", None)
-    if isinstance(error, errors.GatedRepoError) or status == 403:
+    if isinstance(cause or error, errors.GatedRepoError) or (status == 403 and entry.gated):
         return UnknownModelError(gate(repo))
     if isinstance(error, errors.RevisionNotFoundError):
         named = entry.revision or "main"

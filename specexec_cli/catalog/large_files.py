@@ -4,21 +4,32 @@ huggingface_hub itself begins anew: each of its downloads writes into a file of 
 http as by Xet (file_download.py, _download_to_tmp_and_move; its issue 4196). So the files that the
 hub knows by their SHA-256 are brought to where its cache keeps them before it is asked for the
 rest. It finds them there and links them. Ranges, retries and redirects are those of its http_get.
+
+Two processes that fetch the same file take turns by a file lock. Where file locks do nothing
+(Lustre, some NFS) they would write into one another's file: there one model is for one process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError
 
 _AT_ONCE = 8  # as many as huggingface_hub fetches
+_LOCK_TURN_S = 1.0  # so long a wait for another process's download goes on without looking up
+
+
+class _EndedError(Exception):
+    """Another file failed, or the caller left: this download ends, and what came of it stays."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,8 +52,10 @@ class LargeFile:
         """How much of it need not be fetched."""
         if self.blob(repo_folder).exists():
             return self.size_bytes
-        partial = self.partial(repo_folder)
-        n_bytes = partial.stat().st_size if partial.is_file() else 0
+        try:
+            n_bytes = self.partial(repo_folder).stat().st_size
+        except FileNotFoundError:
+            return 0
         return n_bytes if n_bytes <= self.size_bytes else 0
 
 
@@ -80,56 +93,100 @@ def fetch_large(
         Exception: whatever the hub, the network or the disk did; what came is kept.
     """
     (repo_folder / "blobs").mkdir(parents=True, exist_ok=True)
+    run = _Run(entry, commit, repo_folder, stored, ended=Event())
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        fetched = [
-            pool.submit(_fetch_one, entry, commit, file, repo_folder, stored) for file in files
-        ]
         try:
-            for each in fetched:
+            fetched = [pool.submit(run.fetch, file, file.bytes_here(repo_folder)) for file in files]
+            for each in wait(fetched, return_when=FIRST_EXCEPTION).done:
                 each.result()
         finally:
+            run.ended.set()
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _fetch_one(
-    entry: ModelEntry,
-    commit: str,
-    file: LargeFile,
-    repo_folder: Path,
-    stored: Callable[[int], None],
-) -> None:
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
-    from huggingface_hub.utils import WeakFileLock, build_hf_headers  # type: ignore[attr-defined]
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Downloads of one call, which end together.
 
-    partial = file.partial(repo_folder)
-    lock = repo_folder.parent / ".locks" / repo_folder.name / f"{file.sha256}.lock"
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):  # the one that huggingface_hub takes for this blob
-        here = file.bytes_here(repo_folder)
-        if file.blob(repo_folder).exists():  # another program was faster
-            return
+    Args:
+        ended: set once one of them failed, or the caller left.
+    """
+
+    entry: ModelEntry
+    commit: str
+    repo_folder: Path
+    stored: Callable[[int], None]
+    ended: Event
+
+    def fetch(self, file: LargeFile, known: int) -> None:
+        """Makes a blob of a file; what an earlier run left of it may be damaged, and is no loss.
+
+        Args:
+            known: bytes of it that were here when the caller counted.
+        """
+        with self._locked(file):
+            here = file.bytes_here(self.repo_folder)
+            self.stored(here - known)  # another program came further
+            if file.blob(self.repo_folder).exists():
+                return
+            right = self._complete(file, here)
+            if here and not right:
+                self.stored(-file.size_bytes)
+                right = self._complete(file, 0)
+            if not right:
+                raise CheckpointError(
+                    f"{file.name} of {self.entry.repo} came damaged and was deleted: fetch it again"
+                )
+            file.partial(self.repo_folder).rename(file.blob(self.repo_folder))
+
+    def _locked(self, file: LargeFile) -> ExitStack:
+        """Holds the lock that huggingface_hub takes for this blob.
+
+        Raises:
+            _EndedError: the run ended while another process held it.
+        """
+        from filelock import Timeout
+        from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+        folder = self.repo_folder
+        lock = folder.parent / ".locks" / folder.name / f"{file.sha256}.lock"
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = ExitStack()
+        while not self.ended.is_set():
+            try:
+                held.enter_context(WeakFileLock(lock, timeout=_LOCK_TURN_S))
+            except Timeout:
+                continue
+            return held
+        raise _EndedError
+
+    def _complete(self, file: LargeFile, here: int) -> bool:
+        """Fetches what follows the first `here` bytes; whether all are right, else none is kept."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+        partial = file.partial(self.repo_folder)
         with partial.open("ab" if here else "wb") as writer:
             http_get(
-                hf_hub_url(entry.repo, file.name, revision=commit),
+                hf_hub_url(self.entry.repo, file.name, revision=self.commit),
                 writer,
                 resume_size=here,
                 headers=build_hf_headers(),
                 expected_size=file.size_bytes,
-                tqdm_class=_telling_bar(stored, here),
+                tqdm_class=_telling_bar(self.stored, here, self.ended),
             )
+            writer.flush()
+            os.fsync(writer.fileno())  # nobody looks at a blob again: no power cut may shorten it
         with partial.open("rb") as reader:
-            came = hashlib.file_digest(reader, "sha256").hexdigest()
-        if came != file.sha256:
+            right = hashlib.file_digest(reader, "sha256").hexdigest() == file.sha256
+        if not right:
             partial.unlink()
-            raise CheckpointError(
-                f"{file.name} of {entry.repo} came damaged and was deleted: fetch it again"
-            )
-        partial.rename(file.blob(repo_folder))
+        return right
 
 
-def _telling_bar(stored: Callable[[int], None], here: int) -> type[Any]:
-    """A progress bar class for http_get that never shows.
+def _telling_bar(stored: Callable[[int], None], here: int, ended: Event) -> type[Any]:
+    """A progress bar class for http_get that never shows, and ends it once `ended` is set.
 
     Args:
         stored: told of bytes as they come, and of those that are lost again.
@@ -146,6 +203,8 @@ def _telling_bar(stored: Callable[[int], None], here: int) -> type[Any]:
                 stored(-lost)
 
         def update(self, n: float | None = 1) -> bool | None:
+            if ended.is_set():
+                raise _EndedError
             stored(int(n or 0))
             return None
 

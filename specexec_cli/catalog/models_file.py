@@ -55,7 +55,7 @@ class ModelEntry:
     context: int | None = None  # tokens
     params: int | None = None
     vision_params: int | None = (
-        None  # beside `params`: fetched with them, but pictures are not read
+        None  # beside `params`: fetched with them and not run, for pictures or further tokens
     )
     chat: bool | None = None  # the tokenizer has a chat template
     tokenizer: str | None = None  # family: models of one family can be paired

@@ -39,7 +39,7 @@ Target = Annotated[
 Draft = Annotated[
     str | None,
     typer.Option(
-        help="Draft model (default: the pair's); self: 4-bit copy; suffix: past text; "
+        help="Draft (default: the pair's; for dsi A,B); self: 4-bit copy; suffix: past text; "
         "auto: fastest.",
         rich_help_panel=_COMMON, autocompletion=model_names,
     ),
@@ -197,7 +197,7 @@ Dtype = Annotated[
 Sp = Annotated[
     str,
     typer.Option(
-        help="Target servers at once, or auto. --draft may name several models, as in A,B.",
+        help="Target servers at once, or auto.",
         rich_help_panel=DSI,
     ),
 ]

@@ -37,7 +37,8 @@ def pull(
     """Fetch a pair's two models, or one model, into the hub's cache.
 
     Says first how much there is to fetch and whether it fits this machine. However it was stopped,
-    the same command goes on where it was.
+    the same command goes on where it was; only an unfinished file of more than 50 GB, or on a disk
+    without symbolic links, begins anew.
     """
     registry = load_registry(models_file)
     entries = _entries(registry, name)

@@ -202,6 +202,15 @@ def test_a_hub_that_goes_away_is_one_line_and_what_came_is_kept(
     assert size in [begin for _, path, begin in hub.asked if path.endswith("model.safetensors")]
 
 
+def test_a_cache_that_cannot_be_written_to_is_one_line(hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    impossible = str(tmp_path / "file" / "hub")
+    done = specexec(hub, tmp_path, "pull", "big", "--yes", HF_HUB_CACHE=impossible)
+    assert done.returncode == 10
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: cannot store org/big in {impossible}: ")
+
+
 def test_pull_again_and_rm(hub: FakeHub, tmp_path: Path) -> None:
     assert specexec(hub, tmp_path, "pull", "couple", "--yes").returncode == 0
     again = specexec(hub, tmp_path, "pull", "couple")

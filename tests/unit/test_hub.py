@@ -74,6 +74,11 @@ def test_revision_and_offline_are_passed_on(
     ]
 
 
+def test_few_files_come_at_once_where_a_broken_one_begins_anew(calls: list[dict[str, Any]]) -> None:
+    fetch(ENTRY)
+    assert calls[0]["max_workers"] == 2
+
+
 def test_progress_bars_are_silent_and_what_is_stored_is_told(
     calls: list[dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,10 +114,15 @@ FAILURES: list[tuple[Callable[[], Exception], bool, list[str]]] = [
     (
         lambda: _caused(
             errors.LocalEntryNotFoundError("hidden"),
-            errors.HfHubHTTPError("no", response=_response(403)),
+            errors.GatedRepoError("no", response=_response(403)),
         ),
         False,
         ["org/name is gated", "`hf auth login`"],
+    ),
+    (
+        lambda: errors.HfHubHTTPError("no", response=_response(403)),
+        False,
+        ["answered 403 for org/name"],
     ),
     (
         lambda: errors.RepositoryNotFoundError("no", response=_response(404)),
@@ -173,6 +183,17 @@ def test_failures_become_one_line(
     assert "\n" not in message
     for part in parts:
         assert part in message
+
+
+def test_a_refusal_of_what_is_known_to_be_gated_names_the_licence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def download(repo: str, **kwargs: Any) -> str:
+        raise errors.HfHubHTTPError("no", response=_response(403))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(UnknownModelError, match="org/name is gated: accept its licence"):
+        fetch(replace(ENTRY, gated=True))
 
 
 def test_an_interrupt_is_not_an_error_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fake_hub import FakeHub, oid, running
+from filelock import FileLock
 from huggingface_hub import constants
 
+from specexec_cli.catalog.downloads import survey
 from specexec_cli.catalog.large_files import LargeFile, fetch_large
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError
@@ -81,13 +85,26 @@ def test_another_revision_of_a_file_has_a_beginning_of_its_own(
     assert older.bytes_here(tmp_path) == 1000
 
 
-def test_a_damaged_beginning_is_found_and_deleted(hub: FakeHub, tmp_path: Path) -> None:
-    leave(tmp_path, bytes(1000))  # as after a power cut
+@pytest.mark.parametrize("length", [1000, len(DATA)])
+def test_a_damaged_beginning_is_fetched_again(hub: FakeHub, tmp_path: Path, length: int) -> None:
+    leave(tmp_path, bytes(length))  # as after a power cut
+    assert fetched(hub, tmp_path) == len(DATA) - length, "the bar ends where it should"
+    assert hub.sent[NAME] == len(DATA) - length + len(DATA)
+
+
+@pytest.mark.parametrize(("length", "downloads"), [(0, 1), (1000, 2)])
+def test_what_comes_damaged_is_deleted(
+    hub: FakeHub, tmp_path: Path, length: int, downloads: int
+) -> None:
+    hub.repos = {"org/big": {NAME: DATA[::-1]}}
+    leave(tmp_path, DATA[:length])
     with pytest.raises(
         CheckpointError, match=rf"^{NAME} of org/big came damaged .* fetch it again"
     ):
         fetched(hub, tmp_path)
+    assert len(hub.downloads()) == downloads
     assert FILE.bytes_here(tmp_path) == 0
+    hub.repos = {"org/big": {NAME: DATA}}
     assert fetched(hub, tmp_path) == len(DATA)
 
 
@@ -115,3 +132,64 @@ def test_several_at_once_come_whole(hub: FakeHub, tmp_path: Path) -> None:
     fetch_large(ENTRY, hub.sha("org/big"), [*files, files[0]], tmp_path, lambda n_bytes: None)
     assert [file.blob(tmp_path).read_bytes() for file in files] == list(contents.values())
     assert hub.downloads().count(files[0].name) == 1
+
+
+def damaged(hub: FakeHub, others: dict[str, bytes]) -> LargeFile:
+    """A file that comes with other bytes than its hash says, beside others."""
+    hub.repos = {"org/big": {"bad.safetensors": DATA, **others}}
+    return LargeFile(name="bad.safetensors", size_bytes=len(DATA), sha256="0" * 64)
+
+
+def test_one_that_fails_ends_the_others(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1 << 14)
+    long = DATA * 50
+    bad = damaged(hub, {"long.safetensors": long})
+    slow = LargeFile(
+        name="long.safetensors", size_bytes=len(long), sha256=oid("long.safetensors", long)
+    )
+    hub.bytes_per_s = 5e5
+    with pytest.raises(CheckpointError, match=r"^bad\.safetensors of org/big came damaged"):
+        fetch_large(ENTRY, hub.sha("org/big"), [slow, bad], tmp_path, lambda n_bytes: None)
+    assert hub.sent["long.safetensors"] < len(long)
+    assert slow.partial(tmp_path).exists(), "the next one goes on there"
+
+
+def held(tmp_path: Path, file: LargeFile) -> FileLock:
+    """The lock of another process that fetches the file."""
+    lock = tmp_path.parent / ".locks" / tmp_path.name / f"{file.sha256}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(lock)
+
+
+def test_nothing_waits_behind_another_download_once_one_failed(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    bad = damaged(hub, {NAME: DATA})
+    with held(tmp_path, FILE), pytest.raises(CheckpointError, match=r"^bad\.safetensors"):
+        fetch_large(ENTRY, hub.sha("org/big"), [FILE, bad], tmp_path, lambda n_bytes: None)
+    assert hub.downloads() == ["bad.safetensors"]
+
+
+def test_what_another_program_brought_meanwhile_is_told(hub: FakeHub, tmp_path: Path) -> None:
+    leave(tmp_path, DATA[:1000])
+    with ThreadPoolExecutor(1) as pool:
+        with held(tmp_path, FILE):
+            told = pool.submit(fetched, hub, tmp_path)
+            time.sleep(0.2)
+            FILE.partial(tmp_path).unlink()
+            FILE.blob(tmp_path).write_bytes(DATA)
+        assert told.result() == len(DATA) - 1000
+    assert hub.downloads() == []
+
+
+def test_a_content_with_two_names_is_counted_once(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    hub.repos = {"org/big": {"config.json": b"{}", NAME: DATA, "same.safetensors": DATA}}
+    found = survey(ENTRY)
+    assert (found.total_bytes, found.fetch_bytes) == (len(DATA) + 2, len(DATA) + 2)
+    assert [file.sha256 for file in found.large] == [FILE.sha256]
