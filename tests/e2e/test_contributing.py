@@ -140,7 +140,7 @@ def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     shown, _, result = done.stdout.partition("RESULT")
-    assert re.search(r"specinfer, beam, beam-pruned, .*lookup\.", shown)
+    assert re.search(r"specinfer, beam, beam-pruned, .*lookup, dsi", shown)
     assert "lookup 4" in result, result
 
 

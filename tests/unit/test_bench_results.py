@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from bench_rows import case, row, stats_of, step
 
-from specexec_cli.bench.cases import BASELINE, Grid, methods
+from specexec_cli.bench.cases import BASELINE, DISTRIBUTED, Grid, methods
 from specexec_cli.bench.metrics import (
     improvement_factor,
     quantile,
@@ -67,8 +67,9 @@ def test_bad_grids():
 
 def test_every_method_has_an_implementation():
     assert methods() == (BASELINE, "specexec", "specexec-paper", "chain", "chain-coupled",
-                         "specinfer", "beam", "beam-pruned", "suffix")  # fmt: skip
-    assert set(methods()) == {BASELINE, *SOURCES}
+                         "specinfer", "beam", "beam-pruned", "suffix", "dsi",
+                         "dsi-rejection")  # fmt: skip
+    assert set(methods()) == {BASELINE, *SOURCES, *DISTRIBUTED}
 
 
 def test_run_metrics_by_hand():
