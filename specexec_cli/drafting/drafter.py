@@ -3,8 +3,10 @@
 While the target's pass waits for weights, it may go on (`ahead`): the search for the last tree goes
 on with twice the budget, so to the continuations that are next in probability. Of the nodes that it
 finds there, those behind the committed tokens are kept, and the next search has their children
-without a draft step. Since a search's result does not depend on the order in which nodes are
-expanded, the next tree is the one that it would be anyway.
+without a draft step. A search's result does not depend on the order in which nodes are expanded, so
+under fixed budgets and the same calibration the next tree is the one that it would be anyway.
+Policies that weigh steps, such as cost, are not asked about nodes that are known, and calibration
+learns from more of them, so theirs may differ; the text does not.
 Source: growing while weights stream, as ShadowSpec does for SubSpec's drafts (arXiv:2509.18344).
 """
 
