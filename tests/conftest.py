@@ -14,6 +14,10 @@ import pytest
 # What sessions learn about a pair must not pass from one run of the tests to the next.
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specexec-tests-cache-")
 
+# Each CPU kernel is compiled once in a run, by whichever of its processes needs it first.
+if "SPECEXEC_KERNEL_CACHE" not in os.environ:
+    os.environ["SPECEXEC_KERNEL_CACHE"] = tempfile.mkdtemp(prefix="specexec-tests-kernels-")
+
 sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
 
 # A runner in the background ignores SIGINT, and so would every program that the tests interrupt.

@@ -6,7 +6,6 @@ than the rest: with another number of rows or of threads an element may round th
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cache
@@ -24,7 +23,6 @@ _BLOCK = 4096  # elements of one claim
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)): its tanh form, written by sigmoid
 _GELU = (1.5957691216057308, 0.044715)
-_names = itertools.count()
 
 
 class Arg(IntEnum):
@@ -129,6 +127,6 @@ def apply(activation: Activation, x: Tensor) -> Tensor:
 
 @cache
 def _kernel(spec: ActivationSpec) -> Any:
-    name = f"specexec_{spec.activation}_{next(_names)}"
+    name = f"specexec_{spec.activation}"
     text = build_module(name, lambda function: Kernel(spec, function).emit())
     return cpu_jit.compile_ir(text, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from functools import cache
@@ -22,7 +21,6 @@ _STORED: dict[torch.dtype, ScaleType] = {
 }
 _TILES = (1, 4, 8)  # query rows of a tile
 _MOST_VECTORS = 32  # of a head: 256 dimensions in registers of 8
-_names = itertools.count()
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
@@ -115,5 +113,5 @@ def _bits(number: float) -> int:
 
 @cache
 def _kernel(spec: AttentionSpec) -> Any:
-    name = f"specexec_attention_{next(_names)}"
+    name = "specexec_attention"
     return cpu_jit.compile_ir(build(spec, name), name)

@@ -6,7 +6,6 @@ neither the other rows nor the number of threads. `supports` says which weights 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache
@@ -27,7 +26,6 @@ from specexec_kernels.packing import PackedWeight
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
 _MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
-_names = itertools.count()
 
 
 def supports(weight: Tensor | PackedWeight) -> bool:
@@ -210,11 +208,11 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
 
 @cache
 def _stored_kernel(spec: StoredSpec) -> Any:
-    name = f"specexec_dot_{next(_names)}"
+    name = "specexec_dot"
     return cpu_jit.compile_ir(build_stored(spec, name), name)
 
 
 @cache
 def _packed_kernel(spec: KernelSpec, block: int) -> Any:
-    name = f"specexec_packed_dot_{next(_names)}"
+    name = "specexec_packed_dot"
     return cpu_jit.compile_ir(build_packed(spec, block, name), name)

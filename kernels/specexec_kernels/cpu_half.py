@@ -6,7 +6,6 @@ may be; both its sizes are multiples of two vectors.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ _STORED: dict[torch.dtype, Stored] = {
 _CHUNKS = {8: (1, 2, 4, 6)}
 _MANY_REGISTERS = (1, 2, 4, 8, 10, 13)
 _VECTORS = 2
-_names = itertools.count()
 
 
 def reads(weight: Tensor) -> bool:
@@ -134,5 +132,5 @@ def chunk_rows(rows: int) -> int:
 
 @cache
 def _kernel(spec: KernelSpec) -> Any:
-    name = f"specexec_half_{next(_names)}"
+    name = "specexec_half"
     return cpu_jit.compile_ir(build(spec, name), name)

@@ -9,7 +9,9 @@ torch has no such symbol (macOS, Windows) a small pool of Python threads does.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import llvmlite
 import torch
 from llvmlite import binding as llvm
+
+from specexec_kernels import kernel_files
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Launcher = Callable[[Any, int, int], None]
@@ -30,6 +35,7 @@ _MULTIPLY = {
 # A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
 # bits are a page of it (docs/experiments.md).
 _MOST_STRIPS_AT_ONCE = 16
+_FIRST = "empty"  # the module that an engine is made with
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -47,20 +53,61 @@ def features() -> dict[str, bool]:
     }
 
 
+class _Compiler:
+    """LLVM for this CPU. One engine holds all kernels of the process."""
+
+    def __init__(self) -> None:
+        llvm.initialize_native_target()
+        llvm.initialize_native_asmprinter()
+        flags = ["+" + name if there else "-" + name for name, there in features().items()]
+        if features().get("avx512f"):
+            # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them
+            flags.append("-prefer-256-bit")
+        triple, cpu, joined = llvm.get_default_triple(), llvm.get_host_cpu_name(), ",".join(flags)
+        version = (llvmlite.__version__, *llvm.llvm_version_info)
+        self._target = repr((version, triple, cpu, joined))
+        self._machine = llvm.Target.from_triple(triple).create_target_machine(
+            cpu=cpu, features=joined, opt=3, jit=True
+        )
+        first = llvm.parse_assembly("")
+        first.name = _FIRST
+        self._engine = llvm.create_mcjit_compiler(first, self._machine)
+        self._engine.set_object_cache(self._compiled, lambda module: self._stored)
+        self._stored: bytes | None = None  # machine code of the module that is added
+        self._kernels: dict[str, Any] = {}
+
+    def kernel(self, text: str, name: str) -> Any:
+        """See compile_ir."""
+        told = hashlib.sha256(f"{self._target}\n{text}".encode()).hexdigest()
+        symbol = f"specexec_{told[:40]}"
+        if symbol not in self._kernels:
+            self._stored = kernel_files.read(symbol)
+            named, count = re.subn(rf'@"?{name}"?\(', f"@{symbol}(", text)
+            assert count == 1, "a kernel is defined, and does not call itself"
+            module = llvm.parse_assembly(named)
+            module.name = symbol
+            if self._stored is None:
+                module.verify()
+                options = llvm.create_pipeline_tuning_options(speed_level=2)
+                builder = llvm.create_pass_builder(self._machine, options)
+                builder.getModulePassManager().run(module, builder)
+            self._engine.add_module(module)
+            self._engine.finalize_object()
+            address = self._engine.get_function_address(symbol)
+            kernel = Kernel(address)
+            kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
+            self._kernels[symbol] = kernel
+        return self._kernels[symbol]
+
+    def _compiled(self, module: Any, machine_code: bytes) -> None:
+        """LLVM has compiled a module."""
+        if module.name != _FIRST:
+            kernel_files.keep(module.name, machine_code)
+
+
 @cache
-def _machine() -> tuple[Any, Any]:
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    flags = ["+" + name if there else "-" + name for name, there in features().items()]
-    if features().get("avx512f"):
-        # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them
-        flags.append("-prefer-256-bit")
-    target = llvm.Target.from_default_triple()
-    machine = target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=",".join(flags), opt=3, jit=True
-    )
-    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
-    return machine, engine
+def _compiler() -> _Compiler:
+    return _Compiler()
 
 
 @cache
@@ -84,20 +131,12 @@ def has_matmul(dtype: torch.dtype) -> bool:
 
 
 def compile_ir(text: str, name: str) -> Any:
-    """Native function `void name(int64 *)` of the IR `text`; names must differ between calls."""
+    """Native function `void name(int64 *)` of the IR `text`.
+
+    It is read from a file where an earlier process has compiled the same text for the same CPU.
+    """
     with _compiling:
-        machine, engine = _machine()
-        module = llvm.parse_assembly(text)
-        module.verify()
-        options = llvm.create_pipeline_tuning_options(speed_level=2)
-        builder = llvm.create_pass_builder(machine, options)
-        builder.getModulePassManager().run(module, builder)
-        engine.add_module(module)
-        engine.finalize_object()
-        address = engine.get_function_address(name)
-        kernel = Kernel(address)
-        kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
-        return kernel
+        return _compiler().kernel(text, name)
 
 
 @cache

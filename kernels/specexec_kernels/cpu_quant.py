@@ -7,7 +7,6 @@ the dequantized weight is ever written, except tile by tile in `dequantize_tile`
 
 from __future__ import annotations
 
-import itertools
 from array import array
 from collections.abc import Hashable
 from functools import cache
@@ -28,7 +27,6 @@ _SCALE_TYPES: dict[torch.dtype, ScaleType] = {
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
 }
-_names = itertools.count()
 
 
 def supports(weight: PackedWeight) -> bool:
@@ -219,7 +217,7 @@ def strip_count(spec: KernelSpec, weight: PackedWeight) -> int:
 
 @cache
 def _kernel(spec: KernelSpec) -> Any:
-    name = f"specexec_{spec.mode}_{next(_names)}"
+    name = f"specexec_{spec.mode}"
     return cpu_jit.compile_ir(build(spec, name), name)
 
 

@@ -6,7 +6,6 @@ unpacked by its definition and multiplied as float32, with the same property.
 
 from __future__ import annotations
 
-import itertools
 import sys
 from functools import cache
 from typing import Any
@@ -35,7 +34,6 @@ _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
 _MANY = (1, 2, 4, 8, 10, 13)
 _MANY_OF_16 = (1, 2, 4, 6)
-_names = itertools.count()
 
 
 def supports(weight: RowWeight) -> bool:
@@ -163,5 +161,5 @@ def _order(fmt: RowFormat) -> Tensor | None:
 
 @cache
 def _kernel(spec: RowSpec) -> Any:
-    name = f"specexec_rows_{next(_names)}"
+    name = "specexec_rows"
     return cpu_jit.compile_ir(build_rows(spec, name), name)
