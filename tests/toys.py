@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -18,6 +19,12 @@ from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import Meanwhile
 
 
+@lru_cache(maxsize=1 << 14)  # a target, its oracle and a draft of it ask for the same
+def _noise(key: tuple[int, ...], size: int) -> np.ndarray:
+    """(size,) float64, not to be written to."""
+    return np.random.default_rng(key).standard_normal(size)
+
+
 @dataclass(frozen=True)
 class ToyLM:
     """Logits depend on the last `order` tokens through a seeded table."""
@@ -29,8 +36,7 @@ class ToyLM:
 
     def logits(self, context: Sequence[int]) -> np.ndarray:
         """(vocab,) float32."""
-        key = [self.seed, len(context), *context[-self.order :]]
-        noise = np.random.default_rng(key).standard_normal(self.vocab_size)
+        noise = _noise((self.seed, len(context), *context[-self.order :]), self.vocab_size)
         return (noise * self.scale).astype(np.float32)
 
 

@@ -42,7 +42,8 @@ def test_the_avx2_form_on_any_x86() -> None:
     tests = [str(HERE / name) for name in NARROW]
     said = python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
-        "-k", "not 256",  # heads of 128 do
+        # heads of 128 do; what no kernel does is the same; 8 lanes are this CPU's own now
+        "-k", "not 256 and not unpacking and not narrower",
         without="avx512,amx",
     )  # fmt: skip
     assert " passed" in said
