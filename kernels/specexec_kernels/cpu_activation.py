@@ -127,6 +127,7 @@ def apply(activation: Activation, x: Tensor) -> Tensor:
 
 @cache
 def _kernel(spec: ActivationSpec) -> Any:
-    name = f"specexec_{spec.activation}"
-    text = build_module(name, lambda function: Kernel(spec, function).emit())
-    return cpu_jit.compile_ir(text, name)
+    return cpu_jit.compiled(
+        "activation", spec,
+        lambda name: build_module(name, lambda function: Kernel(spec, function).emit()),
+    )  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -113,5 +113,4 @@ def _bits(number: float) -> int:
 
 @cache
 def _kernel(spec: AttentionSpec) -> Any:
-    name = "specexec_attention"
-    return cpu_jit.compile_ir(build(spec, name), name)
+    return cpu_jit.compiled("attention", spec, partial(build, spec))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -208,11 +208,9 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
 
 @cache
 def _stored_kernel(spec: StoredSpec) -> Any:
-    name = "specexec_dot"
-    return cpu_jit.compile_ir(build_stored(spec, name), name)
+    return cpu_jit.compiled("dot", spec, partial(build_stored, spec))
 
 
 @cache
 def _packed_kernel(spec: KernelSpec, block: int) -> Any:
-    name = "specexec_packed_dot"
-    return cpu_jit.compile_ir(build_packed(spec, block, name), name)
+    return cpu_jit.compiled("packed_dot", (spec, block), partial(build_packed, spec, block))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -132,5 +132,4 @@ def chunk_rows(rows: int) -> int:
 
 @cache
 def _kernel(spec: KernelSpec) -> Any:
-    name = "specexec_half"
-    return cpu_jit.compile_ir(build(spec, name), name)
+    return cpu_jit.compiled("half", spec, partial(build, spec))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +34,6 @@ _MULTIPLY = {
 # A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
 # bits are a page of it (docs/experiments.md).
 _MOST_STRIPS_AT_ONCE = 16
-_FIRST = "empty"  # the module that an engine is made with
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -65,33 +63,24 @@ class _Compiler:
             flags.append("-prefer-256-bit")
         triple, cpu, joined = llvm.get_default_triple(), llvm.get_host_cpu_name(), ",".join(flags)
         version = (llvmlite.__version__, *llvm.llvm_version_info)
-        self._target = repr((version, triple, cpu, joined))
+        self._target = repr((version, triple, cpu, joined, kernel_files.code_digest()))
         self._machine = llvm.Target.from_triple(triple).create_target_machine(
             cpu=cpu, features=joined, opt=3, jit=True
         )
-        first = llvm.parse_assembly("")
-        first.name = _FIRST
-        self._engine = llvm.create_mcjit_compiler(first, self._machine)
-        self._engine.set_object_cache(self._compiled, lambda module: self._stored)
-        self._stored: bytes | None = None  # machine code of the module that is added
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
         self._kernels: dict[str, Any] = {}
 
-    def kernel(self, text: str, name: str) -> Any:
-        """See compile_ir."""
-        told = hashlib.sha256(f"{self._target}\n{text}".encode()).hexdigest()
-        symbol = f"specexec_{told[:40]}"
+    def kernel(self, kind: str, spec: object, build: Callable[[str], str]) -> Any:
+        """See compiled."""
+        told = repr(spec)
+        assert " at 0x" not in told, f"{told} is told from others by an address"
+        symbol = f"specexec_{hashlib.sha256(f'{self._target} {kind} {told}'.encode()).hexdigest()}"
         if symbol not in self._kernels:
-            self._stored = kernel_files.read(symbol)
-            named, count = re.subn(rf'@"?{name}"?\(', f"@{symbol}(", text)
-            assert count == 1, "a kernel is defined, and does not call itself"
-            module = llvm.parse_assembly(named)
-            module.name = symbol
-            if self._stored is None:
-                module.verify()
-                options = llvm.create_pipeline_tuning_options(speed_level=2)
-                builder = llvm.create_pass_builder(self._machine, options)
-                builder.getModulePassManager().run(module, builder)
-            self._engine.add_module(module)
+            machine_code = kernel_files.read(symbol)
+            if machine_code is None:
+                machine_code = self._compiled(build(symbol))
+                kernel_files.keep(symbol, machine_code)
+            self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
             self._engine.finalize_object()
             address = self._engine.get_function_address(symbol)
             kernel = Kernel(address)
@@ -99,10 +88,14 @@ class _Compiler:
             self._kernels[symbol] = kernel
         return self._kernels[symbol]
 
-    def _compiled(self, module: Any, machine_code: bytes) -> None:
-        """LLVM has compiled a module."""
-        if module.name != _FIRST:
-            kernel_files.keep(module.name, machine_code)
+    def _compiled(self, text: str) -> bytes:
+        """The object file of a module."""
+        module = llvm.parse_assembly(text)
+        module.verify()
+        options = llvm.create_pipeline_tuning_options(speed_level=2)
+        builder = llvm.create_pass_builder(self._machine, options)
+        builder.getModulePassManager().run(module, builder)
+        return bytes(self._machine.emit_object(module))
 
 
 @cache
@@ -130,13 +123,18 @@ def has_matmul(dtype: torch.dtype) -> bool:
     return any(features().get(name) for name in _MULTIPLY.get(dtype, ()))
 
 
-def compile_ir(text: str, name: str) -> Any:
-    """Native function `void name(int64 *)` of the IR `text`.
+def compiled(kind: str, spec: object, build: Callable[[str], str]) -> Any:
+    """Native function `void (int64 *)` of the LLVM IR that is built.
 
-    It is read from a file where an earlier process has compiled the same text for the same CPU.
+    Nothing is built where an earlier process has kept the same kernel for the same CPU.
+
+    Args:
+        kind: of kernel.
+        spec: what it is built for; its repr tells it from others of the kind.
+        build: the IR of a function by the name that it is given.
     """
     with _compiling:
-        return _compiler().kernel(text, name)
+        return _compiler().kernel(kind, spec, build)
 
 
 @cache

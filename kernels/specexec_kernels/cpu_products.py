@@ -286,13 +286,10 @@ class _Launch:
         self._kept.clear()
 
 
-@cache
-def _each_kernel() -> Any:
-    """void specexec_each(int64 *args): calls kernel after kernel, of args = count, (kernel, its
-    arguments) * count. A thread that finds nothing left to claim of one goes on to the next."""
-    name = "specexec_each"
-    text = f"""
-define void @{name}(ptr %args) {{
+# Calls kernel after kernel, of args = count, (kernel, its arguments) * count. A thread that finds
+# nothing left to claim of one goes on to the next.
+_EACH = """
+define void @each(ptr %args) {
 entry:
   %count = load i64, ptr %args
   br label %head
@@ -313,6 +310,10 @@ body:
   br label %head
 done:
   ret void
-}}
+}
 """
-    return cpu_jit.compile_ir(text, name)
+
+
+@cache
+def _each_kernel() -> Any:
+    return cpu_jit.compiled("each", _EACH, lambda name: _EACH.replace("@each", f"@{name}"))

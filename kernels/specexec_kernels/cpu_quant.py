@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -217,8 +217,7 @@ def strip_count(spec: KernelSpec, weight: PackedWeight) -> int:
 
 @cache
 def _kernel(spec: KernelSpec) -> Any:
-    name = f"specexec_{spec.mode}"
-    return cpu_jit.compile_ir(build(spec, name), name)
+    return cpu_jit.compiled("quant", spec, partial(build, spec))
 
 
 def run(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> None:

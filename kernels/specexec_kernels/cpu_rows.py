@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from array import array
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -137,11 +137,11 @@ def _in_order(out: Tensor, spec: RowSpec, outputs: int) -> Tensor:
 
 @cache
 def _kernel(spec: RowSpec) -> Any:
-    name = "specexec_rows"
-    return cpu_jit.compile_ir(build_rows(spec, name), name)
+    # formats of two files may have one name
+    told = type(spec.format).__module__, spec
+    return cpu_jit.compiled("rows", told, partial(build_rows, spec))
 
 
 @cache
 def _arrange(spec: ArrangeSpec) -> Any:
-    name = f"specexec_arrange_{next(_names)}"
-    return cpu_jit.compile_ir(build_arrange(spec, name), name)
+    return cpu_jit.compiled("arrange", spec, partial(build_arrange, spec))

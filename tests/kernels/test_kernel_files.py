@@ -9,7 +9,7 @@ import pytest
 from specexec_kernels import cpu_jit, kernel_files
 
 ADDS = """
-define void @adds(ptr %args) {{
+define void @{name}(ptr %args) {{
   %number = load i64, ptr %args
   %more = add i64 %number, {more}
   store i64 %more, ptr %args
@@ -27,7 +27,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def result(compiler: cpu_jit._Compiler, more: int) -> int:
     """1 and so much more, by a kernel."""
     number = ctypes.c_int64(1)
-    compiler.kernel(ADDS.format(more=more), "adds")(ctypes.addressof(number))
+    kernel = compiler.kernel("adds", more, lambda name: ADDS.format(name=name, more=more))
+    kernel(ctypes.addressof(number))
     return number.value
 
 
@@ -70,6 +71,13 @@ def test_another_cpu_has_files_of_its_own(folder: Path, monkeypatch: pytest.Monk
     assert result(cpu_jit._Compiler(), 4) == 5
     fewer = {**cpu_jit.features(), "avx512f": False, "avx2": False}
     monkeypatch.setattr(cpu_jit, "features", lambda: fewer)
+    assert result(cpu_jit._Compiler(), 4) == 5
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_other_code_has_files_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert result(cpu_jit._Compiler(), 4) == 5
+    monkeypatch.setattr(kernel_files, "code_digest", lambda: "another")
     assert result(cpu_jit._Compiler(), 4) == 5
     assert len(list(folder.iterdir())) == 2
 
