@@ -34,7 +34,7 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
 from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.weighing import with_best_draft
+from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -174,6 +174,7 @@ def prepare(
         check=load_config,
         count_tokens=lambda folder, text: len(words_of(folder).encode(text)),
     )
+    check_own_copy(decision, notice, request.models_file)
     target = decision.target.checkpoint
     assert target is not None, "its weights have been fetched"
     config = load_config(target)
