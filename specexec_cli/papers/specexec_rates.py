@@ -47,13 +47,7 @@ def sampling(temperature: float, seed: int) -> SamplingConfig:
     )  # fmt: skip
 
 
-def measured(
-    lab: Lab,
-    names: Sequence[str],
-    temperatures: Sequence[float],
-    methods: Sequence[str] = (PAPER, SPECINFER),
-    budgets: Sequence[int] = BUDGETS,
-) -> Rates:
+def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Rates:
     """Tokens per pass of every combination.
 
     In the small form the built-in texts to continue stand for all prompts: its chats, which both
@@ -67,8 +61,8 @@ def measured(
     cases = [
         Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed), tokens)
         for temperature in temperatures
-        for budget in (budgets if lab.full else _SMALL_BUDGETS)
-        for method in methods
+        for budget in (BUDGETS if lab.full else _SMALL_BUDGETS)
+        for method in (PAPER, SPECINFER)
     ]
     found = {}
     for data in sets:

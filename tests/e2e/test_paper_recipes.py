@@ -24,6 +24,8 @@ from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.papers.lab import Lab, Rate
 from specexec_cli.papers.report import text_of, write
 from specexec_cli.papers.specexec_rates import PAPER, SPECINFER, grows
+from specexec_cli.planning.pair import choose_pair
+from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession
 
 
@@ -108,7 +110,7 @@ def test_memory_is_planned_for_the_longest_prompt_of_all_datasets() -> None:
 
     def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> Any:
         opened.append(([one.name for one in sets], tokens))
-        return SimpleNamespace(pair=load_registry().pair("demo"))
+        return SimpleNamespace(pair=choose_pair(load_registry(), Request()))
 
     lab = Lab(open_one, Path())
     short, long = (
