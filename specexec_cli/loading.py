@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
+from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
@@ -181,7 +182,9 @@ def prepare(
     tokenizer = words_of(request.tokenizer or target.folder)
     draft = decision.draft.checkpoint if decision.draft is not None else None
     if decision.pair.own_bits is not None:
-        draft = own_copy(target, decision.pair.own_bits, notice, progress)
+        draft = own_copy(
+            target, decision.pair.own_bits, notice, progress, lambda: standard_pieces(tokenizer)
+        )
     return Prepared(
         decision=decision,
         target=target,

@@ -68,6 +68,7 @@ def _factor(moments: Tensor) -> Tensor:
     has none at all, inputs are taken to be independent.
     """
     mean = float(moments.diagonal().mean())
-    damped = moments.double() + torch.eye(len(moments)).double() * (_DAMPING * mean or 1.0)
+    damped = moments.clone()
+    damped.diagonal().add_(_DAMPING * mean or 1.0)
     inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True).float()
+    return torch.linalg.cholesky(inverse, upper=True)

@@ -135,7 +135,7 @@ def test_all_datasets_of_a_recipe_are_planned_for_at_once(tmp_path: Path) -> Non
         raise Opened([one.name for one in sets], tokens)
 
     for name in ("c4", "wikitext2"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 99}))
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 200}))
     with pytest.raises(Opened) as raised:
         RECIPES["specexec-table-2"].run(Lab(open_one, tmp_path, full=True, data=tmp_path))
     assert raised.value.args == (["c4", "wikitext2"], 128)
