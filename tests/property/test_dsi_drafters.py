@@ -203,6 +203,23 @@ def test_rejection_sampling_keeps_the_distribution_of_the_target(seeds, shared):
     assert drafted > 0.15, "drafts were kept: the test is of them"
 
 
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_drafters_that_share_a_random_number_have_the_committed_token_more_often(noise):
+    """The second of two, whatever became of the first one's token."""
+    numbers = np.random.default_rng(0)
+    logits = 2 * numbers.normal(size=16)
+    target, first, second = (
+        softmax(logits + scale * numbers.normal(size=16)) for scale in (0.0, noise, noise)
+    )
+    agreed = {"shared": 0, "own": 0}
+    for position in range(2000):
+        shared, own = numbers.random(2).tolist()
+        token, _ = settle(target, first, [draw(first, shared)], 7, position)
+        agreed["shared"] += draw(second, shared) == token
+        agreed["own"] += draw(second, own) == token
+    assert agreed["shared"] > agreed["own"] + 40
+
+
 def test_the_chi_square_test_tells_a_draft_from_the_target():
     """The test above must be able to fail: where the draft model judges, its own text comes."""
     other = NoisyCopy(_TARGET, 5, 0.3)
