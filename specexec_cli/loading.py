@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
+from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
@@ -34,7 +35,7 @@ from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
 from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.weighing import with_best_draft
+from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -174,13 +175,16 @@ def prepare(
         check=load_config,
         count_tokens=lambda folder, text: len(words_of(folder).encode(text)),
     )
+    check_own_copy(decision, notice, request.models_file)
     target = decision.target.checkpoint
     assert target is not None, "its weights have been fetched"
     config = load_config(target)
     tokenizer = words_of(request.tokenizer or target.folder)
     draft = decision.draft.checkpoint if decision.draft is not None else None
     if decision.pair.own_bits is not None:
-        draft = own_copy(target, decision.pair.own_bits, notice, progress)
+        draft = own_copy(
+            target, decision.pair.own_bits, notice, progress, lambda: standard_pieces(tokenizer)
+        )
     return Prepared(
         decision=decision,
         target=target,

@@ -82,9 +82,11 @@ def _open_assistant(record: Any, number: int) -> Prompt | None:
 
 
 def _mt_bench(record: Any, number: int) -> Prompt:
-    """First turns: FastChat's question file, or SpecExec's with its template taken off."""
-    if isinstance(record, Mapping):
+    """First turns: FastChat's question file, the hub's, or SpecExec's without its template."""
+    if isinstance(record, Mapping) and "turns" in record:
         return chat(record.get("question_id", number), record["turns"][0])
+    if isinstance(record, Mapping):
+        return chat(record["prompt_id"], record["prompt"][0])
     name, text = record
     return chat(name, text.removeprefix("[INST]").split("[/INST]")[0])
 

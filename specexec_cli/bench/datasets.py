@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,26 +47,29 @@ def load_dataset(
     part: str | None = None,
     seed: int | None = None,
 ) -> Dataset:
-    """The first `count` prompts of a dataset; a hub's is streamed, not downloaded whole.
+    """Prompts of a dataset: the first `count`, or as many at random.
+
+    A hub's dataset is streamed, not downloaded whole.
 
     Args:
         reference: NAME, FILE or NAME=FILE.
         data_folder: where a NAME's file is looked for.
         part: split of a dataset on the hub; its adapter's unless told.
-        seed: shuffles the rows of a hub's by it, as far as a buffer of 10,000 holds.
+        seed: the prompts are drawn by it, each as likely as any other; of a hub's dataset as far
+            as a buffer of 10,000 rows holds.
     Raises:
         ConfigError: unknown, missing, malformed (with the line) or empty.
     """
     name, equals, file = reference.partition("=")
     if equals and name in ADAPTERS:
-        return _from_file(name, Path(file).expanduser(), ADAPTERS[name].adapt, count)
+        return _from_file(name, Path(file).expanduser(), ADAPTERS[name].adapt, count, seed)
     if reference == BUILT_IN:
-        return _built_in(count)
+        return _built_in(count, seed)
     if reference in ADAPTERS:
         return _by_name(ADAPTERS[reference], data_folder, count, part, seed)
     path = Path(reference).expanduser()
     if path.is_file():
-        return _from_file(path.name, path, any_record, count)
+        return _from_file(path.name, path, any_record, count, seed)
     if path.suffix or "/" in reference:
         raise ConfigError(f"no dataset file {reference}")
     hint = nearest(reference, list(DATASET_NAMES))
@@ -74,13 +79,13 @@ def load_dataset(
     )
 
 
-def _built_in(count: int) -> Dataset:
+def _built_in(count: int, seed: int | None) -> Dataset:
     """Prompts that the demo pair was not trained on, code and questions by turns."""
     path = Path(__file__).parents[1] / "demo" / "heldout_prompts.json"
-    prompts = _first(_adapted(read_records(path), any_record), 1 << 20)
+    prompts = list(_adapted(read_records(path), any_record))
     kinds = ([p for p in prompts if not p.chat], [p for p in prompts if p.chat])
     ordered = [kind[i] for i in range(len(prompts)) for kind in kinds if i < len(kind)]
-    return Dataset(BUILT_IN, "built in", tuple(ordered[:count]))
+    return Dataset(BUILT_IN, "built in", tuple(_chosen(iter(ordered), count, seed)))
 
 
 def _by_name(
@@ -88,7 +93,7 @@ def _by_name(
 ) -> Dataset:
     for file in adapter.files:
         if (data_folder / file).is_file():
-            return _from_file(adapter.name, data_folder / file, adapter.adapt, count)
+            return _from_file(adapter.name, data_folder / file, adapter.adapt, count, seed)
     try:
         import datasets
     except ImportError as error:
@@ -106,13 +111,14 @@ def _by_name(
         raise ConfigError(f"cannot load dataset '{adapter.name}' from the hub: {error}") from error
     source = f"hub: {'/'.join(adapter.hub)}"
     records = ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
-    return _nonempty(adapter.name, source, _first(_adapted(records, adapter.adapt), count))
+    return _nonempty(adapter.name, source, _chosen(_adapted(records, adapter.adapt), count, None))
 
 
-def _from_file(name: str, path: Path, adapt: Any, count: int) -> Dataset:
+def _from_file(name: str, path: Path, adapt: Any, count: int, seed: int | None) -> Dataset:
     if not path.is_file():
         raise ConfigError(f"no dataset file {path}")
-    return _nonempty(name, str(path), _first(_adapted(read_records(path), adapt), count))
+    prompts = _adapted(read_records(path), adapt)
+    return _nonempty(name, str(path), _chosen(prompts, count, seed))
 
 
 def _adapted(records: Iterable[tuple[str, Any]], adapt: Any) -> Iterator[Prompt]:
@@ -128,8 +134,12 @@ def _adapted(records: Iterable[tuple[str, Any]], adapt: Any) -> Iterator[Prompt]
             yield prompt
 
 
-def _first(prompts: Iterator[Prompt], count: int) -> list[Prompt]:
-    return [prompt for prompt, _ in zip(prompts, range(count), strict=False)]
+def _chosen(prompts: Iterator[Prompt], count: int, seed: int | None) -> list[Prompt]:
+    """The first `count`, or as many at random, where there is a seed; all where there are fewer."""
+    if seed is None:
+        return list(islice(prompts, count))
+    every = list(prompts)
+    return random.Random(seed).sample(every, min(count, len(every)))
 
 
 def _nonempty(name: str, source: str, prompts: list[Prompt]) -> Dataset:

@@ -1,7 +1,7 @@
 """What DSI's analysis asks of a pair: TTFT and TPOT of both models, and the acceptance rate.
 
-Source: Timor et al., arXiv:2405.14105, section 4, "Experiments with LLMs": of each prompt 20
-tokens are timed and 256 are compared.
+Source: Timor et al., arXiv:2405.14105, section 4, "Experiments with LLMs": 50 prompts of a dataset
+are drawn uniformly at random; of each 20 tokens are timed and 256 are compared.
 """
 
 from __future__ import annotations

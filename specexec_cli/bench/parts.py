@@ -40,8 +40,10 @@ def load_parts(
     found = {}
     shuffled = {id(pool): random.Random(seed).sample(pool, len(pool)) for pool in pools.values()}
     if at_most:
-        sizes = {part: len(pool) for part, pool in pools.items()}
-        counts = _fitting(counts, sizes, shared=len(shuffled) == 1)
+        available = [len(pools[part]) for part in PARTS]
+        train, validation, test = map(min, counts, available)
+        # where they share one pool, in their proportions
+        counts = scaled(counts, available[0]) if len(shuffled) == 1 else (train, validation, test)
     for part, count in zip(PARTS, counts, strict=True):
         pool = shuffled[id(pools[part])]  # parts may share one: what is taken is gone
         if len(pool) < count:
@@ -91,18 +93,10 @@ def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]] | None:
     return parts if all(parts.values()) else None
 
 
-def _fitting(counts: Counts, sizes: Mapping[str, int], *, shared: bool) -> Counts:
-    """As many as there are.
-
-    Args:
-        sizes: prompts that each part is drawn from.
-        shared: whether those are the same for all parts, which then keep their proportions.
-    """
-    if not shared:
-        train, validation, test = map(min, counts, (sizes[part] for part in PARTS))
-        return train, validation, test
-    total, available = sum(counts), sizes[PARTS[0]]
-    if available >= total:
+def scaled(counts: Counts, most: int) -> Counts:
+    """Parts in the same proportions, of `most` prompts together at most."""
+    total = sum(counts)
+    if most >= total:
         return counts
-    validation, test = (count * available // total for count in counts[1:])
-    return available - validation - test, validation, test
+    validation, test = (count * most // total for count in counts[1:])
+    return (most - validation - test if counts[0] else 0), validation, test

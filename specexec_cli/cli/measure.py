@@ -34,7 +34,9 @@ def measure(
     data: Annotated[
         Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
     ] = Path("data"),
-    prompts: Annotated[int, typer.Option(help="How many.", rich_help_panel=_DATA)] = 50,
+    prompts: Annotated[
+        int, typer.Option(help="How many, drawn at random by --seed.", rich_help_panel=_DATA)
+    ] = 50,
     timed_tokens: Annotated[int, typer.Option(help="Tokens of each text that are timed.")] = 20,
     match_tokens: Annotated[
         int, typer.Option(help="Tokens of each text that are compared, and its length.")
@@ -67,7 +69,7 @@ def measure(
             f"not {timed_tokens}"
         )
     sampling = SamplingConfig(temperature=temperature, seed=seed)
-    one = load_dataset(dataset, data_folder=data, count=prompts)
+    one = load_dataset(dataset, data_folder=data, count=prompts, seed=seed)
     lengths = timed_tokens, match_tokens
     target, draft, settings, names = _both(models, one, sampling, lengths, quiet)
     matches = mean_matches(target, draft)

@@ -20,7 +20,7 @@ from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, SizedModel, resolve
 from specexec_cli.planning.site import ASSUMED
 from specexec_cli.planning.tokens import predicted
-from specexec_cli.planning.weighing import with_best_draft
+from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 
 SCHEMA = 1
 
@@ -59,6 +59,7 @@ def plan(
     )  # fmt: skip
     site = machine.site(ram, vram, ssd, link)
     decision = resolve(with_best_draft(request, site, notice), site)
+    check_own_copy(decision, notice, models_file)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     speed, runs = predicted(decision, models_file), _runs(decision)
     if as_json:

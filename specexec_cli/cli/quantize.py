@@ -33,6 +33,13 @@ def quantize(
     group_size: Annotated[
         int, typer.Option(min=8, help="Inputs that share a scale and a zero point.")
     ] = 64,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            help="A UTF-8 text like those to be drafted: its errors are kept low, as GPTQ does. "
+            "Default: grids are fitted to the weights alone."
+        ),
+    ] = None,
     models_file: options.ModelsFile = None,
     offline: options.Offline = False,
     yes: options.Yes = False,
@@ -41,7 +48,8 @@ def quantize(
     """Write a quantized copy of a checkpoint, in the format of GPTQModel (gptq_v2).
 
     The linears of its layers are read, fitted and written one after another, so that a model need
-    not fit into memory. No text is needed. The folder appears when it is whole.
+    not fit into memory. No text is needed; with --calibration one is run through the model first,
+    layer by layer. The folder appears when it is whole.
     """
     if bits not in _BITS:
         raise ConfigError(f"--bits {bits} is not one of {', '.join(map(str, _BITS))}")
@@ -55,6 +63,7 @@ def quantize(
     folder = fetch(entry, offline=offline)
 
     from specexec_cli.cli.render import LoadingBar
+    from specexec_cli.models.calibration_text import calibration_pieces
     from specexec_cli.models.quantize import plan_quantization, write_quantized
     from specexec_cli.offload.store import read_checkpoint
 
@@ -62,9 +71,10 @@ def quantize(
         plan = plan_quantization(read_checkpoint(folder), bits, group_size)
     except ConfigError as error:
         raise ConfigError(f"{error}: choose other --bits, or a --group-size that suits") from error
+    pieces = calibration_pieces(folder, calibration) if calibration is not None else []
     bar = LoadingBar(shown=not quiet, title="quantizing")
     try:
-        write_quantized(plan, out, bar)
+        write_quantized(plan, out, bar, pieces=pieces)
     except KeyboardInterrupt:
         bar.close()
         if not quiet:

@@ -228,7 +228,10 @@ class ModelTarget:
 class ModelDrafter:
     """The draft model: guesses each token with the very noise the target will draw it with.
 
-    For rejection sampling it draws each token with noise of its own, and tells from what.
+    For rejection sampling it draws each token with noise that the target's tests do not use, and
+    tells from what. All drafters draw a position with the same random number. Of their tokens one
+    is tested, whose distribution is its drafter's all the same; the others, where distributions
+    are alike, are the same token more often than with numbers of their own, and go on with it.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.dsi.messages import (
@@ -57,6 +59,7 @@ class ProcessWorkers(WorkerPool):
         # one of each drafter, at least the first's: without drafts the work is said to be for it
         self._epochs = self._context.RawArray("q", max(1, len(drafters)))
         self._pipes: dict[int, Connection] = {}
+        self._orders: dict[int, _Orders] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
         self._asked = 0  # questions for logits so far
@@ -82,13 +85,17 @@ class ProcessWorkers(WorkerPool):
 
     def drop(self, worker: int) -> None:
         """Kill a worker."""
-        pipe = self._pipes.pop(worker, None)
-        if pipe is not None:
-            pipe.close()
         process = self._processes.pop(worker, None)
         if process is not None:
             process.kill()
             process.join()
+        # now nothing reads the pipe, so an order that was stuck in it fails and its thread ends
+        orders = self._orders.pop(worker, None)
+        if orders is not None:
+            orders.close()
+        pipe = self._pipes.pop(worker, None)
+        if pipe is not None:
+            pipe.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ask every worker to leave, then kill those that do not; idempotent."""
@@ -115,13 +122,12 @@ class ProcessWorkers(WorkerPool):
         process.start()
         theirs.close()
         self._pipes[number], self._processes[number] = ours, process
+        self._orders[number] = _Orders(ours)
 
     def _send(self, number: int, order: Order | None) -> None:
-        pipe = self._pipes.get(number)
-        if pipe is not None:
-            # a broken pipe means a dead worker: receive() reports it
-            with contextlib.suppress(OSError):
-                pipe.send(order)
+        orders = self._orders.get(number)
+        if orders is not None:
+            orders.put(order)
 
     def _ask(
         self, worker: int, order: Score, timeout_s: float
@@ -181,6 +187,36 @@ class ProcessWorkers(WorkerPool):
                 if isinstance(message, WorkerLost):
                     raise WorkerError(f"DSI: {worker_name(number)} did not start: {message.reason}")
                 self.ready[number] = message
+
+
+class _Orders:
+    """Sends one worker's orders, from a thread of its own, so that nobody waits for the worker.
+
+    A worker reads no order while it runs a pass. A drafter in a long prefill is told of every
+    restart meanwhile, and so many orders fill its pipe.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._waiting: SimpleQueue[tuple[Order | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._send_all, name="specexec-dsi-orders")
+        self._thread.daemon = True  # main processes end without waiting for a worker that hangs
+        self._thread.start()
+
+    def put(self, order: Order | None) -> None:
+        """Sends an order behind those that wait; None asks the worker to leave."""
+        self._waiting.put((order,))
+
+    def close(self) -> None:
+        """Ends the thread; the worker has ended, so that no order can be stuck in its pipe."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _send_all(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            # a broken pipe means a dead worker: receive() reports it
+            with contextlib.suppress(OSError):
+                self._pipe.send(*waiting)
 
 
 class _Mailbox:

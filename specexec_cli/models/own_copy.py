@@ -8,7 +8,7 @@ of when a process ends, however it ends; what a killed one left behind is remove
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,10 +27,12 @@ def own_copy(
     bits: int,
     notice: Notice = lambda text: None,
     progress: Progress = lambda done, total: None,
+    pieces: Callable[[], Sequence[Sequence[int]]] = list,
 ) -> Checkpoint:
     """The target's copy in so many bits, made at the first use.
 
     Args:
+        pieces: gives those of a calibration text, as tokens; asked where the copy is made.
         notice: told that it is made, or that another process is waited for.
         progress: told (done, total) bytes of the target while it is made.
     Raises:
@@ -52,7 +54,7 @@ def own_copy(
         for left in folder.parent.glob(f"{folder.name}.partial-*"):
             shutil.rmtree(left, ignore_errors=True)
         notice(f"making a {bits}-bit copy of the target, once, in {folder}")
-        write_quantized(plan, folder, progress)
+        write_quantized(plan, folder, progress, pieces=pieces())
     return read_checkpoint(folder)
 
 

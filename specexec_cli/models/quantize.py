@@ -1,8 +1,9 @@
 """Writes a quantized copy of a checkpoint: GPTQ's format, scales and zero points fitted.
 
 The linears of the decoder layers are quantized one after another, everything else is copied byte
-for byte: no more than one linear is ever in memory, whatever the model's size. What is written is
-read back by this program; names, dtypes and shapes are those of GPTQModel's gptq_v2.
+for byte: no more than one linear is ever in memory, whatever the model's size. With a calibration
+text, a layer's are quantized when the text has been through it, by what it gave their inputs. What
+is written is read back by this program; names, dtypes and shapes are those of GPTQModel's gptq_v2.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specexec_kernels.calibrated import quantize_calibrated
 from specexec_kernels.fitted import quantize_fitted
 from specexec_kernels.packing import PackedFormat
 from torch import Tensor
@@ -24,6 +26,7 @@ from torch import Tensor
 from specexec_cli import __version__
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.models.calibration_text import run_calibration
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.skeleton import build_skeleton, load_config
 from specexec_cli.offload.resident import read_tensors
@@ -49,6 +52,7 @@ class QuantizationPlan:
     format: PackedFormat
     group_size: int
     linears: Mapping[str, TensorRange]  # tensors that are quantized, by name
+    layers: Sequence[Sequence[str]]  # their names, layer by layer
     plain: tuple[str, ...]  # linears of the layers that are not, as patterns of their names
 
     def tensors(self, name: str) -> list[NewTensor]:
@@ -109,12 +113,16 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
         )
     fmt = PackedFormat(bits)
     linears: dict[str, TensorRange] = {}
+    layers: list[list[str]] = []
     plain: dict[str, None] = {}
     for layer, tensors in zip(skeleton.layers, skeleton.layer_tensors, strict=True):
+        layers.append([])
         for path, module in layer.named_modules():
             if not isinstance(module, MixedLinear):
                 continue
             tensor = tensors[f"{path}.weight"]
+            if tensor.name in linears:
+                continue  # layers that share their weights
             if tensor.name not in checkpoint:
                 raise CheckpointError(
                     f"{tensor.path}: '{tensor.name}' is a part of a tensor, which is not quantized "
@@ -125,12 +133,13 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
                 continue
             _check_sizes(module, _linear(tensor.name), fmt, group_size)
             linears[tensor.name] = tensor
+            layers[-1].append(tensor.name)
     if not linears:
         raise CheckpointError(
             f"{checkpoint.folder}: the layers of a {config.model_type} model have no linears that "
             "could be quantized"
         )
-    return QuantizationPlan(checkpoint, fmt, group_size, linears, tuple(plain))
+    return QuantizationPlan(checkpoint, fmt, group_size, linears, layers, tuple(plain))
 
 
 def write_quantized(
@@ -138,9 +147,13 @@ def write_quantized(
     out: Path,
     progress: Progress = lambda done, total: None,
     shard_bytes: int = SHARD_BYTES,
+    pieces: Sequence[Sequence[int]] = (),
 ) -> None:
     """Quantizes into a new folder, which appears when it is whole.
 
+    Args:
+        pieces: of a calibration text, as tokens; without them grids are fitted to the weights
+            alone.
     Raises:
         ConfigError: `out` exists.
         NotFetchedError: the disk is too small, or the folder cannot be written; nothing is left.
@@ -149,7 +162,7 @@ def write_quantized(
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it first")
     with _partial(out, plan.n_bytes) as folder:
-        _write(plan, folder, progress, shard_bytes)
+        _write(plan, folder, progress, shard_bytes, pieces)
 
 
 @contextmanager
@@ -178,22 +191,41 @@ def _partial(out: Path, needed_bytes: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write(plan: QuantizationPlan, folder: Path, progress: Progress, shard_bytes: int) -> None:
+def _write(
+    plan: QuantizationPlan,
+    folder: Path,
+    progress: Progress,
+    shard_bytes: int,
+    pieces: Sequence[Sequence[int]],
+) -> None:
     source = plan.source
-    names = list(source)
+    copied = [name for name in source if name not in plan.linears]
+    names = [*(name for layer in plan.layers for name in layer), *copied]
     writer = CheckpointWriter(
         folder, [new for name in names for new in plan.tensors(name)], shard_bytes
     )
+    done = 0
+
+    def told(name: str) -> None:
+        nonlocal done
+        done += source.tensors[name].n_bytes
+        progress(done, source.total_bytes)
+
+    def layer_done(index: int, moments: Mapping[str, Tensor]) -> None:
+        for name in plan.layers[index]:
+            for leaf, tensor in _packed(plan, name, moments.get(name)).items():
+                writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
+            told(name)
+
     try:
-        done, total = 0, source.total_bytes
-        for name in names:
-            if name in plan.linears:
-                for leaf, tensor in _packed(plan, name).items():
-                    writer.write(f"{_linear(name)}.{leaf}", [tensor.numpy().tobytes()])
-            else:
-                writer.copy(source.tensors[name], name)
-            done += source.tensors[name].n_bytes
-            progress(done, total)
+        if pieces:
+            run_calibration(source, pieces, layer_done)
+        else:
+            for index in range(len(plan.layers)):
+                layer_done(index, {})
+        for name in copied:
+            writer.copy(source.tensors[name], name)
+            told(name)
         writer.finish()
     finally:
         writer.close()
@@ -206,9 +238,13 @@ def _write(plan: QuantizationPlan, folder: Path, progress: Progress, shard_bytes
                 shutil.copyfile(path, folder / path.name)
 
 
-def _packed(plan: QuantizationPlan, name: str) -> dict[str, Tensor]:
+def _packed(plan: QuantizationPlan, name: str, moments: Tensor | None) -> dict[str, Tensor]:
+    """The four tensors of a packed linear; moments of its inputs where a text was run."""
     weight = read_tensors([plan.linears[name]])[name]
-    packed = quantize_fitted(weight, plan.format, plan.group_size)
+    if moments is None:
+        packed = quantize_fitted(weight, plan.format, plan.group_size)
+    else:
+        packed = quantize_calibrated(weight, moments, plan.format, plan.group_size)
     return {
         "qweight": packed.qweight,
         "qzeros": packed.qzeros,

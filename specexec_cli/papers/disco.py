@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from specexec_cli.bench.paper import DISCO_ROWS
 from specexec_cli.errors import ConfigError
 from specexec_cli.papers.registry import Claim, Finding, Table, recipe
 
@@ -20,16 +21,31 @@ _COST = 0.1
 _FIGURE_2_COST = 0.05
 _ACCEPTANCES = (0.6, 0.8, 0.9)  # figure 2 has three, which its text does not name
 _LENGTHS = range(1, 31)
-_FULL_SETS = ("humaneval", "mt-bench", "oasst")
-_SETS_NOTE = (
-    "--full takes humaneval, mt-bench and oasst, each in random parts; the paper's mbpp, "
-    "cnn-dailymail and alpaca are for `specexec train-policy`, in the parts of table 3"
-)
-_FEWEST = 5  # texts: three to train on, one to tune on, one to test on
+_TOKENS = 128  # of a text in the full form
+_TRAINED_ON = {"humaneval": "mbpp"}  # by another set's texts (section 4)
+_SETS_NOTE = "--full takes the paper's four datasets, in the parts of table 3"
+# Texts with which no part is empty: of fifths, and in the proportions of table 3.
+_FEWEST, _FEWEST_FULL = 5, 9
+
+Parts = tuple[list["Text"], list["Text"], list["Text"]]  # to train, to validate, to test on
 
 
-def _texts(lab: Lab, name: str, small: int = 10) -> list[Text]:
-    return lab.texts(lab.dataset(name, chat=False, small=small), 128 if lab.full else 48)
+def _sets(lab: Lab) -> dict[str, Parts]:
+    """The texts of each dataset, in three random parts, of which some may be empty."""
+    from specexec_cli.drafting.training import split
+
+    if not lab.full:
+        return {"demo": split(lab.texts(lab.dataset("demo", chat=False, small=10), 48), lab.seed)}
+    parts = {}
+    for row in DISCO_ROWS:
+        train, validation, test = row.samples
+        parts[row.dataset] = lab.parts(row.dataset, (train or 0, validation or 0, test))
+    lab.session([part for three in parts.values() for part in three], _TOKENS)
+    found = {}
+    for name, three in parts.items():
+        first, second, third = (lab.texts(part, _TOKENS) for part in three)
+        found[name] = first, second, third
+    return found
 
 
 @recipe(
@@ -75,7 +91,7 @@ def figure_3(lab: Lab) -> Finding:
     from specexec_cli.drafting.training import iterations, oracle_lengths
     from specexec_cli.papers.draw import bars
 
-    texts = _texts(lab, "humaneval")
+    texts = [text for part in next(iter(lab.once(_sets).values())) for text in part]
     found = {
         "oracle": [oracle_lengths(text).tolist() for text in texts],
         "static 5": [[drafted for drafted, _ in iterations(text, lambda at: 5)] for text in texts],
@@ -121,8 +137,8 @@ def table_2(lab: Lab) -> Finding:
 
     rows, claims = [], []
     figures: dict[str, Callable[[], Any]] = {}
-    for name in _FULL_SETS if lab.full else ("demo",):
-        texts = _texts(lab, name)
+    for name, parts in lab.once(_sets).items():
+        texts = [text for part in parts for text in part]
         lengths = [oracle_lengths(text) for text in texts]
         every = np.concatenate(lengths)
         mean, deviation = float(every.mean()), float(every.std())
@@ -156,32 +172,37 @@ def table_2(lab: Lab) -> Finding:
     )  # fmt: skip
 
 
-def _evaluated(lab: Lab) -> dict[str, tuple[Evaluation, Evaluation]]:
-    """A classifier trained, tuned and tested on random parts of the prompts.
+def _evaluated(lab: Lab) -> dict[str, tuple[Evaluation | None, Evaluation]]:
+    """Classifiers trained, tuned and tested on random parts of the prompts.
 
     Returns:
-        By prompts, what it is worth on the part it was tuned on, and on the part kept for tests.
+        By prompts, what one is worth on the part it was tuned on, if any, and on the part kept for
+        tests.
     Raises:
         ConfigError: there are too few prompts for three parts.
     """
     from specexec_cli.drafting import training
 
     costs = training.Costs(target_s=1.0, draft_s=_COST)
-    found = {}
-    for name in _FULL_SETS if lab.full else ("demo",):
-        texts = _texts(lab, name)
-        if len(texts) < _FEWEST:
+    sets = lab.once(_sets)
+    learned = {}
+    for name, (train, validation, test) in sets.items():
+        if name not in _TRAINED_ON and not (train and validation and test):
             raise ConfigError(
-                f"{len(texts)} prompts of {name} are too few to train, to tune and to test on: "
-                f"{_FEWEST} are needed"
+                f"{len(train + validation + test)} prompts of {name} are too few to train, to tune "
+                f"and to test on: {_FEWEST_FULL if lab.full else _FEWEST} are needed"
             )
-        train, validation, test = training.split(texts, lab.seed)
-        tensors = training.train(*training.examples(train))
-        classifier = training.tune(tensors, validation, costs)
-        static = training.best_static(validation, costs)
+        if name not in _TRAINED_ON:
+            tensors = training.train(*training.examples(train))
+            classifier = training.tune(tensors, validation, costs)
+            learned[name] = classifier, training.best_static(validation, costs)
+    found = {}
+    for name, (_, validation, test) in sets.items():
         tuned, tested = (
-            training.evaluate(classifier, static, part, costs) for part in (validation, test)
+            training.evaluate(*learned[_TRAINED_ON.get(name, name)], part, costs) if part else None
+            for part in (validation, test)
         )
+        assert tested is not None, "every dataset has a part to test on"
         found[name] = tuned, tested
     return found
 
@@ -196,7 +217,9 @@ def table_1(lab: Lab) -> Finding:
     rows, claims = [], []
     for name, (tuned, found) in lab.once(_evaluated).items():
         # two texts, as the small form keeps apart, cannot tell what a few per cent are
-        judged, where = (found, "kept apart") if lab.full else (tuned, "both were tuned on")
+        judged, where = found, "kept apart"
+        if tuned is not None and not lab.full:
+            judged, where = tuned, "both were tuned on"
         rows.append(
             [name, "1.00", f"{found.heuristic_s:.3f}", f"{found.static_5_s:.3f}",
              f"{found.static_s:.3f} ({found.static_length})", f"{found.disco_s:.3f}",
@@ -227,6 +250,8 @@ def table_4(lab: Lab) -> Finding:
     """F1 on the validation set (D.2) beside that of yes to every token, each counted once."""
     rows, claims = [], []
     for name, (found, _) in lab.once(_evaluated).items():
+        if found is None:
+            continue
         rows.append([name, f"{found.static_f1:.2f}", f"{found.disco_f1:.2f}",
                      f"{found.always_f1:.2f}"])  # fmt: skip
         claims.append(

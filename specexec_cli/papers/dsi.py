@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specexec_cli.papers.registry import Claim, Finding, Table, recipe
@@ -135,27 +136,6 @@ def theorems(lab: Lab) -> Finding:
     )  # fmt: skip
 
 
-@recipe(
-    "dsi-figure-1",
-    printed="SI slower than plain decoding with slow or inaccurate drafters; DSI never slower than "
-    "either, and up to 1.6x over the better of both",
-    models=False,
-)
-def figure_1(lab: Lab) -> Finding:
-    """Every method at its best lookahead."""
-    return _heatmaps(lab, None, 1.6)
-
-
-@recipe(
-    "dsi-figure-6",
-    printed="the same with a lookahead of 5 for SI: smooth, and DSI never slower than either",
-    models=False,
-)
-def figure_6(lab: Lab) -> Finding:
-    """SI with a lookahead of five at every point."""
-    return _heatmaps(lab, 5, None)
-
-
 def _heatmaps(lab: Lab, lookahead: int | None, peak: float | None) -> Finding:
     from specexec_cli.simulate.heatmap import PANELS, drafting_dsi_s, drawn, simulated_heatmap
 
@@ -190,6 +170,21 @@ def _heatmaps(lab: Lab, lookahead: int | None, peak: float | None) -> Finding:
         notes=["expectations in closed form, where the paper averages five runs of SI"],
         figures={"": lambda: drawn(heatmap, servers, lookahead)},
     )  # fmt: skip
+
+
+# name, SI's lookahead at every point (None: its best), the most over the better of both, and what
+# is printed
+_HEATMAPS: Sequence[tuple[str, int | None, float | None, str]] = (
+    ("figure-1", None, 1.6,
+     "SI slower than plain decoding with slow or inaccurate drafters; DSI never slower than "
+     "either, and up to 1.6x over the better of both"),
+    ("figure-6", 5, None,
+     "the same with a lookahead of 5 for SI: smooth, and DSI never slower than either"),
+)  # fmt: skip
+for _name, _lookahead, _peak, _printed in _HEATMAPS:
+    recipe(f"dsi-{_name}", printed=_printed, models=False)(
+        partial(_heatmaps, lookahead=_lookahead, peak=_peak)
+    )
 
 
 @recipe(

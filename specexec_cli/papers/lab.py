@@ -18,6 +18,7 @@ from specexec_cli.bench.results import ResultsFile, Row
 from specexec_cli.papers.registry import Recipe, Setting
 
 if TYPE_CHECKING:
+    from specexec_cli.bench.parts import Counts
     from specexec_cli.bench.runner import Bench, BenchPrompt
     from specexec_cli.drafting.training import Text
     from specexec_cli.session import TextSession
@@ -74,6 +75,8 @@ class Lab:
         self._opened, self._data, self._done = opened, data, done
         self._draft: str | None = None  # of the session that is open
         self._session: TextSession | None = None
+        self._planned: list[Dataset] = []  # that memory of that session is planned for
+        self._tokens = 0  # likewise
         self._file: ResultsFile | None = None
         self._models: tuple[str, str | None] | None = None  # the pair's own, once they were opened
         self._made: dict[Callable[[Lab], Any], Any] = {}
@@ -91,7 +94,7 @@ class Lab:
         return made
 
     def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
-        """A dataset's prompts; in the small form the first `small` of the built-in ones.
+        """A dataset's prompts in random order; in the small form the first `small` built-in ones.
 
         Args:
             name: as in `bench`.
@@ -99,17 +102,34 @@ class Lab:
         """
         if self.full:
             # all of it, however few are taken: rows are known by the digest of what was loaded
-            return load_dataset(name, data_folder=self._data, count=_EVERY)
+            return load_dataset(name, data_folder=self._data, count=_EVERY, seed=self.seed)
         built_in = load_dataset(BUILT_IN, data_folder=self._data, count=_EVERY)
         chosen = [prompt for prompt in built_in.prompts if chat in (None, prompt.chat)]
         return Dataset(BUILT_IN, built_in.source, tuple(chosen[:small]))
 
+    def parts(self, name: str, counts: Counts) -> list[Dataset]:
+        """Random parts of a dataset to train, to validate and to test on, as many as there are."""
+        from specexec_cli.bench.parts import load_parts, scaled
+
+        counts = counts if self.most_prompts is None else scaled(counts, self.most_prompts)
+        found = load_parts(
+            name, data_folder=self._data, counts=counts, seed=self.seed, at_most=True
+        )
+        return list(found.values())
+
     def session(
         self, sets: Sequence[Dataset], tokens: int, draft: str | None = None
     ) -> TextSession:
-        """The session, opened for these prompts at the first call and where the draft changes."""
-        if self._session is None or draft != self._draft:
-            self._session = self._opened(sets, tokens, draft)
+        """The session, with memory planned for every prompt that it has been asked for.
+
+        It is opened at the first call, and anew where the draft model changes, or a prompt or a
+        text is longer than all before: whoever needs several datasets asks for all of them first.
+        """
+        longer = _longest(sets) > _longest(self._planned) or tokens > self._tokens
+        if self._session is None or draft != self._draft or longer:
+            self._planned += [one for one in sets if one not in self._planned]
+            self._tokens = max(self._tokens, tokens)
+            self._session = self._opened(self._planned, self._tokens, draft)
             self._draft = draft
         if draft is None:
             pair = self._session.pair
@@ -128,7 +148,8 @@ class Lab:
     ) -> dict[Case, list[Row]]:
         """Generations of every case, one per prompt; what is in the results file is not repeated.
 
-        The full form stops at the prompts by which every rate's standard error is small enough.
+        The full form takes prompts for a case, all of them the first ones of the dataset, until
+        the standard error of its rate is small enough.
         """
         from specexec_cli.bench.runner import interleaved
 
@@ -136,20 +157,30 @@ class Lab:
         found: dict[Case, list[Row]] = {case: [] for case in cases}
         bench = self._bench(self.session([dataset], 0, draft))
         for start in range(0, len(prompts), _TURN):
-            runs = list(interleaved(cases, [(dataset, prompts[start : start + _TURN])], 1))
+            wanted = [case for case in cases if not (self.full and self._settled(found[case]))]
+            runs = list(interleaved(wanted, [(dataset, prompts[start : start + _TURN])], 1))
             rows = bench.measure(runs, lambda row: self._done(row["label"]))
             for run, row in zip(runs, rows, strict=True):
                 found[run.case].append(row)
-            rates = [rate(rows) for rows in found.values()]
-            if all(one.error < self.target_error * one.tau for one in rates) and self.full:
-                break
         return found
 
+    def _settled(self, rows: Sequence[Row]) -> bool:
+        """Whether the rate of these runs is known well enough."""
+        if not rows:
+            return False
+        known = rate(rows)
+        return known.error < self.target_error * known.tau
+
     def texts(self, dataset: Dataset, tokens: int) -> list[Text]:
-        """What the draft model says along the target's greedy texts (DISCO, appendix D.1)."""
+        """What the draft model says along the target's greedy texts (DISCO, appendix D.1).
+
+        Of a dataset without prompts there are none.
+        """
         from specexec_cli.bench.policy_labels import LabelsFile, collect
         from specexec_cli.config import SamplingConfig
 
+        if not dataset.prompts:
+            return []
         session = self.session([dataset], tokens)
         labels = LabelsFile(session.pair_folder / "labels.jsonl")  # those of train-policy
         found = []
@@ -167,6 +198,11 @@ class Lab:
         if self._file is None:
             self._file = ResultsFile(self.folder / "results.jsonl")
         return Bench(session, self._file, environment(), link(session))
+
+
+def _longest(sets: Sequence[Dataset]) -> int:
+    """Characters of the longest prompt of all."""
+    return max((len(prompt.text) for one in sets for prompt in one.prompts), default=0)
 
 
 def rate(rows: Sequence[Row]) -> Rate:

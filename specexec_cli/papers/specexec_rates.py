@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.bench.cases import Case
@@ -46,13 +47,7 @@ def sampling(temperature: float, seed: int) -> SamplingConfig:
     )  # fmt: skip
 
 
-def measured(
-    lab: Lab,
-    names: Sequence[str],
-    temperatures: Sequence[float],
-    methods: Sequence[str] = (PAPER, SPECINFER),
-    budgets: Sequence[int] = BUDGETS,
-) -> Rates:
+def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Rates:
     """Tokens per pass of every combination.
 
     In the small form the built-in texts to continue stand for all prompts: its chats, which both
@@ -60,16 +55,17 @@ def measured(
     """
     from specexec_cli.papers.lab import rate
 
+    sets = [lab.dataset(name, chat=False, small=3) for name in (names if lab.full else ("demo",))]
+    tokens = _TOKENS if lab.full else _SMALL_TOKENS
+    lab.session(sets, tokens)
+    cases = [
+        Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed), tokens)
+        for temperature in temperatures
+        for budget in (BUDGETS if lab.full else _SMALL_BUDGETS)
+        for method in (PAPER, SPECINFER)
+    ]
     found = {}
-    for name in names if lab.full else ("demo",):
-        data = lab.dataset(name, chat=False, small=3)
-        cases = [
-            Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed),
-                 _TOKENS if lab.full else _SMALL_TOKENS)
-            for temperature in temperatures
-            for budget in (budgets if lab.full else _SMALL_BUDGETS)
-            for method in methods
-        ]  # fmt: skip
+    for data in sets:
         for case, rows in lab.rows(cases, data).items():
             assert case.tree is not None
             key = data.name, case.sampling.temperature, case.method, case.tree.budget
@@ -82,10 +78,10 @@ def _table(rates: Rates) -> Table:
     groups = dict.fromkeys((name, t, budget) for name, t, _, budget in rates)
     rows = [
         [name, f"{t:g}", str(budget), *(str(rates[name, t, method, budget]) for method in methods),
-         str(rates[name, t, methods[0], budget].prompts)]
+         ", ".join(str(rates[name, t, method, budget].prompts) for method in methods)]
         for name, t, budget in groups
     ]  # fmt: skip
-    header = ["prompts", "temp", "budget", *methods, "number"]
+    header = ["prompts", "temp", "budget", *methods, "numbers of prompts"]
     return Table("Committed tokens per target pass, with standard errors", header, rows)
 
 
@@ -139,54 +135,84 @@ def grows(rates: Rates) -> list[Claim]:
     return claims
 
 
-def _compared(
-    lab: Lab, names: Sequence[str], temperatures: Sequence[float], **more: Any
-) -> Finding:
-    rates = measured(lab, names, temperatures, **more)
+def _compared(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Finding:
+    rates = measured(lab, names, temperatures)
     return Finding(tables=[_table(rates)], claims=grows(rates), figures=_figures(rates))
 
 
-@recipe(
-    "specexec-figure-3",
-    printed="figures 1 and 7 (left) and 3: equal at small budgets, then SpecInfer ends near 10 "
-    "tokens and SpecExec goes on (MT-Bench, t = 0.6 and 0)",
-)
-def figure_3(lab: Lab) -> Finding:
-    """Chat prompts."""
-    return _compared(lab, ["mt-bench"], (0.6, 0.0))
+# name, datasets, temperatures, and what is printed
+_COMPARISONS: Sequence[tuple[str, Sequence[str], Sequence[float], str]] = (
+    ("figure-3", ["mt-bench"], (0.6, 0.0),
+     "figures 1 and 7 (left) and 3: equal at small budgets, then SpecInfer ends near 10 tokens and "
+     "SpecExec goes on (MT-Bench, t = 0.6 and 0)"),
+    ("figure-4", ["c4"], (0.6, 0.0), "the same of base models on C4, with a smaller margin"),
+    ("section-5.2", ["oasst", "mt-bench", "c4", "wikitext2"], (0.6,),
+     "on par at small budgets, then SpecExec outscales SpecInfer, by more on MT-Bench than on C4"),
+    ("table-1", ["oasst", "mt-bench"], (0.6, 0.0),
+     "OASST: SpecExec 20.60 tokens a pass at 2048 (t = 0: 18.8 at 1024), SpecInfer 8.41 (7.86) at "
+     "1024; MT-Bench with Llama 3: 18.16 (21.58)"),
+    ("table-2", ["c4", "wikitext2"], (0.6, 0.0),
+     "C4: SpecExec 12.9 tokens a pass (t = 0: 16.1), SpecInfer 6.48 (4.78); WikiText-2: 9.57 "
+     "(11.74) and 4.69 (3.71)"),
+)  # fmt: skip
+for _name, _sets, _temperatures, _printed in _COMPARISONS:
+    recipe(f"specexec-{_name}", printed=_printed)(
+        partial(_compared, names=_sets, temperatures=_temperatures)
+    )
 
 
-@recipe("specexec-figure-4", printed="the same of base models on C4, with a smaller margin")
-def figure_4(lab: Lab) -> Finding:
-    """Texts to continue."""
-    return _compared(lab, ["c4"], (0.6, 0.0))
-
-
-@recipe(
-    "specexec-section-5.2",
-    printed="on par at small budgets, then SpecExec outscales SpecInfer, by more on MT-Bench than "
-    "on C4",
-)
-def section_5_2(lab: Lab) -> Finding:
-    """All four kinds of prompts at the recommended sampling."""
-    return _compared(lab, ["oasst", "mt-bench", "c4", "wikitext2"], (0.6,))
-
-
-@recipe(
-    "specexec-table-1",
-    printed="OASST: SpecExec 20.60 tokens a pass at 2048 (t = 0: 18.8 at 1024), SpecInfer 8.41 "
-    "(7.86) at 1024; MT-Bench with Llama 3: 18.16 (21.58)",
-)
-def table_1(lab: Lab) -> Finding:
-    """Chat models."""
-    return _compared(lab, ["oasst", "mt-bench"], (0.6, 0.0))
+# Llama 2 70B in 16 bits over PCIe 4.0 x16 to an A100, and what the 7B drafts with there: bytes over
+# bytes per second, and 2 operations per weight and row at half of the GPU's 312 TFLOP/s.
+_TARGET_BYTES, _LINK, _MEMORY, _DEVICE = 140e9, 25e9, 2e12, 80e9
+_ROW_S, _DRAFT_S = 2 * 70e9 / 156e12, 0.02
 
 
 @recipe(
-    "specexec-table-2",
-    printed="C4: SpecExec 12.9 tokens a pass (t = 0: 16.1), SpecInfer 6.48 (4.78); WikiText-2: "
-    "9.57 (11.74) and 4.69 (3.71)",
+    "specexec-figure-7",
+    printed="figures 1 and 7 (right): an offloaded pass takes hundreds of tokens in the time of "
+    "one; the fastest budget is 128-512 for SpecInfer and 1024-2048 for SpecExec",
 )
-def table_2(lab: Lab) -> Finding:
-    """Base models."""
-    return _compared(lab, ["c4", "wikitext2"], (0.6, 0.0))
+def figure_7(lab: Lab) -> Finding:
+    """Tokens per pass as measured here, over pass times as that machine's rates have them."""
+    from specexec_cli.papers.draw import curves
+    from specexec_cli.simulate.offload import Scenario
+
+    machine = Scenario(
+        target_bytes=_TARGET_BYTES, link_bytes_per_s=_LINK, memory_bytes_per_s=_MEMORY,
+        device_bytes=_DEVICE, devices=1, draft_s=_DRAFT_S, acceptance=0.8, row_s=_ROW_S,
+    )  # fmt: skip
+    sizes = [2**power for power in range(14)]
+    passes = [machine.streamed_pass_s(rows) for rows in sizes]
+    rates = measured(lab, ["mt-bench"], (0.6,))
+    lines: dict[str, Any] = {}
+    for (_, _, method, budget), one in rates.items():
+        shape = tree(budget, method, full=lab.full)
+        seconds = machine.streamed_pass_s(budget + 1) + shape.max_depth * _DRAFT_S
+        x, y, errors = lines.setdefault(method, ([], [], []))
+        x.append(budget)
+        y.append(one.tau / seconds)
+        errors.append(one.error / seconds)
+    best = {method: max(zip(y, x, strict=True))[1] for method, (x, y, _) in lines.items()}
+    rows = [[method, str(size), f"{speed:.3f}"] for method, (x, y, _) in lines.items()
+            for size, speed in zip(x, y, strict=True)]  # fmt: skip
+    nearly = machine.streamed_pass_s(1024) / machine.streamed_pass_s(1)
+    return Finding(
+        tables=[
+            Table("Seconds of a pass", ["rows", "s"],
+                  [[str(n), f"{s:.2f}"] for n, s in zip(sizes, passes, strict=True)]),
+            Table("Tokens per second that follow", ["method", "budget", "tok/s"], rows),
+        ],
+        claims=[
+            Claim(f"1024 rows take as long as one ({nearly:.2f}x)", nearly < 1.1),
+            Claim(f"SpecExec's fastest budget is no smaller than SpecInfer's ({best[PAPER]} and "
+                  f"{best[SPECINFER]})", best[PAPER] >= best[SPECINFER]),
+        ],
+        notes=["pass times follow from rates of an A100 with PCIe 4.0, and are not measured"],
+        figures={
+            "passes": lambda: curves("A streamed pass of a 70B target", "rows", "seconds",
+                                     {"max(link, arithmetic)": (sizes, passes, ())},
+                                     doubling=True),
+            "speed": lambda: curves("Tokens per second that follow", "budget", "tok/s", lines,
+                                    doubling=True),
+        },
+    )  # fmt: skip

@@ -20,7 +20,7 @@ from specexec_cli.kept import file_name
 from specexec_cli.offload.store import Checkpoint
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
-_FORMAT_VERSION = 1  # of what is kept: another one is never read
+_FORMAT_VERSION = 2  # of what is kept: another one is never read
 QUANTIZED_ALREADY = (
     "the target is quantized already, so a copy in fewer bits would hardly be smaller and much "
     "worse: give a `draft` model, or `draft='suffix'`"

@@ -28,7 +28,7 @@ from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoi
 from specexec_cli.planning.tiers import Machine, Plan
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
-_SMALL_MODEL_BYTES = 1_000_000_000
+SMALL_MODEL_BYTES = 1_000_000_000
 # What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
 _ARITHMETIC = {
     "bfloat16": {"avx512_bf16", "amx_bf16"},
@@ -187,7 +187,7 @@ def resolve(
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
         # small models spend their time between the products, and plain decoding sizes no trees
-        if draft is not None and target.sizes.total >= _SMALL_MODEL_BYTES:
+        if draft is not None and target.sizes.total >= SMALL_MODEL_BYTES:
             site = site.calibrated(dtype, target.sizes.packed_bits)
         work, plan = plan_for(tree)
     return Decision(
@@ -295,7 +295,7 @@ def compute_dtype(name: DtypeName, device: str, stored: str | None, total_bytes:
         return name
     if device != "cpu":
         return cast(DtypeName, stored) if stored in ("float16", "bfloat16") else "float32"
-    large = total_bytes >= _SMALL_MODEL_BYTES
+    large = total_bytes >= SMALL_MODEL_BYTES
     return "bfloat16" if large and _has_arithmetic("bfloat16") else "float32"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import load_registry
@@ -17,7 +18,7 @@ from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.request import Request
-from specexec_cli.planning.resolve import Decision, resolve
+from specexec_cli.planning.resolve import SMALL_MODEL_BYTES, Decision, resolve
 from specexec_cli.planning.site import Site
 from specexec_cli.planning.speed import Speed, figure
 from specexec_cli.planning.tokens import predicted
@@ -67,6 +68,35 @@ def with_best_draft(
     chosen = paying[0].draft if paying else SUFFIX
     notice(_told(chosen, found))
     return replace(request, draft=chosen)
+
+
+def check_own_copy(
+    decision: Decision,
+    notice: Callable[[str], None] = lambda text: None,
+    models_file: Path | None = None,
+) -> None:
+    """Says so where the target's own copy was asked for, and is not expected to pay.
+
+    Args:
+        notice: told where it might pay after all: with the most tokens per pass that copies
+            reached, or because the target is small, and what is predicted of it little worth.
+    Raises:
+        ConfigError: it cannot pay, so it is not worth making.
+    """
+    if decision.pair.own_bits is None:
+        return
+    speed = predicted(decision, models_file)
+    if speed.drafting_pays:
+        return
+    name, plain = decision.pair.draft_name, figure(speed.plain)
+    slower = (
+        f"`draft='{name}'` is expected to be slower here than no draft model: "
+        f"{figure(speed.typical)} against {plain} tok/s"
+    )
+    mend = "Give `draft='suffix'`, or `draft='auto'`"
+    if decision.target.sizes.total >= SMALL_MODEL_BYTES and speed.high <= speed.plain:
+        raise ConfigError(f"{slower}, and {figure(speed.high)} at best. {mend}")
+    notice(f"{slower}. {mend}")
 
 
 def weighed(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runner import run_cli
 
+from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.measure import ModelTimes, acceptance_rate, mean_matches
 from specexec_cli.errors import ConfigError
 
@@ -54,6 +56,20 @@ def test_what_is_measured_is_simulated(tmp_path: Path) -> None:
     assert config["target_ms"] == measured["target"]["tpot_ms"]
     assert config["draft_ms"] == measured["draft"]["tpot_ms"]
     assert config["acceptance"] == measured["acceptance"]["rate"]
+
+
+def test_prompts_are_drawn_at_random_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DSI, section 4: 50 prompts of a dataset, uniformly at random."""
+    asked: list[dict[str, Any]] = []
+
+    def load(name: str, **arguments: Any) -> Dataset:
+        asked.append(arguments)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr("specexec_cli.bench.datasets.load_dataset", load)
+    for options in ((), ("--seed", "7")):
+        assert run_cli("measure", "--pair", "demo", *options).error == "enough"
+    assert [(each["count"], each["seed"]) for each in asked] == [(50, 0), (50, 7)]
 
 
 @pytest.mark.parametrize(

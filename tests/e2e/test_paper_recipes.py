@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from bench_rows import ENVIRONMENT
 from cli_runner import run_cli
 
 from specexec_cli.bench import environment as environment_module
+from specexec_cli.bench.adapters import Prompt
+from specexec_cli.bench.cases import Case
+from specexec_cli.bench.datasets import Dataset
+from specexec_cli.bench.runner import BenchPrompt, Run
+from specexec_cli.catalog.registry import load_registry
+from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.papers.lab import Lab, Rate
 from specexec_cli.papers.report import text_of, write
 from specexec_cli.papers.specexec_rates import PAPER, SPECINFER, grows
+from specexec_cli.planning.pair import choose_pair
+from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession
 
 
@@ -93,6 +103,70 @@ def test_a_report_is_named_after_models_and_form(tmp_path: Path) -> None:
     assert first.name == "moon--org-big--tiny--small.md"
     assert "Here: org/big and tiny, small form, seed 3." in first.read_text()
     assert len({first, *(path for (path,) in more)}) == len(settings)
+
+
+def test_memory_is_planned_for_the_longest_prompt_of_all_datasets() -> None:
+    opened: list[tuple[list[str], int]] = []
+
+    def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> Any:
+        opened.append(([one.name for one in sets], tokens))
+        return SimpleNamespace(pair=choose_pair(load_registry(), Request()))
+
+    lab = Lab(open_one, Path())
+    short, long = (
+        Dataset(name, "here", (Prompt("1", (("user", text),), False),))
+        for name, text in (("short", "word"), ("long", "word" * 9))
+    )
+    lab.session([short], 10)
+    lab.session([short], 4)
+    assert opened == [(["short"], 10)]
+    lab.session([long], 4)
+    assert opened[1:] == [(["short", "long"], 10)]
+    lab.session([short, long], 12)
+    lab.session([long], 10, "another")
+    assert opened[2:] == [(["short", "long"], 12), (["short", "long"], 12)]
+
+
+def test_all_datasets_of_a_recipe_are_planned_for_at_once(tmp_path: Path) -> None:
+    class Opened(Exception):
+        pass
+
+    def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> Any:
+        raise Opened([one.name for one in sets], tokens)
+
+    for name in ("c4", "wikitext2"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": name * 200}))
+    with pytest.raises(Opened) as raised:
+        RECIPES["specexec-table-2"].run(Lab(open_one, tmp_path, full=True, data=tmp_path))
+    assert raised.value.args == (["c4", "wikitext2"], 128)
+
+
+def test_prompts_are_taken_for_a_case_until_its_own_rate_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ten at a time; in the small form for every case alike."""
+    steady, noisy = (Case("specexec", TreeConfig(budget=size), SamplingConfig(), 8)
+                     for size in (128, 256))  # fmt: skip
+    prompts = [BenchPrompt(str(number), (number,), "raw") for number in range(25)]
+    data = Dataset("d", "here", ())
+
+    class Measured:
+        def measure(self, runs: Sequence[Run], done: object) -> list[Any]:
+            return [
+                {"metrics": {"generated_tokens": 8, "target_passes": 4 if run.case == steady else
+                             1 + 6 * (int(run.prompt.id) % 2)}, "id": run.prompt.id}
+                for run in runs
+            ]  # fmt: skip
+
+    monkeypatch.setattr(Lab, "encoded", lambda *arguments: prompts)
+    monkeypatch.setattr(Lab, "session", lambda *arguments: None)
+    monkeypatch.setattr(Lab, "_bench", lambda *arguments: Measured())
+    numbers = [str(number) for number in range(25)]
+    for full in (True, False):
+        lab = Lab(lambda *arguments: None, tmp_path, full=full)  # type: ignore[arg-type,return-value]
+        found = lab.rows([steady, noisy], data)
+        assert [row["id"] for row in found[steady]] == (numbers[:10] if full else numbers)
+        assert [row["id"] for row in found[noisy]] == numbers
 
 
 def test_too_few_prompts_for_a_classifier_get_one_line(lab: Lab) -> None:

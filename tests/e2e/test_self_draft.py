@@ -9,13 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
 from cli_runner import run_cli
+from safetensors.torch import load_file
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.models import own_copy as room
+from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.own_copy import own_copy
+from specexec_cli.models.quantize import plan_quantization, write_quantized
+from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import low_bits
 from specexec_cli.planning.alternatives import changes_that_fit
@@ -107,6 +112,22 @@ def test_the_copy_is_made_once_and_anew_for_other_files(target: Path) -> None:
     (target / "same").replace(weights)  # written anew
     assert own_copy(read_checkpoint(target), 4, told.append).folder != first.folder
     assert len(told) == 2
+
+
+def test_a_session_s_copy_keeps_the_errors_on_a_text_low(target: Path, tmp_path: Path) -> None:
+    """That of Python's standard library, since nobody gave one."""
+    _text(target, SamplingConfig(), draft="self")
+    made = read_checkpoint(own_folder(read_checkpoint(target), 4))
+    plan = plan_quantization(read_checkpoint(target), 4, low_bits.GROUP_SIZE)
+    pieces = standard_pieces(load_tokenizer(target))
+    assert len(pieces) == 16
+    assert {len(piece) for piece in pieces} == {512}
+    for name, text in (("fitted", ()), ("calibrated", pieces)):
+        write_quantized(plan, tmp_path / name, pieces=text)
+        own, again = (load_file(folder / "model.safetensors")
+                      for folder in (made.folder, tmp_path / name))  # fmt: skip
+        same = [torch.equal(tensor, again[key]) for key, tensor in own.items() if "qweight" in key]
+        assert all(same) if name == "calibrated" else not any(same)
 
 
 def test_old_and_half_written_folders_are_never_read(

@@ -127,13 +127,20 @@ def test_lost_drafters_and_servers_change_no_token(drafters, lookahead, servers,
 
 
 class DrawnWorkers(VirtualWorkers):
-    """Drafters that draw from their own distributions, and a target that tests what they drew."""
+    """Drafters that draw from their own distributions, and a target that tests what they drew.
 
-    def __init__(self, latencies: Latencies, seed: int, target, drafts, servers: int) -> None:
+    Args:
+        shared: whether all drafters draw a position with the same random number, as
+            engine.ModelDrafter does, or each with one of its own.
+    """
+
+    def __init__(
+        self, latencies: Latencies, seed: int, target, drafts, servers: int, shared: bool
+    ) -> None:
         more = [(position_itself, latencies.draft_s * 2.5)] * (len(drafts) - 1)
         super().__init__(latencies, position_itself, position_itself, servers, more)
         self._models = {DRAFTER - number: model for number, model in enumerate(drafts)}
-        self._target_model, self._seed = target, seed
+        self._target_model, self._seed, self._shared = target, seed, shared
 
     def judge(self, probs, draft, position: int) -> int:
         token, proposal = ((), probs) if draft is None else ((draft[0],), draft[1])
@@ -153,8 +160,9 @@ class DrawnWorkers(VirtualWorkers):
     def _drafted(self, order: Draft, sequence: Sequence[int]) -> Drafted:
         probs = softmax(self._models[order.drafter].logits(sequence))
         position = len(sequence)
-        # each drafter with numbers of its own: the streams of the target's tests stay apart
-        uniform = uniforms(self._seed, position, DRAFT_STREAM, 3)[DRAFTER - order.drafter]
+        # the streams of the target's tests stay apart
+        number = 0 if self._shared else DRAFTER - order.drafter
+        uniform = uniforms(self._seed, position, DRAFT_STREAM, 3)[number]
         return Drafted(order.epoch, position, draw(probs, uniform), order.drafter, probs)
 
 
@@ -163,14 +171,16 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return powers / powers.sum()
 
 
-def counts_of(drafts: Sequence[NoisyCopy], target, samples: int) -> tuple[np.ndarray, float]:
+def counts_of(
+    drafts: Sequence[NoisyCopy], target, samples: int, shared: bool = True
+) -> tuple[np.ndarray, float]:
     """How often each text came, over random timings; and the share of tokens that were drafted."""
     target, models = Cached(target), [Cached(draft) for draft in drafts]
     counts, drafted = np.zeros(_VOCAB**_LENGTH), 0
     for seed in range(samples):
         numbers = random.Random(seed)
         latencies = Latencies(target_s=1.0, draft_s=numbers.choice([0.05, 0.3, 0.7, 1.5]))
-        workers = DrawnWorkers(latencies, seed, target, models, numbers.randint(1, 4))
+        workers = DrawnWorkers(latencies, seed, target, models, numbers.randint(1, 4), shared)
         orchestrator = Orchestrator(workers, DsiConfig(lookahead=numbers.randint(1, 2)))
         commits = list(orchestrator.generate([1, 2], _LENGTH, judge=workers.judge))
         text = [token for commit in commits for token in commit.tokens]
@@ -179,14 +189,35 @@ def counts_of(drafts: Sequence[NoisyCopy], target, samples: int) -> tuple[np.nda
     return counts, drafted / (samples * _LENGTH)
 
 
-@pytest.mark.parametrize("seeds", [(5,), (5, 6)], ids=["one drafter", "two drafters"])
-def test_rejection_sampling_keeps_the_distribution_of_the_target(seeds):
+@pytest.mark.parametrize(
+    ("seeds", "shared"),
+    [((5,), True), ((5, 6), True), ((5, 6), False)],
+    ids=["one drafter", "two that share a random number", "two with numbers of their own"],
+)
+def test_rejection_sampling_keeps_the_distribution_of_the_target(seeds, shared):
     """Under any timing: some tokens are tests of a draft, some the target's own draw."""
     drafts = [NoisyCopy(_TARGET, seed, 1.0) for seed in seeds]
-    counts, drafted = counts_of(drafts, _TARGET, 1500)
+    counts, drafted = counts_of(drafts, _TARGET, 1500, shared)
     assert _p_value(counts, _exact(_PLAIN)) > 1e-3
     # of three tokens the last is never drafted, and half of the drafters are slow
     assert drafted > 0.15, "drafts were kept: the test is of them"
+
+
+@pytest.mark.parametrize("noise", [0.3, 1.0])
+def test_drafters_that_share_a_random_number_have_the_committed_token_more_often(noise):
+    """The second of two, whatever became of the first one's token."""
+    numbers = np.random.default_rng(0)
+    logits = 2 * numbers.normal(size=16)
+    target, first, second = (
+        softmax(logits + scale * numbers.normal(size=16)) for scale in (0.0, noise, noise)
+    )
+    agreed = {"shared": 0, "own": 0}
+    for position in range(2000):
+        shared, own = numbers.random(2).tolist()
+        token, _ = settle(target, first, [draw(first, shared)], 7, position)
+        agreed["shared"] += draw(second, shared) == token
+        agreed["own"] += draw(second, own) == token
+    assert agreed["shared"] > agreed["own"] + 40
 
 
 def test_the_chi_square_test_tells_a_draft_from_the_target():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,27 @@ def test_a_name_without_its_file_says_what_to_do(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"mbpp\.jsonl.*'datasets' is not installed.*`data`"):
         load("mbpp", tmp_path)
+
+
+def test_prompts_are_drawn_by_the_seed_from_all_of_a_file(tmp_path):
+    texts = [f"text {number}" for number in range(200)]
+    path = written(tmp_path / "p.jsonl", *texts)
+
+    def drawn(seed, count, reference=str(path)):
+        found = load_dataset(reference, data_folder=tmp_path, count=count, seed=seed)
+        return [prompt.text for prompt in found.prompts]
+
+    assert drawn(None, 3) == texts[:3]
+    assert drawn(1, 30) == drawn(1, 30)
+    assert drawn(1, 30) != drawn(2, 30)
+    assert len(set(drawn(1, 30))) == 30
+    assert sorted(drawn(1, 999)) == sorted(texts)
+    # each as likely as any other: of 100 draws of a half no text is always or never among them
+    counts = Counter(text for seed in range(100) for text in drawn(seed, 100))
+    assert len(counts) == 200
+    assert 20 < min(counts.values()) <= max(counts.values()) < 80
+    built_in = load_dataset("demo", data_folder=tmp_path, count=4)
+    assert drawn(1, 4, "demo") != [prompt.text for prompt in built_in.prompts]
 
 
 def test_the_hub_is_asked_where_there_is_no_file(monkeypatch, tmp_path):

@@ -7,14 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from threading import Thread
+from threading import enumerate as enumerate_threads
 
 import psutil
 import pytest
 from dsi_toys import RandomDelay, ToyDrafter, ToyServer, autoregressive
 
-from specexec_cli.dsi.messages import DRAFTER, Score
+from specexec_cli.dsi.messages import DRAFTER, Draft, Drafted, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import StreamError, WorkerError
@@ -71,6 +75,55 @@ def test_a_killed_drafter_leaves_plain_decoding():
         assert "going on without drafts" in reports[0]
     finally:
         workers.close()
+
+
+def test_orders_for_a_drafter_in_a_long_pass_keep_nobody_waiting(tmp_path: Path):
+    """More bytes of them than its pipe holds; when the pass ends, the newest is drafted for."""
+    go_on = tmp_path / "go on"
+    busy = partial(_BusyDrafter, SEED, 1.0, until=go_on)
+    workers = ProcessWorkers([server(0)], [busy])
+    try:
+        text = tuple(PROMPT) * 20_000
+        for epoch in range(1, 41):
+            workers.advance_epoch(epoch, DRAFTER)
+            sending = Thread(target=workers.draft, args=(Draft(epoch, text, 1),), daemon=True)
+            sending.start()
+            sending.join(20.0)
+            assert not sending.is_alive(), "the orchestrator waits for a drafter"
+        go_on.touch()
+        drafted = workers.receive(60.0)
+        assert isinstance(drafted, Drafted)
+        assert (drafted.epoch, drafted.position) == (40, len(text))
+    finally:
+        go_on.touch()
+        workers.close()
+
+
+def test_a_worker_that_never_reads_its_orders_can_be_dropped():
+    workers = ProcessWorkers([server(0)], [DRAFT])
+    try:
+        process = workers._processes[DRAFTER]
+        os.kill(process.pid, signal.SIGSTOP)
+        for epoch in range(1, 41):
+            workers.draft(Draft(epoch, tuple(PROMPT) * 20_000, 1))
+        workers.drop(DRAFTER)
+        assert not psutil.pid_exists(process.pid)
+        assert not [thread for thread in enumerate_threads() if "specexec-dsi" in thread.name][1:]
+    finally:
+        workers.close()
+    assert not [thread for thread in enumerate_threads() if "specexec-dsi" in thread.name]
+
+
+@dataclass
+class _BusyDrafter(ToyDrafter):
+    """Its passes take until there is a file."""
+
+    until: Path = Path()
+
+    def start(self, tokens: Sequence[int]) -> None:
+        while not self.until.exists():
+            time.sleep(0.01)
+        super().start(tokens)
 
 
 def test_logits_are_asked_of_one_worker_and_every_failure_is_one_clear_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import (
@@ -22,7 +23,9 @@ from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
+from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
@@ -93,6 +96,44 @@ def test_turns_are_those_of_plain_decoding(
     assert_fresh(session._target.model, session._target._cache, session._target.tokens)
     drafter._cache.crop(len(drafter.tokens))  # behind them is what was found ahead
     assert_fresh(drafter.model, drafter._cache, drafter.tokens)
+
+
+@pytest.mark.usefixtures("late")
+def test_the_policy_cost_counts_the_draft_steps_that_were_taken(
+    pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Children of a root that was found ahead are known: no step is taken for them."""
+    target = LocalTarget(open_float32(Path(pair["target"])))
+    draft = open_float32(Path(pair["draft"]), None)
+    sampler = Sampler(SamplingConfig())
+    prior = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.01)
+    learned = Learned(cost_prior=lambda: prior)
+    tree = replace(TREE, policy="cost")
+    drafter = ModelDrafter(draft, sampler, tree, draft.vocab_size, learned=learned)
+    policy = drafter._policy
+    assert isinstance(policy, Cost)
+    forward, grow = draft.forward, policy.grow
+    passes = 0
+    grown: list[tuple[int, int, int]] = []  # the root's steps, all steps as counted, as taken
+
+    def forward_counted(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*arguments)
+
+    def grow_watched(*arguments: Any) -> Any:
+        before = passes
+        found = grow(*arguments)
+        grown.append((policy.root_steps, policy._steps, passes - before))
+        return found
+
+    monkeypatch.setattr(draft, "forward", forward_counted)
+    monkeypatch.setattr(policy, "grow", grow_watched)
+    assert list(specexec(target, drafter, sampler, TURNS[0], 40, (), ahead=drafter))
+    target.close()
+    roots, counted, taken = zip(*grown, strict=True)
+    assert set(roots) == {0, 1}
+    assert counted == taken
 
 
 @pytest.mark.usefixtures("late")

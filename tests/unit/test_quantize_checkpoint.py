@@ -28,6 +28,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.models.calibration_text import run_calibration
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
@@ -88,6 +89,89 @@ def test_it_computes_what_transformers_computes_with_the_dequantized_weights(
     torch.testing.assert_close(chain_logits(packed, tokens), expected, rtol=0, atol=2e-4)
     assert (tmp_path / "packed" / "model.safetensors.index.json").is_file()
     packed.close()
+
+
+def test_a_text_s_moments_are_those_of_the_inputs_that_transformers_has(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, _config(), std=0.1)
+    pieces = [random_tokens(20), random_tokens(20)[::-1]]
+    found: list[dict[str, Tensor]] = []
+    run_calibration(
+        read_checkpoint(tmp_path), pieces, lambda index, moments: found.append(dict(moments))
+    )
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    expected: dict[str, Tensor] = {}
+    for name, module in model.model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+
+            def watch(module: object, args: tuple[Tensor, ...], name: str = name) -> None:
+                key = f"model.{name}.weight"
+                expected[key] = expected.get(key, torch.zeros(())) + args[0][0].T @ args[0][0]
+
+            module.register_forward_pre_hook(watch)
+    with torch.no_grad():
+        for piece in pieces:
+            model(torch.tensor([piece]))
+
+    assert [sorted(each) for each in found] == [
+        sorted(name for name in expected if f".{index}." in name) for index in range(len(found))
+    ]
+    for each in found:
+        for name, moments in each.items():
+            torch.testing.assert_close(moments, expected[name], rtol=1e-3, atol=1e-3)
+
+
+def test_a_calibrated_copy_is_nearer_on_its_text(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", _config(), std=0.1)
+    source = read_checkpoint(tmp_path / "plain")
+    plain = open_float32(tmp_path / "plain")
+    pieces = [random_tokens(64, seed) for seed in range(12)]
+    errors = []
+    for name, text in (("fitted", ()), ("calibrated", pieces)):
+        write_quantized(plan_quantization(source, 3, GROUP), tmp_path / name, pieces=text)
+        packed = open_float32(tmp_path / name)
+        errors.append(sum(
+            float((chain_logits(packed, piece) - chain_logits(plain, piece)).square().mean())
+            for piece in pieces
+        ))  # fmt: skip
+        packed.close()
+    plain.close()
+    assert errors[1] < 0.9 * errors[0]
+    shapes = [
+        {name: (tensor.dtype, tensor.shape) for name, tensor in
+         load_file(tmp_path / folder / "model.safetensors").items()}
+        for folder in ("fitted", "calibrated")
+    ]  # fmt: skip
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "gemma2"])
+def test_experts_and_other_layers_take_a_text_too(tmp_path: Path, name: str) -> None:
+    save_checkpoint(tmp_path / "plain", _config(name), std=0.1)
+    plan = plan_quantization(read_checkpoint(tmp_path / "plain"), 4, GROUP)
+    write_quantized(plan, tmp_path / "packed", pieces=[random_tokens(40)])
+    packed = open_float32(tmp_path / "packed")
+    assert torch.isfinite(chain_logits(packed, random_tokens(9))).all()
+    packed.close()
+
+
+def test_a_calibration_text_that_is_none_is_one_line(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64, intermediate_size=96))
+    save_byte_tokenizer(tmp_path / "plain")
+    text = tmp_path / "text"
+    command = ("quantize", tmp_path / "plain", "--out", tmp_path / "out", "--group-size", GROUP,
+               "--calibration", text)  # fmt: skip
+    ran = run_cli(*command)
+    assert (ran.code, f"cannot read the calibration text {text}: No such file" in ran.error) == (
+        2, True,
+    )  # fmt: skip
+    text.write_bytes(b"\xff" * 600)
+    assert "it is not UTF-8 text" in run_cli(*command).error
+    text.write_text("word " * 9)
+    assert "tokens, and 512 at least are needed" in run_cli(*command).error
+    assert not (tmp_path / "out").exists()
+    text.write_text("words of a text, " * 99)
+    assert run_cli(*command).code == 0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_what_is_not_a_linear_of_a_layer_is_copied(tmp_path: Path) -> None:

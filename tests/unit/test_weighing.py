@@ -11,12 +11,14 @@ from cli_runner import run_cli
 import specexec_cli
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method
+from specexec_cli.errors import ConfigError
 from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.site import Setting, Site, described_site
+from specexec_cli.planning.speed import Speed
 from specexec_cli.planning.tokens import predicted
-from specexec_cli.planning.weighing import weighed, with_best_draft
+from specexec_cli.planning.weighing import check_own_copy, weighed, with_best_draft
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +95,49 @@ def test_what_was_not_left_open_stays(method: Method) -> None:
 def test_before_it_is_weighed_nothing_but_the_target_is_needed() -> None:
     pair = choose_pair(load_registry(None), Request(target="llama2-7b-chat", draft="auto"))
     assert pair.draft is None
+
+
+def test_an_own_copy_that_was_asked_for_is_refused_where_it_cannot_pay() -> None:
+    """From a CPU that multiplies fast enough for trees to one that does not, in small steps."""
+    request, here = Request(target="llama2-7b-chat", draft="self"), site(12e9, 2.2e9)
+    found = set()
+    for power in range(80):
+        rate = 1e9 * 1.1**power
+        flops = dict.fromkeys(("float32", "bfloat16"), ((1, rate), (256, rate)))
+        decision = resolve(request, replace(here, flops=flops))
+        speed, told = predicted(decision), []
+        if speed.high <= speed.plain:
+            with pytest.raises(ConfigError, match=r"`draft='self'` is expected to be slower.*tok/s,"
+                               r" and .* at best. Give `draft='suffix'`"):  # fmt: skip
+                check_own_copy(decision, told.append)
+            found.add("refused")
+        else:
+            check_own_copy(decision, told.append)
+            assert bool(told) is not speed.drafting_pays
+            found.add("told" if told else "taken")
+    assert found == {"refused", "told", "taken"}
+    plain = replace(request, draft="suffix")
+    check_own_copy(resolve(plain, here), pytest.fail)
+
+
+def test_a_small_target_s_own_copy_is_made_whatever_is_predicted_of_it() -> None:
+    told: list[str] = []
+    check_own_copy(
+        resolve(Request(target="demo-target", draft="self"), site(2e9, 20e9)), told.append
+    )
+    assert "`draft='self'` is expected to be slower here than no draft model" in told[0]
+
+
+def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Speed(low=0.1, typical=0.2, high=0.3, plain=1.0, pass_s=1.0, draft_s=9.0,
+                 tokens_per_pass=None)  # fmt: skip
+    monkeypatch.setattr("specexec_cli.planning.weighing.predicted", lambda *arguments: slow)
+    ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
+    assert ran.code == 2
+    assert "is expected to be slower here than no draft model: 0.20 against 1.0 tok/s" in ran.error
+    assert "0.30 at best. Give --draft suffix, or --draft auto" in ran.error
+    ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "suffix", "--ram", "12GB")
+    assert ran.code == 0
 
 
 def test_plan_says_why() -> None:

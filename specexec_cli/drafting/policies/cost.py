@@ -53,6 +53,7 @@ class Cost:
 
     def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
         self.texts = 1  # that the pass goes on with: each gets a token whatever the trees are
+        self.root_steps = 1  # draft steps for the root's children; 0 where they are known
         self._tree = tree
         self._cost = cost
         self._accepted = self._expected = self._PRIOR  # running sums
@@ -83,7 +84,7 @@ class Cost:
         if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._pending = pending
-        self._steps, self._drawn = 1, None
+        self._steps, self._drawn = self.root_steps, None
         self._iteration += 1
         self._probing, self._probed = self._iteration % self._PROBE == 0, False
         depth = min(max_depth, self._tree.max_depth)

@@ -1,0 +1,74 @@
+"""GPTQ: quantization with the errors that a text tells apart, for the format of packing.py.
+
+Inputs of a linear go together: what rounding one column of a weight does to the outputs, others can
+mend in part. Columns are rounded one after another, and each one's error is taken up by those that
+are still to come, as far as they go together in the text. Source: Frantar et al.,
+arXiv:2210.17323, algorithm 1, over the grids of fitted.py, which are fitted to each group as it is
+by then.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.fitted import Codes, fit
+from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
+
+_DAMPING = 0.01  # of the mean second moment, added to each input's own (section 3.3)
+
+
+def quantize_calibrated(
+    weight: Tensor, moments: Tensor, fmt: PackedFormat, group_size: int
+) -> PackedWeight:
+    """Packs a weight in the GPTQ format `fmt`, by what a text gives its inputs.
+
+    Args:
+        weight: (outputs, inputs), any float dtype.
+        moments: (inputs, inputs) float32, the sum of x x^T over the text's rows x.
+        group_size: inputs per group; it divides the inputs.
+    """
+    found = calibrated(weight, moments, fmt.bits, group_size)
+    return PackedWeight(
+        format=fmt,
+        in_features=weight.shape[1],
+        out_features=weight.shape[0],
+        group_size=group_size,
+        qweight=pack_rows(found.codes.T, fmt.bits),
+        qzeros=store_zeros(found.zeros.T, fmt),
+        scales=found.scales.T.contiguous(),
+    )
+
+
+def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Codes:
+    """Codes, zero points and scales of a weight (outputs, inputs); moments as above."""
+    left = weight.float().clone()  # what the columns are to become, errors so far included
+    factor = _factor(moments)
+    codes, zeros, scales = torch.empty(left.shape, dtype=torch.int32), [], []
+    for first in range(0, left.shape[1], group_size):
+        end = first + group_size
+        grid = fit(left[:, first:end], bits, group_size)
+        zeros.append(grid.zeros)
+        scales.append(grid.scales)
+        zero, scale = grid.zeros[:, 0].float(), grid.scales[:, 0].float()
+        errors = torch.empty(left.shape[0], group_size)
+        for column in range(first, end):
+            code = ((left[:, column] / scale).round() + zero).clamp(0, 2**bits - 1)
+            error = (left[:, column] - scale * (code - zero)) / factor[column, column]
+            left[:, column + 1 : end] -= error[:, None] * factor[column, column + 1 : end]
+            codes[:, column], errors[:, column - first] = code.int(), error
+        left[:, end:] -= errors @ factor[first:end, end:]
+    return Codes(codes, torch.cat(zeros, 1), torch.cat(scales, 1))
+
+
+def _factor(moments: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the damped moments, (inputs, inputs).
+
+    An input that the text never has gets a moment of its own all the same, by the damping; where it
+    has none at all, inputs are taken to be independent.
+    """
+    mean = float(moments.diagonal().mean())
+    damped = moments.clone()
+    damped.diagonal().add_(_DAMPING * mean or 1.0)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)

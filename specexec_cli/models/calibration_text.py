@@ -1,0 +1,123 @@
+"""What a text gives the linears of a model: second moments of their inputs, layer by layer.
+
+One pass over the plain weights, which are streamed: the model may be larger than memory, and the
+moments and keys of one layer are in memory at a time. Where nobody gives a text, Python's standard
+library is one: code and English, on every machine that this program runs on.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from specexec_cli.device import free_ram_bytes
+from specexec_cli.errors import ConfigError
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.pass_rows import PassRows, embeddable
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.tokenizer import load_tokenizer
+from specexec_cli.offload.store import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_PIECE_TOKENS = 512
+_PIECES = 16  # of a text, evenly spaced: more than 8,000 rows for each linear
+_FILE_CHARACTERS = 4_000  # of each file of the standard library: its head, mostly in English
+_MATRICES = 5  # of (inputs, inputs), that are in memory while a linear is quantized
+
+# (layer, by the names of its weights the second moments of their inputs)
+Done = Callable[[int, Mapping[str, Tensor]], None]
+
+
+def calibration_pieces(folder: Path, path: Path) -> list[list[int]]:
+    """Pieces of a text file as the tokens of the model in `folder`.
+
+    Raises:
+        ConfigError: the file cannot be read as UTF-8 text, or is too short.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read the calibration text {path}: {reason}") from error
+    found = _pieces(load_tokenizer(folder), text)
+    if not found:
+        raise ConfigError(
+            f"the calibration text {path} has less than the {_PIECE_TOKENS} tokens that are "
+            "needed: give a longer one"
+        )
+    return found
+
+
+def standard_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Pieces of Python's standard library; none where it is not installed as files."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::4]  # of all kinds
+    heads = [file.read_text("utf-8", errors="replace")[:_FILE_CHARACTERS] for file in files]
+    return _pieces(tokenizer, "\n\n".join(heads))
+
+
+def _pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
+    # a warning of too many tokens for one pass would be wrong: it is cut
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    whole = len(tokens) // _PIECE_TOKENS
+    count = min(whole, _PIECES)
+    starts = [number * whole // count * _PIECE_TOKENS for number in range(count)]
+    return [tokens[start : start + _PIECE_TOKENS] for start in starts]
+
+
+def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], done: Done) -> None:
+    """Runs the pieces through the model, in float32, and tells of each layer's inputs.
+
+    Args:
+        pieces: tokens, each piece by itself.
+        done: called behind each layer with the moments of the linears that were called, (inputs,
+            inputs) float32 each: sums of x x^T. Experts that rows are sent to are not among them,
+            nor linears whose moments would take more than half of the free memory.
+    Raises:
+        StreamError, OutOfMemoryError, CheckpointError: as for any pass.
+    """
+    model = StreamedModel.open(
+        checkpoint, device=torch.device("cpu"), dtype=torch.float32, tiers="ssd"
+    )
+    longest = model.context_length
+    widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
+    moments: dict[str, Tensor] = {}
+    caches = [model.new_cache() for _ in pieces]
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: object, args: tuple[Any, ...]) -> None:
+            rows = args[0].reshape(-1, args[0].shape[-1]).float()
+            moments[name] = moments.get(name, torch.zeros(())) + rows.T @ rows
+
+        return hook
+
+    def behind(index: int) -> None:
+        done(index, moments)
+        moments.clear()
+        for cache in caches:
+            if len(cache.layers) == len(stored):  # else later layers read what this one wrote
+                cache.layers[index].release()
+
+    stored = model.skeleton.layer_tensors
+    try:
+        # a first pass of several texts may begin anew in the midst, so it is a short one
+        model.forward_together([(PassRows.chain([0], 0), model.new_cache(), [0]) for _ in "12"])
+        for layer, tensors in zip(model.skeleton.layers, stored, strict=True):
+            for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
+                if isinstance(module, MixedLinear) and module.in_features <= widest:
+                    module.register_forward_pre_hook(watch(tensors[f"{path}.weight"].name))
+        model.on_layer = behind
+        model.forward_together(
+            [
+                (PassRows.chain(embeddable(piece[:longest], model.vocab_size), 0), cache, [0])
+                for piece, cache in zip(pieces, caches, strict=True)
+            ]
+        )
+    finally:
+        model.close()
