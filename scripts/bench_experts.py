@@ -1,12 +1,15 @@
 """Experts one by one beside whole layers: tokens per second of a mixture in the same memory.
 
     python scripts/make_rig.py --shape qwen3-30b-a3b --layers 12 --bits 4 --skew 0.27 --out RIG
+    python scripts/make_rig.py --shape mixtral-8x7b --layers 8 --bits 4 --out RIG
+    python scripts/make_rig.py --shape gpt-oss-20b --format gpt-oss --out RIG
     python scripts/bench_experts.py --rig RIG --share 0.25 --before CHECKOUT
 
 Memory is what lets the planner give the experts' cache `--share` of their bytes. Whole layers,
-moved by this version and by the one in CHECKOUT, get as much, or the least that they run with. All
-must write the same text. Reads of experts are timed bare as well: at random places in file order,
-as many at a time as a visit of a layer missed. The last line is JSON.
+moved by this version and by the one in CHECKOUT, get as much, or the least that they run with; a
+CHECKOUT that has experts one by one moves those. All must write the same text. The rate of reads
+in passes stands beside that of bare reads of the same size at random places of the same files: in
+bursts of as many as a visit of a layer made, and without a pause. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,9 +22,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -29,13 +34,14 @@ import torch
 from offload_report import environment
 
 from specexec_cli.device import format_bytes
+from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.loading import this_site
 from specexec_cli.models.experts import split_layers
 from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.skeleton import build_skeleton
 from specexec_cli.offload.experts import READER_THREADS
 from specexec_cli.offload.memory import HugeBuffer
-from specexec_cli.offload.reader import DirectFile, Layout, lay_out
+from specexec_cli.offload.reader import BLOCK_BYTES, DirectFile, Layout, lay_out
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
@@ -45,6 +51,7 @@ DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 WORKER = Path(__file__).with_name("expert_worker.py")
 METHODS = ("autoregressive", "specexec")
 RAW_S = 2.0  # of bare reads
+WITHOUT_PAUSE = 256  # reads of a burst so long that its ends do not count
 
 
 def decision_for(rig: Path, draft: Path, share: float) -> Decision:
@@ -81,32 +88,42 @@ def expert_layouts(rig: Path) -> list[Layout]:
     ]
 
 
-def raw_rate(layouts: list[Layout], batch: int, seed: int) -> float:
-    """Bytes per second of bare reads of so many experts at a time, the next when all are there."""
-    rng = random.Random(seed)
-    files = {extent.path for layout in layouts for extent in layout.extents}
-    opened = {path: DirectFile(path, print) for path in files}
-    size = max(layout.buffer_bytes for layout in layouts)
-    buffers = [HugeBuffer(size, "a raw read", "Close other programs") for _ in range(batch)]
+def raw_rate(paths: Sequence[Path], n_bytes: int, burst: int, seed: int) -> float:
+    """Bytes per second of bare reads, as many at once as the store has readers.
 
-    def read(layout: Layout, buffer: HugeBuffer) -> int:
-        done = 0
-        for piece in layout.pieces():
-            target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
-            done += opened[piece.path].read_into(target, piece.start, piece.stop)
-            del target
-        return done
+    Args:
+        paths: of the files, whose every place is as likely as any other.
+        n_bytes: of a read, a multiple of BLOCK_BYTES.
+        burst: reads that are asked for together; the next ones when all are there.
+    """
+    rng = random.Random(seed)
+    files = [DirectFile(path, print) for path in paths]
+    rooms = [max(0, file.n_bytes - n_bytes) // BLOCK_BYTES + 1 for file in files]
+    free: SimpleQueue[HugeBuffer] = SimpleQueue()
+    for _ in range(READER_THREADS):
+        free.put(HugeBuffer(n_bytes, "a raw read", "Close other programs"))
+
+    def read(place: tuple[DirectFile, int]) -> int:
+        file, start = place
+        buffer = free.get()
+        count = file.read_into(buffer.view, start, start + n_bytes)
+        free.put(buffer)
+        return count
+
+    def places() -> list[tuple[DirectFile, int]]:
+        chosen = rng.choices(range(len(files)), rooms, k=burst)
+        found = ((index, rng.randrange(rooms[index])) for index in chosen)
+        return [(files[index], block * BLOCK_BYTES) for index, block in sorted(found)]
 
     total, started = 0, time.perf_counter()
     with ThreadPoolExecutor(READER_THREADS) as readers:
         while time.perf_counter() < started + RAW_S:
-            chosen = [layouts[index] for index in sorted(rng.sample(range(len(layouts)), batch))]
-            total += sum(readers.map(read, chosen, buffers))
+            total += sum(readers.map(read, places()))
     rate = total / (time.perf_counter() - started)
-    for file in opened.values():
+    for file in files:
         file.close()
-    for buffer in buffers:
-        buffer.close()
+    while not free.empty():
+        free.get().close()
     return rate
 
 
@@ -143,22 +160,35 @@ def show(name: str, found: dict[str, Any], base: dict[str, float]) -> None:
 
 
 def shares(row: dict[str, float], layouts: list[Layout], layers: int) -> dict[str, float]:
-    """How near reads come to what is needed, and to the link's rate."""
-    missed = row["touched"] - row["hits"]
-    batch = max(1, round(missed / (row["passes"] * layers)))
-    raw = [raw_rate(layouts, batch, seed) for seed in (0, 1)]
+    """How near reads come to what is needed, and to the disk's rate.
+
+    Returns:
+        bytes read over bytes that were needed and not held, the rate and mean size of the reads,
+        rates of bare ones of that size, and shares of the time; no rates where nothing was read.
+    """
+    missed, visits = row["touched"] - row["hits"], row["passes"] * layers
     needed = missed * float(np.mean([layout.tensor_bytes for layout in layouts]))
-    return {
+    found = {
+        "missed_by_a_visit": missed / visits,
+        "reads_of_a_visit": row["reads"] / visits,
         "read_of_needed": row["bytes_read"] / needed if needed else 1.0,
-        "missed_by_a_visit": missed / (row["passes"] * layers),
-        "raw_bytes_per_s": float(np.mean(raw)),
-        "rate_of_raw": row["bytes_read"] / row["reading_s"] / float(np.mean(raw)),
         "reading_share": row["reading_s"] / row["seconds"],
         "waiting_share": row["wait_s"] / row["seconds"],
     }
+    if not row["reads"]:
+        return found
+    size = -(-round(row["bytes_read"] / row["reads"]) // BLOCK_BYTES) * BLOCK_BYTES
+    paths = sorted({extent.path for layout in layouts for extent in layout.extents})
+    rate = row["bytes_read"] / row["reading_s"]
+    found |= {"read_bytes": size, "bytes_per_s": rate}
+    bursts = {"burst": max(1, round(row["reads"] / visits)), "raw": WITHOUT_PAUSE}
+    for name, burst in bursts.items():
+        raw = float(np.mean([raw_rate(paths, size, burst, seed) for seed in (0, 1)]))
+        found |= {f"{name}_bytes_per_s": raw, f"rate_of_{name}": rate / raw}
+    return found
 
 
-def main() -> None:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rig", type=Path, required=True, metavar="FOLDER", help="of make_rig.py")
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="FOLDER")
@@ -168,13 +198,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="of each text with experts")
     parser.add_argument("--texts", type=int, default=2)
     parser.add_argument("--budget", type=int, default=64, help="of the draft tree")
-    args = parser.parse_args()
-    decision = decision_for(args.rig, args.draft, args.share)
-    experts = decision.target.sizes.experts
-    assert experts is not None
-    sizes = decision.settings["ram"].value, decision.plan.expert_bytes, sum(experts.layers)
-    ram, cache, stored = map(format_bytes, sizes)
-    print(f"{ram} of RAM, {cache} for experts of {stored}")
+    return parser.parse_args(argv)
+
+
+def measured(
+    args: argparse.Namespace, decision: Decision
+) -> tuple[dict[str, dict[str, Any]], dict[str, float]]:
+    """Runs everything that was asked for, this version's experts last.
+
+    Returns:
+        what each run found, and by method the best rate of the others.
+    """
     prompts = [item["prompt"] for item in json.loads((DEMO / "heldout_prompts.json").read_text())
                if item["kind"] == "code"]  # fmt: skip
     task = {
@@ -191,22 +225,48 @@ def main() -> None:
     if not args.without_whole:
         runs["whole layers"] = {**task, **few, "whole_layers": True}, None
     if args.before is not None:
-        runs["before"] = {**task, **few}, args.before
+        has_experts = (args.before / "specexec_cli" / "offload" / "experts.py").is_file()
+        runs["before"] = task if has_experts else {**task, **few}, args.before
     runs["experts"] = task, None
     found: dict[str, dict[str, Any]] = {}
-    base: dict[str, float] = {}  # the best of whole layers, by method
+    base: dict[str, float] = {}
     for name, run in runs.items():
         found[name] = measure(*run)
         show(name, found[name], base if name == "experts" else {})
         for method, row in found[name]["methods"].items():
             if name != "experts":
                 base[method] = max(base.get(method, 0.0), row["tokens"] / row["seconds"])
-    for name, result in found.items():
-        for method, texts in result["texts"].items():
-            for ours, theirs in zip(found["experts"]["texts"][method], texts, strict=False):
-                shared = min(len(ours), len(theirs))
-                if ours[:shared] != theirs[:shared]:
-                    print(f"{name}, {method}: another text", file=sys.stderr)
+    return found, base
+
+
+def different_texts(found: dict[str, dict[str, Any]]) -> list[str]:
+    """Which runs and methods did not write what this version writes with experts."""
+    return [
+        f"{name}, {method}"
+        for name, result in found.items()
+        for method, texts in result["texts"].items()
+        for ours, theirs in zip(found["experts"]["texts"][method], texts, strict=False)
+        if any(one != other for one, other in zip(ours, theirs, strict=False))
+    ]
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures, prints it for people, and returns what the last line is to say."""
+    decision = decision_for(args.rig, args.draft, args.share)
+    experts = decision.target.sizes.experts
+    assert experts is not None
+    if not decision.plan.expert_bytes:
+        raise ConfigError(
+            f"{args.rig} fits into the memory in which its experts get {args.share:.0%} of their "
+            "bytes, so that whole layers stay: lower --share, or make a larger rig"
+        )
+    sizes = decision.settings["ram"].value, decision.plan.expert_bytes, sum(experts.layers)
+    ram, cache, stored = map(format_bytes, sizes)
+    print(f"{ram} of RAM, {cache} for experts of {stored}")
+    found, base = measured(args, decision)
+    different = different_texts(found)
+    for which in different:
+        print(f"{which}: another text", file=sys.stderr)
     layouts = expert_layouts(args.rig)
     layers = sum(size > 0 for size in experts.layers)
     reads = {
@@ -214,10 +274,22 @@ def main() -> None:
     }
     for method, row in reads.items():
         print(method, {name: round(value, 3) for name, value in row.items()})
-    print(json.dumps({**environment(args.rig, 0), "bench": "experts", "share": args.share,
-                      "expert_bytes": decision.plan.expert_bytes, "reads": reads,
-                      "found": found}))  # fmt: skip
+    return {
+        **environment(args.rig, 0), "bench": "experts", "share": args.share,
+        "expert_bytes": decision.plan.expert_bytes, "reads": reads, "base": base, "found": found,
+        "different": different,
+    }  # fmt: skip
+
+
+def main() -> int:
+    try:
+        report = run(parse())
+    except SpecexecError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(report))
+    return 1 if report["different"] else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

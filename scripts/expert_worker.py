@@ -76,10 +76,13 @@ def _text(session: Any, task: dict[str, Any], method: str, prompt: str, tokens: 
 
 
 def _counted(session: Any) -> dict[str, float]:
-    """What the store of experts has counted so far; nothing where there is none."""
+    """What the store of experts has counted so far; nothing where there is none.
+
+    Versions that read each expert alone do not count their reads.
+    """
     store = getattr(session._target.model, "experts", None)
-    names = ("touched", "hits", "bytes_read", "reading_s", "wait_s")
-    return {name: getattr(store, name) for name in names} if store is not None else {}
+    names = ("touched", "hits", "bytes_read", "reads", "reading_s", "wait_s")
+    return {name: getattr(store, name) for name in names if hasattr(store, name)}
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:

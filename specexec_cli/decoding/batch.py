@@ -61,6 +61,7 @@ class BatchText:
         self.stop = len(prompt) + max_tokens
         self.eos_ids = eos_ids
         self.begun = False  # rows of it have been in a pass
+        self.carried = False  # they were in the last one
         self.plain = False  # its next pass goes without a tree
         # Rows and streamed bytes of passes that have brought it no token yet.
         self.fed_rows = self.fed_bytes = 0
@@ -130,6 +131,8 @@ class Batch:
         self._draft(parts)
         drafted = time.perf_counter()
         carried = [part for part in parts if part.error is None]
+        for text in texts:
+            text.carried = any(part.text is text for part in carried)
         for part, logits in zip(carried, _verified(carried), strict=True):
             _settle(part, logits)
         plain = StepResult(

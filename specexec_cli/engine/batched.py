@@ -206,9 +206,10 @@ class Batched:
             return
         self._passes += 1
         asked, held = self._session.experts_counted()
-        for text in texts:  # each has its share of the pass, as of the bytes
-            text.running.stats.experts_asked += (asked - asked_before) // len(texts)
-            text.running.stats.experts_held += (held - held_before) // len(texts)
+        carried = [text for text in texts if text.batched.carried]
+        for text in carried:  # each has its share of the pass, as of the bytes
+            text.running.stats.experts_asked += (asked - asked_before) // len(carried)
+            text.running.stats.experts_held += (held - held_before) // len(carried)
         for text, outcome in zip(texts, outcomes, strict=True):
             if isinstance(outcome, SpecexecError):
                 self._end(text, "failed", outcome)

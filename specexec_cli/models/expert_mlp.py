@@ -132,7 +132,8 @@ class PerExpert(nn.Module):
         routing = Routing(top_k_index)
         sums = RowSums(rows, top_k_weights, routing)
         chosen = list(routing.wanted)
-        sums.add(chosen, self.compute(chosen, rows, routing))
+        known = [self.weights_of(expert) for expert in chosen] if rows.device.type == "cpu" else []
+        sums.add(chosen, self.compute(chosen, rows, routing, known))
         return sums.total()
 
     def weights_of(self, expert: int) -> ExpertWeights:
@@ -148,20 +149,19 @@ class PerExpert(nn.Module):
         chosen: Sequence[int],
         rows: Tensor,
         routing: Routing,
-        known: Sequence[ExpertWeights] | None = None,
+        known: Sequence[ExpertWeights],
     ) -> Tensor:
-        """Outputs of some experts whose weights are bound, one expert's rows after another's.
+        """Outputs of some experts, one expert's rows after another's.
 
         Args:
             rows: (rows, hidden) on the device of the weights.
-            known: of each expert, where they were looked up before. Kernels that take all experts
-                together then need nothing bound; see `takes_together`.
+            known: each expert's, see `weights_of`; none on a GPU, where nothing asks for them.
+                What kernels do not take together (`takes_together`) must be bound as well.
         """
-        weights = [self.weights_of(expert) for expert in chosen] if known is None else known
         takes = [routing.rows_of(expert) for expert in chosen]
-        form = self._form(rows, weights)
+        form = self._form(rows, known)
         if form is not None:
-            return self._together(rows, takes, weights, form)
+            return self._together(rows, takes, known, form)
         outputs = []
         for expert, take in zip(chosen, takes, strict=True):
             *inner, down = cast(list[Linear], list(self._linears[expert].values()))
@@ -176,7 +176,7 @@ class PerExpert(nn.Module):
     @staticmethod
     def _form(rows: Tensor, weights: Sequence[ExpertWeights]) -> Form | None:
         # packed weights' biases are added behind the rounding
-        if weights[0].packed and weights[0].biases[0] is not None:
+        if not weights or (weights[0].packed and weights[0].biases[0] is not None):
             return None
         # one launch multiplies all but the last, `down`, which has one of its own
         if len(set(weights[0].group.kinds[:-1])) > 1:

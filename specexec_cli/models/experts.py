@@ -77,12 +77,13 @@ class StreamedExperts(nn.Module):
     def _compute(self, batch: Batch, rows: Tensor, routing: Routing) -> Tensor:
         """What the experts at hand give, on the device of the rows and of their weights."""
         block, chosen = self._block[0], [expert for expert, _ in batch]
+        known = []
         if rows.device.type == "cpu":
             known = [self._known(expert, stored) for expert, stored in batch]
             if block.takes_together(rows, known):
                 return block.compute(chosen, rows, routing, known)
         with self._bound(batch):
-            return block.compute(chosen, rows, routing)
+            return block.compute(chosen, rows, routing, known)
 
     def _known(self, expert: int, stored: ExpertTensors) -> ExpertWeights:
         """An expert's weights, looked up once for as long as it stays in its slot."""

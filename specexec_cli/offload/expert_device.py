@@ -23,7 +23,7 @@ _ALIGNED_BYTES = 16  # what kernels need to load 16 bytes at once; see cuda.py
 
 
 class DeviceExperts:
-    """The experts of an ExpertStore for a GPU, which keeps those with the highest scores."""
+    """The experts of an ExpertStore for a GPU, which keeps those that are worth most."""
 
     def __init__(
         self, store: ExpertStore, link: Link, cap_bytes: int, copy_rows: int | None
@@ -99,9 +99,9 @@ class DeviceExperts:
         """The slot to copy an expert into: one that nothing is in, or the scratch slot."""
         if self._free:
             return self._free.pop()
-        scores = self.store.scores.counts.ravel()
-        last = min(self._slot_of, key=scores.__getitem__, default=None)
-        if last is None or scores[last] >= scores[key]:
+        worth = self.store.scores.worth.ravel()
+        last = min(self._slot_of, key=worth.__getitem__, default=None)
+        if last is None or worth[last] >= worth[key]:
             return self._scratch
         self.store.elsewhere(last, False)
         return self._slot_of.pop(last)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specexec_cli.offload.expert_reads import Part, Read, follows, join, scattered
 from specexec_cli.offload.reader import (
     BLOCK_BYTES,
     DirectFile,
@@ -51,7 +52,8 @@ class ExpertFiles:
         }
         places = {key: _place(layout) for key, layout in self._layouts.items()}
         self._rank = {key: n for n, key in enumerate(sorted(places, key=places.__getitem__))}
-        self.pieces: dict[int, list[Extent]] = {
+        self._piece_bytes = piece_bytes
+        self._pieces: dict[int, list[Extent]] = {
             key: layout.pieces(piece_bytes) for key, layout in self._layouts.items()
         }
         self._files: dict[Path, DirectFile] = {}
@@ -79,8 +81,8 @@ class ExpertFiles:
         return self._layouts[key].places[0][1]
 
     def n_bytes(self, key: int) -> int:
-        """What is read of an expert, in whole blocks."""
-        return self._layouts[key].buffer_bytes
+        """What is read of an expert, in whole blocks; 0 where there is none of this number."""
+        return self._layouts[key].buffer_bytes if key in self._layouts else 0
 
     def tensor_bytes(self, key: int) -> int:
         """What an expert's tensors take."""
@@ -96,9 +98,26 @@ class ExpertFiles:
         """
         open_files(self._files, list(self._layouts.values()), once(notice))
 
-    def read(self, piece: Extent, target: memoryview) -> int:
-        """Reads one piece; see DirectFile.read_into."""
-        return self._files[piece.path].read_into(target, piece.start, piece.stop)
+    def pieces(self, key: int, slot: int) -> list[Part]:
+        """What brings an expert into a slot."""
+        return [Part(slot, piece) for piece in self._pieces[key]]
+
+    def neighbours(self, before: int, after: int) -> bool:
+        """Whether one read may bring both experts of a layer, the second of which lies later."""
+        first, second = self._layouts[before].extents[0], self._layouts[after].extents[0]
+        return before // self.width == after // self.width and follows(first, second)
+
+    def joined(self, parts: Iterable[Part]) -> list[Read]:
+        """The fewest reads that bring all parts, each no longer than a piece may be."""
+        return join(parts, self._piece_bytes)
+
+    def read(self, read: Read, slots: Sequence[memoryview], spare: memoryview) -> int:
+        """Brings each part of a read into its slot; see scattered() and DirectFile.scatter."""
+        targets, copies = scattered(read, slots, spare)
+        count = self._files[read.path].scatter(targets, read.start, read.stop)
+        for target, source in copies:
+            target[:] = source
+        return count
 
     def tensors(self, key: int, blob: Tensor, shift: int) -> ExpertTensors:
         """An expert's tensors as views of `blob`, into which it was read from byte `shift` on."""

@@ -13,11 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specexec_cli.offload.expert_files import ExpertFiles
+from specexec_cli.offload.expert_reads import Part, Read
 from specexec_cli.offload.expert_scores import ExpertScores, Floats
 from specexec_cli.offload.expert_slots import SlotTable
-from specexec_cli.offload.reader import Extent
 
 LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
+_SOON = 1e9  # more than any worth: what a pass is expected to ask for
+# A layer of whose missing bytes a pass is expected to need so large a share is read whole: bytes
+# that nobody needed may come to a twentieth of those that somebody did.
+WHOLE = 1.0 / 1.05
+# Neighbours are asked for together as long as they are less than this, so that four readers have a
+# piece each, and so few that preadv takes them (at most 1,024 places).
+RUN_BYTES = 32 << 20
+_RUN_EXPERTS = 64
 
 
 class ReadQueue:
@@ -26,19 +34,25 @@ class ReadQueue:
     def __init__(self, files: ExpertFiles, table: SlotTable, scores: ExpertScores) -> None:
         """Into the slots of `table`; nothing is to be read yet."""
         self._files, self._table, self._scores = files, table, scores
-        self._missing = [0] * len(table)  # pieces not there yet
+        self._sizes = np.array([files.n_bytes(key) for key in range(scores.counts.size)])
+        self._missing = [0] * len(table)  # parts not there yet
         self._failed: list[BaseException | None] = [None] * len(table)
         self._read_for: list[object | None] = [None] * len(table)  # the request, if there was one
-        # by expert, how often the present pass is still expected to ask for it
-        self._ahead: NDArray[np.int64] = np.zeros(scores.counts.size, dtype=np.int64)
+        # of the rest of the present pass: by expert how likely it is to ask for it, how much of
+        # that its rows behind the first one add, and whether it is expected to; visits by layer
+        self._likely: Floats = np.zeros(scores.counts.size)
+        self._more: Floats = np.zeros(scores.counts.size)
+        self._sure = np.zeros(scores.counts.size, dtype=np.bool_)
+        self._visits: NDArray[np.int64] = np.zeros(len(scores.counts), dtype=np.int64)
         self._wanted: deque[int] = deque()  # asked for, and without a slot
         self._expected: deque[int] = deque()
         self._usual: deque[int] = deque()
-        self._pieces: deque[tuple[int, Extent]] = deque()  # slot and piece
+        self._reads: deque[Read] = deque()  # of experts that were asked for
+        self._early: deque[Read] = deque()  # of others
 
     def __bool__(self) -> bool:
         """Whether there may be something to read."""
-        return bool(self._pieces or self._wanted or self._expected or self._usual)
+        return bool(self._reads or self._early or self._wanted or self._expected or self._usual)
 
     def want(self, layer: int, keys: Iterable[int]) -> None:
         """A visit of a layer begins, which lacks these experts.
@@ -46,95 +60,160 @@ class ReadQueue:
         What a visit does not ask for it will not ask for later, nor will a later layer ask for what
         earlier ones have.
         """
-        first = layer * self._files.width
-        self._ahead[:first] = 0
-        visited = self._ahead[first : first + self._files.width]
-        np.maximum(visited - 1, 0, out=visited)
+        self._visits[:layer] = 0
+        self._visits[layer] = max(0, self._visits[layer] - 1)
+        done = layer if self._visits[layer] else layer + 1
+        self._forget(done * self._files.width)
         self._wanted.extend(self._files.in_order(keys))
+
+    def _forget(self, stop: int) -> None:
+        """The rest of the pass asks for none of the experts below this one."""
+        self._likely[:stop] = self._more[:stop] = 0.0
+        self._sure[:stop] = False
 
     def want_no_more(self) -> None:
         """Nobody waits for what was asked for."""
         self._wanted.clear()
 
-    def expect(self, likely: Floats, visits: int) -> None:
+    def expect(self, likely: Floats, by_one: Floats, visits: int) -> None:
         """A pass begins.
 
         Args:
             likely: how likely each expert is to be asked for, (layers, experts).
+            by_one: the same if the pass had one row.
             visits: of each layer in this pass.
         """
         self.expect_nothing()
-        almost_sure = likely >= LIKELY
-        for layer in np.flatnonzero(almost_sure.any(axis=1)).tolist():
-            chosen = layer * self._files.width + np.flatnonzero(almost_sure[layer])
+        self._likely, self._more = likely.flatten(), (likely - by_one).flatten()
+        self._visits[:] = visits
+        needed = (likely >= LIKELY) | self._read_whole(likely)
+        for layer in np.flatnonzero(needed.any(axis=1)).tolist():
+            chosen = layer * self._files.width + np.flatnonzero(needed[layer])
             keys = self._files.in_order(chosen[~self._table.elsewhere[chosen]].tolist())
             self._expected.extend(keys)
-            self._ahead[keys] = visits
+            self._sure[keys] = True
+
+    def _read_whole(self, likely: Floats) -> NDArray[np.bool_]:
+        """What is missing of layers that a pass needs nearly all of, (layers, experts)."""
+        missing = ~self._table.elsewhere
+        missing[list(self._table.of)] = False
+        sizes = np.where(missing, self._sizes, 0).reshape(likely.shape)
+        exactly, all_of_them = (likely * sizes).sum(axis=1), sizes.sum(axis=1)
+        whole: NDArray[np.bool_] = (exactly >= WHOLE * all_of_them)[:, None] & (sizes > 0)
+        return whole
 
     def expect_nothing(self) -> None:
         """No pass is under way."""
         self._expected.clear()
-        self._ahead[:] = 0
+        self._forget(len(self._sure))
 
     def fill_with(self, keys: Iterable[int]) -> None:
         """Free slots may take these experts."""
         self._usual.extend(self._files.in_order(keys))
 
-    def next_piece(self, request: object | None) -> tuple[int, Extent] | None:
-        """The next slot and piece to read for the request that is under way.
+    def next_read(self, request: object | None) -> Read | None:
+        """The next read for the request that is under way, or for what may come.
 
         Returns:
             None if there is nothing to read, or no slot for it.
         """
-        while not self._pieces:
-            if not self._give_slot(request):
+        while not self._reads and self._begin_run(self._wanted, request):
+            pass
+        if self._reads:
+            return self._reads.popleft()
+        while not self._early:
+            if not (self._begin_run(self._expected, None) or self._begin_run(self._usual, None)):
                 return None
-        return self._pieces.popleft()
+        return self._early.popleft()
 
-    def _give_slot(self, request: object | None) -> bool:
-        """A slot for the next expert to read; False if there is none to read, or no slot."""
-        for queue in (self._wanted, self._expected, self._usual):
-            while queue and self._is_done(queue):
-                queue.popleft()
-        queue = self._wanted or self._expected or self._usual
-        slot = self._free_slot(queue) if queue else None
-        if slot is None:
-            return False
-        key = queue.popleft()
-        asked_for = queue is self._wanted
-        self._table.give(slot, key, pinned=asked_for)
-        self._failed[slot] = None
-        self._read_for[slot] = request if asked_for else None
-        self._missing[slot] = len(self._files.pieces[key])
-        self._pieces.extend((slot, piece) for piece in self._files.pieces[key])
-        return True
+    def _begin_run(self, queue: deque[int], request: object | None) -> bool:
+        """Slots for the next expert of a queue and for its neighbours; False if it gets none."""
+        run: list[int] = []
+        parts: list[Part] = []
+        while (key := self._upcoming(queue)) is not None and self._goes_on(run, key):
+            slot = self._free_slot(queue)
+            if slot is None:
+                break
+            queue.popleft()
+            self._table.give(slot, key, pinned=queue is self._wanted)
+            pieces = self._files.pieces(key, slot)
+            self._failed[slot], self._read_for[slot] = None, request
+            self._missing[slot] = len(pieces)
+            run.append(key)
+            parts += pieces
+        reads = self._reads if queue is self._wanted else self._early
+        reads.extend(self._files.joined(parts))
+        return bool(run)
+
+    def _goes_on(self, run: list[int], key: int) -> bool:
+        """Whether an expert is asked for together with its neighbours of the same layer.
+
+        They are not more than half of the slots: the consumer computes some while others are read.
+        """
+        if not run:
+            return True
+        most = min(_RUN_EXPERTS, len(self._table) // 2)
+        n_bytes = int(self._sizes[[*run, key]].sum())
+        near = self._files.neighbours(run[-1], key)
+        return near and len(run) < most and n_bytes <= RUN_BYTES
+
+    def _upcoming(self, queue: deque[int]) -> int | None:
+        """The first expert of a queue that is still to be read."""
+        while queue and self._is_done(queue):
+            queue.popleft()
+        return queue[0] if queue else None
 
     def _is_done(self, queue: deque[int]) -> bool:
         """Whether a queue's next expert has a slot, or is no longer expected."""
-        unexpected = queue is self._expected and not self._ahead[queue[0]]
+        unexpected = queue is self._expected and not self._sure[queue[0]]
         return queue[0] in self._table.of or unexpected
 
     def _free_slot(self, queue: deque[int]) -> int | None:
-        """A free slot, or that of the expert which is least worth keeping, for a queue's next."""
+        """A free slot, or that of the expert which is least worth keeping, for a queue's next.
+
+        What is read before it is asked for takes the place of nothing that the rest of the pass may
+        need: bytes would be read twice to have others a little sooner.
+        """
         free = self._table.free()
         if free is not None or queue is self._usual:
             return free
+        worth = self._scores.worth.ravel() + self._more
+        if queue is self._expected:
+            return self._table.least_worth(worth, self._sure | (self._likely > 1.0 - LIKELY))
         # what the pass will need soon is worth more than what it will need late
-        layers = np.arange(len(self._ahead)) // self._files.width
-        soon = (self._ahead > 0) * (layers[-1] + 1 - layers)
-        scores = self._scores.counts.ravel()
-        return self._table.least_worth(scores, soon, also_soon=queue is self._wanted)
+        layers = np.arange(len(worth)) // self._files.width
+        worth += _SOON * self._sure * (layers[-1] + 1 - layers)
+        return self._table.least_worth(worth, np.zeros_like(self._sure))
 
-    def piece_done(self, slot: int, error: BaseException | None) -> bool:
-        """One piece of an expert has been read, or has failed; whether it was the last one."""
-        self._missing[slot] -= 1
-        if error is not None:
-            # a traceback's frames would keep views of the buffer alive
-            self._failed[slot] = error.with_traceback(None)
-        return not self._missing[slot]
+    def read_done(self, read: Read, error: BaseException | None) -> list[int]:
+        """A read has ended, or has failed; the slots for which it was the last one.
+
+        One of several experts that failed is done again for each by itself: those whose bytes can
+        be read are not to fail with the others.
+        """
+        if error is not None and len(read.parts) > 1:
+            self._reads.extendleft(reversed(read.alone()))
+            return []
+        ended = []
+        for part in read.parts:
+            self._missing[part.slot] -= 1
+            if error is not None:
+                self.fail(part.slot, error)
+            if not self._missing[part.slot]:
+                ended.append(part.slot)
+        return ended
+
+    def fail(self, slot: int, error: BaseException) -> None:
+        """What is read into a slot will not be an expert."""
+        # a traceback's frames would keep views of the buffer alive
+        self._failed[slot] = error.with_traceback(None)
+
+    def has_failed(self, slot: int) -> bool:
+        """Whether one of the slot's reads has."""
+        return self._failed[slot] is not None
 
     def arrived(self, slot: int, request: object | None) -> BaseException | None:
-        """The last piece of an expert is done with: it is ready, or its slot is free again.
+        """The last read of an expert is done with: it is ready, or its slot is free again.
 
         Returns:
             what failed, where the request that is under way waits for it. A read that was begun for

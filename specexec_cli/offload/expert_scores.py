@@ -1,7 +1,8 @@
-"""Which experts are worth keeping: counts of what routing asked for. Knows no bytes, no torch.
+"""Which experts are worth keeping: shares of what routing asked for. Knows no bytes, no torch.
 
-An expert's score is how many rows were routed to it, each row counting a little less than the next
-one. What was measured of other rules is told in docs/experiments.md, "Expert caches".
+An expert's worth is how large a share of the rows were routed to it, where each row counts a little
+less than the next one, plus the same share with rows that are forgotten soon. What was measured of
+other rules is told in docs/experiments.md, "Which experts to keep".
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 DECAY = 0.995  # of a count, from one row to the next
+RECENT_DECAY = 0.9  # of the share that is forgotten soon
 _PRIOR_ROWS = 4.0  # rows that an even use of all experts counts as
 _MOST_ROWS = 1.0 / (1.0 - DECAY)  # that one expert's count comes to in the long run
 
@@ -29,6 +31,8 @@ class ExpertScores:
             chosen: experts that one row is routed to.
         """
         self.counts: Floats = np.zeros((layers, experts))
+        self.worth: Floats = np.zeros((layers, experts))
+        self._recent: Floats = np.zeros((layers, experts))
         self._rows: Floats = np.zeros(layers)  # whose choices the counts are
         self._chosen = chosen
 
@@ -39,11 +43,14 @@ class ExpertScores:
             rows_by_expert: the experts asked for, each with the rows that are routed to it.
             rows: of the visit.
         """
-        decay = DECAY**rows
+        decay, left = DECAY**rows, RECENT_DECAY**rows
         self.counts[layer] *= decay
+        self._recent[layer] *= left
         self._rows[layer] = self._rows[layer] * decay + rows
         for expert, count in rows_by_expert:
             self.counts[layer, expert] += count
+            self._recent[layer, expert] += (1.0 - left) * count / rows
+        self.worth[layer] = self.counts[layer] / _MOST_ROWS + self._recent[layer]
 
     def likely(self, rows: int) -> Floats:
         """How likely each expert is to be asked for by so many rows, (layers, experts)."""
@@ -63,3 +70,5 @@ class ExpertScores:
             raise ValueError("these are not counts of this model's experts")
         self.counts = np.minimum(counts, _MOST_ROWS)
         self._rows = self.counts.sum(axis=1) / self._chosen
+        self._recent[:] = 0.0
+        self.worth = self.counts / _MOST_ROWS

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 FREE = -1
-_SOON = 1e9  # more than any score: what a pass is expected to ask for
 
 
 class SlotTable:
@@ -59,19 +58,16 @@ class SlotTable:
             return None
         return int(np.flatnonzero(self.held == FREE)[0])
 
-    def least_worth(
-        self, scores: NDArray[np.float64], soon: NDArray[np.int64], *, also_soon: bool
-    ) -> int | None:
+    def least_worth(self, worth: NDArray[np.float64], kept: NDArray[np.bool_]) -> int | None:
         """The slot whose expert is least worth keeping, of a table without free slots.
 
         Args:
-            scores: by expert.
-            soon: by expert, 0, or the more the sooner it is expected to be asked for.
-            also_soon: whether even an expert that is expected may be given up.
+            worth: by expert, 0 or more.
+            kept: by expert, whether it is not to be given up, unless it is held elsewhere as well.
         """
-        worth = scores[self.held]
-        worth[self.elsewhere[self.held]] = -1.0
-        worth += _SOON * soon[self.held]
-        worth[~self.ready | self.pinned] = np.inf
-        slot = int(np.argmin(worth))
-        return slot if worth[slot] < (np.inf if also_soon else _SOON) else None
+        by_slot = worth[self.held]
+        by_slot[kept[self.held]] = np.inf
+        by_slot[self.elsewhere[self.held]] = -1.0
+        by_slot[~self.ready | self.pinned] = np.inf
+        slot = int(np.argmin(by_slot))
+        return slot if by_slot[slot] < np.inf else None

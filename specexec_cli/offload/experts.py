@@ -12,6 +12,7 @@ slots are read into anew as the consumer comes to the end of what they held.
 
 from __future__ import annotations
 
+import mmap
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -23,10 +24,11 @@ from torch import Tensor
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.expert_files import ExpertFiles, ExpertTensors
 from specexec_cli.offload.expert_queue import ReadQueue
+from specexec_cli.offload.expert_reads import GAP_BYTES, Read
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.expert_slots import SlotTable
 from specexec_cli.offload.memory import HugeBuffer
-from specexec_cli.offload.reader import PIECE_BYTES, Extent, Notice
+from specexec_cli.offload.reader import PIECE_BYTES, Notice
 from specexec_cli.offload.resident import as_blob, check_free
 from specexec_cli.offload.store import TensorRange
 
@@ -67,7 +69,7 @@ class ExpertStore:
         """
         self.scores = scores
         self.touched = self.hits = 0  # experts asked for so far; of those, in a slot by then
-        self.bytes_read = 0  # of experts, what the files were asked for
+        self.bytes_read = self.reads = 0  # of experts, what the files were asked for
         self.wait_s = 0.0  # the consumer waited for a reader
         self.reading_s = 0.0  # at least one read was under way
         self.files = ExpertFiles(layers, piece_bytes)
@@ -77,6 +79,7 @@ class ExpertStore:
             raise ValueError(f"no slot of {self.slot_bytes} bytes fits into {cap_bytes}")
         self._threads: list[threading.Thread] = []
         self._buffer: HugeBuffer | None = None
+        self._spare = memoryview(mmap.mmap(-1, GAP_BYTES))  # for what lies between experts
         self._blob: Tensor | None = (
             None  # the buffer's bytes; none before it is there and behind close()
         )
@@ -233,15 +236,15 @@ class ExpertStore:
             rows: of each visit of a layer.
             visits: of each layer in this pass.
         """
-        likely = self.scores.likely(rows)
+        likely, by_one = self.scores.likely(rows), self.scores.likely(1)
         with self._lock:
-            self._queue.expect(likely, visits)
+            self._queue.expect(likely, by_one, visits)
             self._wake()
 
     def warm(self) -> None:
-        """Begin to read the experts with the highest scores into free slots."""
-        counts = self.scores.counts.ravel()
-        best = [key for key in np.argsort(-counts, kind="stable").tolist() if counts[key] > 0.0]
+        """Begin to read the experts that are worth most into free slots."""
+        worth = self.scores.worth.ravel()
+        best = [key for key in np.argsort(-worth, kind="stable").tolist() if worth[key] > 0.0]
         chosen = [key for key in best if key in self.files][: self.slots]
         with self._lock:
             self._queue.fill_with(chosen)
@@ -262,58 +265,63 @@ class ExpertStore:
             thread.join()
         self.files.close()
         self._tensors = []
-        self._blob = None
+        self._blob, self._spare = None, memoryview(bytearray())
         if self._buffer is not None:
             self._buffer.close()
 
     # The readers' side
 
     def _read_loop(self) -> None:
-        while (work := self._next_piece()) is not None:
-            slot, piece = work
+        while (read := self._next_read()) is not None:
             error: BaseException | None = None
             count = 0
             try:
-                assert self._buffer is not None
-                start = slot * self.slot_bytes + piece.offset
-                target = self._buffer.view[start : start + piece.stop - piece.start]
-                count = self.files.read(piece, target)
-                del target
+                count = self.files.read(read, self._slots_of(read), self._spare)
             except BaseException as caught:  # handed to the consumer, which raises it
                 error = caught
-            self._piece_done(slot, count, error)
+            self._read_done(read, count, error)
 
-    def _next_piece(self) -> tuple[int, Extent] | None:
-        """Take the next piece to read; waits for work; None when the store is closed."""
+    def _slots_of(self, read: Read) -> list[memoryview]:
+        """The slot of each part, as bytes."""
+        assert self._buffer is not None
+        view, size = self._buffer.view, self.slot_bytes
+        return [view[part.slot * size : (part.slot + 1) * size] for part in read.parts]
+
+    def _next_read(self) -> Read | None:
+        """Take what is to be read next; waits for work; None when the store is closed."""
         with self._lock:
             while not self._closing:
-                work = self._queue.next_piece(self._request)
-                if work is not None:
+                read = self._queue.next_read(self._request)
+                if read is not None:
                     if not self._reading:
                         self._began_s = time.perf_counter()
                     self._reading += 1
                     self._work.notify()  # where there is more, another reader goes on with it
-                    return work
+                    return read
                 self._work.wait()
             return None
 
-    def _piece_done(self, slot: int, count: int, error: BaseException | None) -> None:
+    def _read_done(self, read: Read, count: int, error: BaseException | None) -> None:
         with self._lock:
             self.bytes_read += count
+            self.reads += 1
             self._reading -= 1
             if not self._reading:
                 self.reading_s += time.perf_counter() - self._began_s
-            if self._queue.piece_done(slot, error):
+            for slot in self._queue.read_done(read, error):
                 self._arrive(slot)
+            self._wake()  # there may be slots that may be taken, or reads to be done again
 
     def _arrive(self, slot: int) -> None:
-        """The last piece of an expert has been read, or has failed."""
-        assert self._blob is not None
-        key = int(self._table.held[slot])
-        failed = self._queue.arrived(slot, self._request)
-        if self._table.ready[slot]:
-            self._tensors[slot] = self.files.tensors(key, self._blob, slot * self.slot_bytes)
-        elif failed is not None:
-            self._error = failed
+        """The last read of an expert is done, or has failed: it is ready once its tensors are."""
+        if not self._queue.has_failed(slot):
+            try:
+                self._tensors[slot] = self.files.tensors(
+                    int(self._table.held[slot]), self.blob, slot * self.slot_bytes
+                )
+            except BaseException as caught:  # as in _read_loop
+                self._queue.fail(slot, caught)
+        told = self._queue.arrived(slot, self._request)
+        if told is not None:
+            self._error = told
         self._arrived.notify_all()
-        self._wake()  # it is a slot that may be taken

@@ -123,10 +123,16 @@ class DirectFile:
         )
 
     def read_into(self, target: memoryview, start: int, stop: int) -> int:
-        """Fill `target` with the file's bytes start..stop; the part past EOF is left alone.
+        """As scatter(), into one place of stop - start bytes."""
+        return self.scatter([target], start, stop)
+
+    def scatter(self, targets: Sequence[memoryview], start: int, stop: int) -> int:
+        """Fill `targets`, one after another, with the file's bytes start..stop.
+
+        The part past EOF is left alone.
 
         Args:
-            target: stop - start bytes; its address, start and stop block-aligned.
+            targets: stop - start bytes in all; addresses, sizes, start and stop block-aligned.
         Returns:
             bytes read.
         Raises:
@@ -136,7 +142,7 @@ class DirectFile:
         done = 0
         while done < wanted:
             try:
-                count = self._read_once(target[done : stop - start], start + done)
+                count = self._read_once(_behind(targets, done), start + done)
             except OSError as error:
                 raise StreamError(
                     f"reading {self.path} failed at byte {start + done}: {error.strerror}"
@@ -153,15 +159,15 @@ class DirectFile:
         self._check_unchanged(start)
         return wanted
 
-    def _read_once(self, target: memoryview, offset: int) -> int:
+    def _read_once(self, targets: Sequence[memoryview], offset: int) -> int:
         direct = self._direct
         try:
-            count = os.preadv(self._fd, [target], offset)
+            count = os.preadv(self._fd, targets, offset)
         except OSError as error:
             if not direct or error.errno != errno.EINVAL:
                 raise
             self._fall_back()
-            count = os.preadv(self._fd, [target], offset)
+            count = os.preadv(self._fd, targets, offset)
         if sys.platform != "darwin" and not self._direct and hasattr(os, "posix_fadvise"):
             # The page cache would evict what the next layers need and count against the cgroup.
             os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
@@ -188,6 +194,16 @@ class DirectFile:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def _behind(targets: Sequence[memoryview], done: int) -> list[memoryview]:
+    """The targets without their first `done` bytes."""
+    left = []
+    for target in targets:
+        if done < len(target):
+            left.append(target[done:])
+        done = max(0, done - len(target))
+    return left
 
 
 def once(notice: Notice) -> Notice:

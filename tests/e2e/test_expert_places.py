@@ -94,19 +94,23 @@ def test_two_bytes_are_near_float32(copy_rows: int | None, tmp_path: Path) -> No
     assert float((found - expected).norm() / expected.norm()) < 0.05
 
 
-def test_what_is_used_most_stays_on_the_device(tmp_path: Path) -> None:
+def test_what_is_worth_most_stays_on_the_device(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
     with fake_cuda():
         model = on_device(tmp_path, 99, 7, 1, torch.float32)
-        for _ in range(3):
-            logits_of_a_text(model)
+        logits_of_a_text(model)
         experts = experts_of(model)
-        held = set(experts._slot_of)
-        scores = experts.store.scores.counts.ravel()
-        others = [key for key in range(len(scores)) if key not in held]
+        held = dict(experts._slot_of)
         assert len(held) == 6, "one slot is for those that are not kept"
-        # scores move between the visits of two layers by the rows of one pass
-        assert min(scores[list(held)]) >= max(scores[others]) - 20
+        worth = experts.store.scores.worth.ravel()
+        least, other = min(held), next(key for key in range(len(worth)) if key not in held)
+        worth[:] = 1.0
+        worth[least], worth[other] = 0.5, 0.4
+        assert experts._slot_for(other) == experts._scratch
+        assert experts._slot_of == held
+        worth[other] = 0.6
+        assert experts._slot_for(other) == held[least]
+        assert set(experts._slot_of) == set(held) - {least}
         model.close()
 
 
@@ -117,16 +121,16 @@ def test_an_aborted_pass_leaves_every_slot_right(
     """At every read that may fail: an expert whose copy did not happen is not on the device."""
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
     expected = expected_of(tmp_path)
-    real = DirectFile.read_into
+    real = DirectFile.scatter
     left = [0]
 
-    def read_into(file: DirectFile, target: memoryview, start: int, stop: int) -> int:
+    def scatter(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
         left[0] -= 1
         if left[0] == 0:
             raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-        return real(file, target, start, stop)
+        return real(file, targets, start, stop)
 
-    monkeypatch.setattr(DirectFile, "read_into", read_into)
+    monkeypatch.setattr(DirectFile, "scatter", scatter)
     with fake_cuda():
         model = on_device(tmp_path, 2, 4, copy_rows, torch.float32)
         failed = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ from checkpoints import (
     random_tree,
     save_checkpoint,
 )
+from gpt_oss_checkpoints import save_mxfp4
 from quantized_checkpoints import save_quantized
 from safetensors.torch import load_file, save_file
+from specexec_kernels.cpu_group import Group, Weight
 from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import decoder_layer
+from specexec_cli.models import decoder_layer, expert_mlp
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -158,6 +162,52 @@ def test_in_bfloat16_too(tmp_path: Path) -> None:
 def test_packed_experts(desc_act: bool, tmp_path: Path) -> None:
     _, packed = save_quantized(tmp_path, "mixtral", desc_act=desc_act)
     assert_same_under_caps(packed, torch.float32, [1, 4])
+
+
+def test_a_pass_that_needs_everything_reads_each_layer_at_once(tmp_path: Path) -> None:
+    """One read in place of one for each of its four experts, and no block twice."""
+    save_checkpoint(tmp_path, architecture("qwen3-moe"))
+    model = open_float32(tmp_path, expert_bytes=1 << 24)
+    store = model.experts
+    assert store is not None
+    experts = architecture("qwen3-moe").num_experts
+    n_bytes = 0
+    for layer in range(3):
+        keys = store.files.in_order(range(layer * experts, (layer + 1) * experts))
+        first, last = (store.files.pieces(key, 0) for key in (keys[0], keys[-1]))
+        file_bytes = last[-1].extent.path.stat().st_size
+        n_bytes += min(last[-1].extent.stop, file_bytes) - first[0].extent.start
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    assert (store.touched, store.reads, store.bytes_read) == (3 * experts, 3, n_bytes)
+    assert n_bytes < sum(map(store.files.n_bytes, range(3 * experts)))
+    model.close()
+
+
+@pytest.mark.parametrize("kind", ["columns", "rows"])
+def test_packed_weights_are_looked_at_once_while_they_stay(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that one launch takes together, and MXFP4, which is multiplied one after another."""
+    save = save_mxfp4 if kind == "rows" else partial(save_quantized, name="mixtral")
+    _, packed = save(tmp_path)
+    looked: list[object] = []
+
+    class Counted(Group):
+        def __init__(self, weights: Sequence[Weight]) -> None:
+            looked.append(weights)
+            super().__init__(weights)
+
+    monkeypatch.setattr(expert_mlp, "Group", Counted)
+    model = open_float32(packed, expert_bytes=1 << 24)
+    assert model.experts is not None
+    cache, tokens = model.new_cache(), random_tokens(30)
+    model.forward(PassRows.chain(tokens, 0), cache, [0])
+    assert len(looked) == len(model.experts.scores.counts[model.experts.scores.counts > 0])
+    before = len(looked)
+    cache.crop(0)
+    model.forward(PassRows.chain(tokens, 0), cache, [0])
+    model.close()
+    assert len(looked) == before
 
 
 def test_a_row_does_not_depend_on_what_others_choose(tmp_path: Path) -> None:

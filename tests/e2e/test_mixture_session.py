@@ -129,18 +129,18 @@ def test_damaged_counts_are_counted_anew(
 def test_an_expert_that_cannot_be_read_ends_the_pass_and_no_more(
     pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = DirectFile.read_into
+    real = DirectFile.scatter
     with opened(pair) as session:
         expected = text(session, "autoregressive")
     with opened(pair) as session:
 
-        def broken(file: DirectFile, target: memoryview, start: int, stop: int) -> int:
+        def broken(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
             if threading.current_thread().name.startswith("specexec-experts"):
                 raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-            return real(file, target, start, stop)
+            return real(file, targets, start, stop)
 
-        monkeypatch.setattr(DirectFile, "read_into", broken)
+        monkeypatch.setattr(DirectFile, "scatter", broken)
         with pytest.raises(StreamError, match="failed at byte"):
             text(session, "autoregressive")
-        monkeypatch.setattr(DirectFile, "read_into", real)
+        monkeypatch.setattr(DirectFile, "scatter", real)
         assert text(session, "autoregressive") == expected

@@ -2,62 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from expert_toys import EXPERTS, LAYERS, Layers, write
 from faults import Interruption, points
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.errors import StreamError
+from specexec_cli.offload import expert_reads
+from specexec_cli.offload.expert_files import ExpertFiles, ExpertTensors
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.reader import DirectFile
-from specexec_cli.offload.store import TensorRange, read_header
 
-Layers = list[list[list[TensorRange]]]
-LAYERS, EXPERTS = 3, 5
 DEADLINE_S = 60.0
 
 
-def write(folder: Path, seed: int, gap: int) -> Layers:
-    """Experts of two tensors each, in a random order with gaps; the second layer is dense."""
-    rng = np.random.default_rng(seed)
-    header, data = {}, bytearray()
-    for place in rng.permutation(LAYERS * EXPERTS):
-        layer, expert = divmod(int(place), EXPERTS)
-        for leaf in "ab":
-            data += bytes(int(rng.integers(0, gap + 1)))
-            size = int(rng.integers(1, 9000))
-            offsets = [len(data), len(data) + size]
-            header[f"{layer}.{expert}.{leaf}"] = {
-                "dtype": "U8", "shape": [size], "data_offsets": offsets,
-            }  # fmt: skip
-            data += rng.bytes(size)
-    raw = json.dumps(header).encode()
-    path = folder / "experts.safetensors"
-    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
-    stored = read_header(path)
-    return [
-        [[stored[f"{layer}.{expert}.{leaf}"] for leaf in "ab"] for expert in range(EXPERTS)]
-        if layer != 1
-        else []
-        for layer in range(LAYERS)
-    ]
-
-
-def opened(layers: Layers, slots: int) -> ExpertStore:
+def opened(layers: Layers, slots: int, piece_bytes: int = 4096) -> ExpertStore:
     scores = ExpertScores(LAYERS, EXPERTS, chosen=2)
-    probe = ExpertStore(layers, 1 << 24, scores, piece_bytes=4096)
+    probe = ExpertStore(layers, 1 << 24, scores)
     each = probe.slot_bytes
     probe.close()
-    return ExpertStore(layers, slots * each, scores, piece_bytes=4096)
+    return ExpertStore(layers, slots * each, scores, piece_bytes=piece_bytes)
 
 
 class Disk:
@@ -65,16 +38,17 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bad: set[int] = set()  # first bytes of experts
-        self.reads = 0
-        real = DirectFile.read_into
+        self.reads: list[tuple[int, int]] = []
+        real = DirectFile.scatter
 
-        def read_into(file: DirectFile, target: memoryview, start: int, stop: int) -> int:
-            self.reads += 1
+        def scatter(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
+            assert sum(map(len, targets)) == stop - start
+            self.reads.append((start, stop))
             if any(start <= byte < stop for byte in self.bad):
                 raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-            return real(file, target, start, stop)
+            return real(file, targets, start, stop)
 
-        monkeypatch.setattr(DirectFile, "read_into", read_into)
+        monkeypatch.setattr(DirectFile, "scatter", scatter)
 
 
 class Machine:
@@ -138,15 +112,24 @@ steps = st.one_of(
 @given(
     seed=st.integers(0, 99),
     gap=st.sampled_from([0, 5000, 300_000]),
+    order=st.sampled_from(["random", "rising"]),
+    piece_bytes=st.sampled_from([4096, 16384, 1 << 20]),
     slots=st.integers(1, 2 * EXPERTS),
     program=st.lists(steps, min_size=1, max_size=25),
 )
-def test_a_random_machine(seed: int, gap: int, slots: int, program: list[tuple]) -> None:  # type: ignore[type-arg]
+def test_a_random_machine(
+    seed: int,
+    gap: int,
+    order: str,
+    piece_bytes: int,
+    slots: int,
+    program: list[tuple],  # type: ignore[type-arg]
+) -> None:
     threads = threading.active_count()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
-        layers = write(Path(name), seed, gap)
+        layers = write(Path(name), seed, gap, order)
         disk = Disk(patch)
-        store = opened(layers, slots)
+        store = opened(layers, slots, piece_bytes)
         machine = Machine(store, layers)
         within_deadline(run(machine, disk, program))
         assert not machine.store._table.pinned.any()
@@ -164,9 +147,9 @@ def run(machine: Machine, disk: Disk, program: list[tuple]) -> Iterator[None]:  
             layer, wanted, most = args
             # a block of the disk may hold the ends of two experts
             broken = any(
-                piece.start <= byte < piece.stop
+                part.extent.start <= byte < part.extent.stop
                 for expert in wanted
-                for piece in store.files.pieces[layer * EXPERTS + expert]
+                for part in store.files.pieces(layer * EXPERTS + expert, 0)
                 for byte in disk.bad
             )
             try:
@@ -288,6 +271,57 @@ def test_counts_warm_a_new_store(tmp_path: Path) -> None:
     again.close()
     with pytest.raises(ValueError, match="not counts"):
         again.scores.restore(counts[:, :2])
+
+
+def test_an_expert_is_not_ready_before_its_tensors_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = write(tmp_path, 3, 0)
+    store = opened(layers, 2 * EXPERTS)
+    machine = Machine(store, layers)
+    machine.take(0, [1], 9)
+    real, failing = ExpertFiles.tensors, [True]
+
+    def tensors(files: ExpertFiles, key: int, blob: torch.Tensor, shift: int) -> ExpertTensors:
+        if key == 2 and failing[0]:
+            raise MemoryError("no room for a copy")
+        return real(files, key, blob, shift)
+
+    monkeypatch.setattr(ExpertFiles, "tensors", tensors)
+    with pytest.raises(RuntimeError, match="a reader thread died") as raised:
+        machine.take(0, [2, 3], 9)
+    assert isinstance(raised.value.__cause__, MemoryError)
+    store.restart()
+    assert store._table.ready_slot(2) is None
+    failing[0] = False
+    within_deadline(iter_take(machine, [(0, [1, 2, 3])]))
+    store.close()
+
+
+def test_neighbours_come_with_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of their blocks once, also those that two of them share, and a gap between them."""
+    disk = Disk(monkeypatch)
+    layers = write(tmp_path, 3, 5000, "rising")
+    store = opened(layers, 2 * EXPERTS, 1 << 20)
+    machine = Machine(store, layers)
+    alone = [store.files.pieces(2 * EXPERTS + expert, 0)[0].extent for expert in range(EXPERTS)]
+    machine.take(2, list(range(EXPERTS)), 9)
+    assert disk.reads == [(alone[0].start, alone[-1].stop)]
+    together = min(alone[-1].stop, len(machine.raw)) - alone[0].start
+    assert (store.reads, store.bytes_read) == (1, together)
+    gaps = sum(max(0, b.start - a.stop) for a, b in pairwise(alone))
+    shared = sum(max(0, a.stop - b.start) for a, b in pairwise(alone))
+    past_the_end = max(0, alone[-1].stop - len(machine.raw))
+    assert together == sum(e.stop - e.start for e in alone) + gaps - shared - past_the_end
+    assert shared > 0
+    machine.take(0, [0, 2, 3], 9)  # through the one between them, so small are they
+    assert len(disk.reads) == 2
+    store.close()
+    monkeypatch.setattr(expert_reads, "GAP_BYTES", 0)
+    store = opened(layers, 2 * EXPERTS, 1 << 20)
+    Machine(store, layers).take(0, [0, 2, 3], 9)
+    assert store.reads == len(disk.reads) - 2 >= 2
+    store.close()
 
 
 def test_not_even_one_expert_fits(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -326,3 +326,35 @@ def test_texts_share_the_experts_of_their_passes(tmp_path: Path) -> None:
     assert asked - 2 * passes < sum(running.stats.experts_asked for running in texts) <= asked
     assert held - 2 * passes < sum(running.stats.experts_held for running in texts) <= held
     assert all(running.stats.link_bytes_per_s == opened.link_bytes_per_s for running in texts)
+
+
+def test_a_text_that_waits_for_the_next_pass_pays_for_no_experts(tmp_path: Path) -> None:
+    """One that begins alike waits for the rows of the other; neither bytes nor experts are its."""
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    target, draft = map(str, save_pair(tmp_path, target=config))
+    with Session.open(target=target, draft=draft, offload="ssd", tree=TREE, slots=2) as opened:
+        assert isinstance(opened, LocalSession)
+        engine = Batched(opened, slots=2, most_waiting=0)
+        passes: list[tuple[list[Running], int]] = []  # who was carried, and the experts asked for
+        step = engine._batch.step
+
+        def counted(texts: Sequence[batch.BatchText]) -> list[batch.Outcome]:
+            before = opened.experts_counted()[0]
+            outcomes = step(texts)
+            carried = [each.running for each in engine._texts if each.batched.carried]
+            passes.append((carried, opened.experts_counted()[0] - before))
+            return outcomes
+
+        engine._batch.step = counted  # type: ignore[method-assign]
+        try:
+            with engine._changed:  # both are there when the first pass begins
+                texts = [engine.submit(text(opened, SYSTEM + name, 6)) for name in "ab"]
+            for running in texts:
+                list(running)
+        finally:
+            engine.close()
+    assert [texts[0]] in [carried for carried, _ in passes], "the second one waited"
+    for running in texts:
+        expected = sum(asked // len(carried) for carried, asked in passes if running in carried)
+        assert running.stats.experts_asked == expected > 0

@@ -1,0 +1,74 @@
+"""What a cache of experts could hold if it knew more than any cache can; see expert_rules.py."""
+
+from __future__ import annotations
+
+import numpy as np
+from expert_rules import Ints, Rule, Rules, Trace, kept_rule
+
+NEVER = np.iinfo(np.int64).max // 2
+
+
+class Known(Rule):
+    """Knows how often each expert is used in the whole trace, and nothing of any order.
+
+    Where rows are drawn one by one and independently this is the best that can be done without the
+    future: Aho, Denning, Ullman, Principles of optimal page replacement, JACM 18, 1971, section 4.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self.worth = trace.shares()
+
+
+class Foresight(Rule):
+    """Knows the choices of so many rows to come, and behind them what the kept rule says.
+
+    No probabilities of so many rows to come tell more than the rows themselves.
+    """
+
+    def __init__(self, trace: Trace, rows: int) -> None:
+        super().__init__(trace)
+        self._rows, self._beyond = rows, kept_rule(trace)
+        self._next = next_uses(trace)
+        self._upcoming = np.full(trace.experts, NEVER)
+
+    def visit(self, row: int, layer: slice, chosen: Ints) -> None:
+        self._beyond.visit(row, layer, chosen)
+        layers = self.trace.chosen.shape[1]
+        time = row * layers + layer.start // self.trace.per_layer
+        self._upcoming[chosen] = self._next[time]
+        away = self._upcoming - time
+        # layers of the last of these rows are seen as far as this layer
+        self.worth = np.where(away <= self._rows * layers, 1e6 - away, self._beyond.worth)
+
+
+class Belady(Rule):
+    """Minus the time of the next use, which no cache can know."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(trace)
+        self._next = next_uses(trace)
+
+    def visit(self, row: int, layer: slice, chosen: Ints) -> None:
+        layers = self.trace.chosen.shape[1]
+        self.worth[chosen] = -self._next[row * layers + layer.start // self.trace.per_layer]
+
+
+def next_uses(trace: Trace) -> list[Ints]:
+    """For each visit of a layer the times at which its choices are used next, in visits."""
+    upcoming = np.full(trace.experts, NEVER)
+    found = []
+    visits = trace.chosen.reshape(-1, trace.chosen.shape[2])
+    for time in range(len(visits) - 1, -1, -1):
+        found.append(upcoming[visits[time]])
+        upcoming[visits[time]] = time
+    return found[::-1]
+
+
+def oracles() -> Rules:
+    """By name, those that know more than any cache can."""
+    found: Rules = {"knows the shares": Known}
+    for rows in (1, 2, 4, 8, 16):
+        found[f"sees {rows} rows ahead"] = lambda trace, rows=rows: Foresight(trace, rows)
+    found["belady"] = Belady
+    return found
