@@ -167,7 +167,7 @@ def test_a_calibration_text_that_is_none_is_one_line(tmp_path: Path) -> None:
     text.write_bytes(b"\xff" * 600)
     assert "it is not UTF-8 text" in run_cli(*command).error
     text.write_text("word " * 9)
-    assert "tokens, and 512 at least are needed" in run_cli(*command).error
+    assert "has less than the 512 tokens that are needed" in run_cli(*command).error
     assert not (tmp_path / "out").exists()
     text.write_text("words of a text, " * 99)
     assert run_cli(*command).code == 0
