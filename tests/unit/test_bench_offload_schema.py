@@ -21,6 +21,8 @@ import bench_offload
 import make_rig
 from memory_cap import KIND_VARIABLE, run_capped
 
+from specexec_cli.errors import ConfigError
+
 SHAPE = "hidden=128,layers=5,heads=4,kv_heads=2,head_dim=8,intermediate=64"
 
 
@@ -46,6 +48,23 @@ def report(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> dict[s
     )  # fmt: skip
     with fake_cuda() if device == "cuda" else nullcontext():
         return bench_offload.run(config)
+
+
+def test_all_three_tiers_of_a_gpu_at_once(folders: tuple[Path, Path]) -> None:
+    """Held against the SSD, which is the slowest of them."""
+    rig, draft = folders
+    config = bench_offload.parse(
+        ["--rig", str(rig), "--draft", str(draft), "--rows", "1", "--repeats", "1", "--steps", "1",
+         "--budget", "2", "--depth", "2", "--batch", "1", "--dtype", "float32", "--device", "cuda",
+         "--keep", "thirds"]
+    )  # fmt: skip
+    with fake_cuda():
+        report = bench_offload.run(config)
+    assert report["config"]["layers_resident"] == report["config"]["layers_in_ram"] == 2
+    layer = 128 * (2 * 32 + 2 * 16) + 3 * 64 * 128
+    assert report["bytes_per_pass"] == 2 * (layer + 2 * 128), "one layer of five comes from the SSD"
+    with pytest.raises(ConfigError, match="--keep thirds"):
+        bench_offload.parse(["--rig", str(rig), "--keep", "thirds"])
 
 
 @pytest.mark.parametrize("kind", ["gpt-oss", "gguf"])
