@@ -141,8 +141,9 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--cap", default=None, metavar="SIZE",
                         help="RAM limit, or none; default: 4GB, on a GPU none")  # fmt: skip
     parser.add_argument(
-        "--keep", choices=("none", "plan"), default="none",
-        help="stream every layer, or keep as many in memory as the planner says",
+        "--keep", choices=("none", "plan", "thirds"), default="none",
+        help="stream every layer, or keep as many in memory as the planner says; thirds: on a GPU, "
+             "a third of the layers on it, in RAM and on the SSD each",
     )  # fmt: skip
     parser.add_argument("--dtype", default="auto", help="to compute in")
     parser.add_argument("--rows", default="1,16,64,128,256,512", metavar="N,...")

@@ -196,7 +196,12 @@ def room_for(steps: int, tree: TreeConfig) -> int:
 class Measure:
     """What can be timed on an opened target and draft model."""
 
-    def __init__(self, target: StreamedModel, draft: StreamedModel, seed: int) -> None:
+    def __init__(self, target: StreamedModel, draft: StreamedModel, seed: int, slots: int) -> None:
+        """Takes both models over.
+
+        Args:
+            slots: cache rows that memory is planned for.
+        """
         assert isinstance(target.source, LayerStream | DeviceStream)
         self.target = LocalTarget(target)
         self._model, self._draft = target, draft
@@ -204,6 +209,7 @@ class Measure:
         self._source = TimedSource(target.source, self._synchronize)
         target.source = self._source
         self._layers = len(target.skeleton.layers)
+        self._slots = slots
         self._random = np.random.default_rng(seed)
         self._prefix = self._tokens(PREFIX_TOKENS)
         self._drafter: ModelDrafter | None = None
@@ -260,7 +266,9 @@ class Measure:
         self.target.reserve(len(prompt) + room + tree.budget)
         if method == "specexec":
             if self._drafter is None:
-                self._drafter = ModelDrafter(self._draft, sampler, tree, self._model.vocab_size)
+                self._drafter = ModelDrafter(
+                    self._draft, sampler, tree, self._model.vocab_size, slots=self._slots
+                )
             self._drafter.forget()
             steps = specexec(self.target, self._drafter, sampler, prompt, room, eos)
         else:

@@ -116,8 +116,8 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
 
 
 def streamed_bytes(plan: Plan) -> int:
-    """Bytes that a pass streams: to the GPU, or from the SSD where there is none."""
-    return plan.link_bytes or plan.ssd_bytes
+    """Bytes of a pass that the slowest link in use moves: the SSD's, or else those to the GPU."""
+    return plan.ssd_bytes or plan.link_bytes
 
 
 def _decoding(

@@ -25,7 +25,7 @@ from specexec_cli.planning.arithmetic import FlopsByRows
 from specexec_cli.planning.memory import fixed_parts, gpu_parts
 from specexec_cli.planning.resolve import compute_dtype
 from specexec_cli.planning.sizes import ModelBytes, checkpoint_bytes
-from specexec_cli.planning.tiers import Machine, Plan, Work, buffer_bytes, make_plan
+from specexec_cli.planning.tiers import Machine, Plan, Work, buffer_bytes, make_plan, plan_of
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 RING_BUFFERS = 3
@@ -40,7 +40,9 @@ class Config:
     device: str
     tier: Tier  # where streamed layers come from; on a CPU, the SSD
     cap_bytes: int | None
-    keep: str  # "none": every layer is streamed; "plan": as many stay as the plan says
+    # "none": every layer is streamed; "plan": as many stay as the plan says; "thirds": of a GPU's
+    # layers one third is resident, one in RAM, one on the SSD
+    keep: str
     dtype: str
     rows: tuple[int, ...]
     repeats: int
@@ -56,6 +58,8 @@ class Config:
             raise ConfigError("--rows, --repeats and --steps must be 1 or more")
         if self.device == "cpu" and self.tier == "ram":
             raise ConfigError("--tier ram: a CPU streams from the SSD alone. Try --device cuda")
+        if self.keep == "thirds" and (self.device == "cpu" or self.tier == "ram"):
+            raise ConfigError("--keep thirds: needs --device cuda and --tier ssd")
 
     @property
     def tree(self) -> TreeConfig:
@@ -115,7 +119,7 @@ class Setup:
         )
         return cls(
             config=config,
-            measure=Measure(target, draft, config.seed),
+            measure=Measure(target, draft, config.seed, context + config.budget + 1),
             raw=raw,
             prompts=prompts,
             context_tokens=context,
@@ -172,9 +176,14 @@ def plan_for(
         beside_vram = sum(size for _, size in gpu_parts(*sizes, work))
         enough = _with_margin(beside_vram + rings, machine)
         machine = replace(machine, vram_bytes=min(free, enough) if config.keep == "none" else free)
-    if config.tier == "ssd" and (gpu or config.keep == "none"):
-        enough = _with_margin(machine.base_bytes + (0 if gpu else beside) + rings, machine)
+    if config.tier == "ssd" and config.keep != "thirds" and (gpu or config.keep == "none"):
+        held = sizes[0].table if gpu else beside
+        enough = machine.ram_for(machine.base_bytes + held + rings)
         machine = replace(machine, ram_bytes=min(machine.ram_bytes, enough))
+    if config.keep == "thirds":
+        cycle: list[Tier] = ["resident", "ram", "ssd"]
+        tiers = [cycle[index % 3] for index in range(len(sizes[0].layers))]
+        return plan_of(*sizes, work, machine, tiers, RING_BUFFERS, RING_BUFFERS)
     plan = make_plan(*sizes, work, machine)
     if config.tier == "ram" and plan.ssd_bytes:
         raise ConfigError(f"--tier ram: the target needs {format_bytes(sizes[0].total)} of RAM")

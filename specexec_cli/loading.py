@@ -28,6 +28,7 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
+from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
 from specexec_cli.planning.pair import ChosenPair
 from specexec_cli.planning.probe import probe_link, probe_ssd
 from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
@@ -40,6 +41,7 @@ from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
+_ROCM = "torch {} is built for ROCm, and AMD's GPUs are not supported"
 _UNDISTURBED = 0.9  # of the time that a calibration takes, in which its thread computes
 _LINK_PROBE_BYTES = 64 << 20
 _SSD_PROBE_S = 0.3
@@ -204,6 +206,7 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
     device, vram_bytes = devices[0], 0
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what an earlier session left
+        # asking creates the CUDA context: what is told is free beside it, and RAM is asked after it
         free = [torch.cuda.mem_get_info(each)[0] for each in devices]
         vram_bytes = min(free) // -(-copies // len(devices))
     rates = load_rates(rates_file())
@@ -217,6 +220,7 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
         flops=(rates and rates.flops) or {},
         host_bytes_per_s=host_rate(rates),
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
+        context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
         measure=lambda target, plan: _measured(target, plan, device),
         calibrate=_calibrate if device.type == "cpu" else None,
     )
@@ -253,8 +257,15 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
     return found
 
 
+def sees_cuda() -> bool:
+    """Whether torch can compute on an NVIDIA GPU; its builds for AMD's say so of theirs too."""
+    return torch.cuda.is_available() and torch.version.hip is None
+
+
 def unused_gpu() -> str | None:
     """Why the CPU computes on a machine with a GPU; None where none is passed over by mistake."""
+    if torch.version.hip is not None:
+        return f"the CPU computes: {_ROCM.format(torch.__version__)}"
     if torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
         return None
     found = gpus()
@@ -271,11 +282,14 @@ def pick_device(name: str) -> torch.device:
         ConfigError: no such device here.
     """
     if name == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", 0) if sees_cuda() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ConfigError(f"`device='{name}'`: not a device. Try cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and torch.version.hip is not None:
+        reason = _ROCM.format(torch.__version__)
+        raise ConfigError(f"`device='{name}'`: {reason}. Try `device='cpu'`")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"`device='{name}'`: torch sees no CUDA device here. Try `device='cpu'`")
     if device.type not in ("cpu", "cuda"):

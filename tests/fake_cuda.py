@@ -3,7 +3,8 @@
 Every operation on them is done on the CPU, after a check that a GPU would have made: no operand in
 ordinary memory, no synchronization while a graph is being captured. A captured graph is the list of
 operations between begin and end, and a replay does them again on the same memory, so that whatever
-Python decided during the capture stays decided.
+Python decided during the capture stays decided. It counts the bytes that live on the device, and a
+call of CUDA that it refuses is reported once more by the next launch, as CUDA does.
 
 What it cannot show: the order of work on streams (tests/unit/test_device_stream.py), compiled
 kernels (tests/kernels), and speed.
@@ -30,6 +31,7 @@ from specexec_kernels import (
 )
 from specexec_kernels.packing import PackedWeight
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
@@ -62,7 +64,40 @@ def _softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (rows.float() if half_to_float else rows).softmax(dim)
 
 
+_NO_LAUNCH = {aten.empty.memory_format, aten.detach.default, aten._to_copy.default}
 _CUDA_ALONE = {aten.mm.dtype: _mm_wide, aten._softmax.default: _softmax}
+
+
+class Memory:
+    """The most bytes that the tensors on the device have taken at once.
+
+    Not of those made inside a capture: they lie in a pool of their own that steps share, while here
+    a recorded operation keeps its results for good.
+    """
+
+    def __init__(self) -> None:
+        self.peak = self._live = 0
+        self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def hold(self, tensor: Tensor) -> None:
+        """Counts what the tensor lies in, once, for as long as that lives."""
+        if _capturing is not None:
+            return
+        storage = tensor.untyped_storage()
+        known = self._held.get(storage._cdata)
+        if known is not None and not known[0].expired():
+            return
+        for address, (reference, n_bytes) in list(self._held.items()):
+            if reference.expired():
+                del self._held[address]
+                self._live -= n_bytes
+        self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._live += storage.nbytes()
+        self.peak = max(self.peak, self._live)
+
+
+_memory = Memory()
+_refused: list[str] = []  # calls of CUDA that the next launch reports
 
 
 class CudaTensor(torch.Tensor):
@@ -77,6 +112,7 @@ class CudaTensor(torch.Tensor):
             dtype=inner.dtype, device=CUDA,
         )  # fmt: skip
         made.inner = inner
+        _memory.hold(inner)
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -139,6 +175,8 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _capturing and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
+    if _refused and func not in _NO_LAUNCH:
+        raise RuntimeError(f"CUDA error: {_refused.pop()}")
     run = _CUDA_ALONE.get(func, func)
     found = _launch(lambda: run(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
     if func._schema.is_mutable:  # in place, or out=: what comes back is what was given
@@ -282,15 +320,22 @@ class _Event:
 class Runtime:
     """torch.cuda.cudart()."""
 
+    most_pinned_bytes = 10**12  # that the driver lets a process register
+
     class cudaError:
         success = 0
 
     def __init__(self) -> None:
+        self.pinned_bytes = 0
         self.registered: set[int] = set()
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         assert address % 4096 == 0
         assert n_bytes > 0
+        if self.pinned_bytes + n_bytes > self.most_pinned_bytes:
+            _refused.append("out of memory")
+            return 2
+        self.pinned_bytes += n_bytes
         self.registered.add(address)
         return self.cudaError.success
 
@@ -317,13 +362,15 @@ def _register_device_guard() -> None:
 
 
 @contextmanager
-def fake_cuda(*, triton: bool = False) -> Iterator[None]:
-    """torch sees a device of 8 GB inside the `with`.
+def fake_cuda(*, triton: bool = False) -> Iterator[Memory]:
+    """torch sees a device of 8 GB inside the `with`; what lives on it comes with it.
 
     Args:
         triton: whether our kernels run there, in Triton's interpreter.
     """
+    global _memory
     _register_device_guard()
+    _memory = memory = Memory()
     runtime = Runtime()
     first, pools = _current, count()
     with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
@@ -335,7 +382,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES + 1),
-            "max_memory_allocated": lambda device=None: 1,
+            "max_memory_allocated": lambda device=None: memory.peak,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
@@ -357,9 +404,10 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
         # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         try:
-            yield
+            yield memory
         finally:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
             _recorded_to.clear()
+            _refused.clear()
     assert _current is first, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.triton_few_rows import launch_few_rows
 
 
 @triton.jit
@@ -71,21 +72,11 @@ def quantized_matmul(x: Tensor, weight: RowWeight, out_dtype: torch.dtype | None
     Args:
         out_dtype: of the result, x's unless told.
 
-    One program carries 16 rows and 32 outputs through all inputs, so each packed byte is read once
-    for 16 rows and the order of the sums does not depend on the launch.
+    See launch_few_rows for the order of the sums.
     """
-    x = x.contiguous()
-    rows, inputs = x.shape
-    outputs = weight.out_features
-    out = torch.empty(rows, outputs, dtype=out_dtype or x.dtype, device=x.device)
     parts, constants = _arguments(weight)
-    row_tile, block_k, block_n = 16, 64, 32
-    grid = (triton.cdiv(outputs, block_n), triton.cdiv(rows, row_tile))
-    _few_rows_kernel[grid](
-        parts, x, out, rows, inputs, outputs, **constants,
-        ROWS=row_tile, BLOCK_K=block_k, BLOCK_N=block_n, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
+    outputs = weight.out_features
+    return launch_few_rows(_few_rows_kernel, (parts,), x, outputs, out_dtype, constants)
 
 
 def _arguments(weight: RowWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:

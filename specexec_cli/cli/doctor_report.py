@@ -141,6 +141,7 @@ def _measure_compute() -> tuple[
     """Memory rate, arithmetic by its name, host to GPU rate, GPU there."""
     import torch
 
+    from specexec_cli.loading import sees_cuda
     from specexec_cli.models import arithmetic_probe
     from specexec_cli.planning.probe import probe_link, probe_memory
 
@@ -149,7 +150,7 @@ def _measure_compute() -> tuple[
         for name in ("float32", "bfloat16")
         for bits in (0, *PACKED_BITS)
     }
-    sees_gpu = torch.cuda.is_available()
+    sees_gpu = sees_cuda()
     link = probe_link(torch.device("cuda", 0)) if sees_gpu else None
     return probe_memory(), flops, link, sees_gpu
 

@@ -125,6 +125,7 @@ class ModelDrafter:
     Args:
         shared: the target that the draft model is a copy of, whose cache rows it is to read; its
             `commit` is called before this one's.
+        slots: cache rows that memory is planned for; unless told, the cache grows as it likes.
     """
 
     # of the present tree, see _reset_tree
@@ -143,6 +144,7 @@ class ModelDrafter:
         search: Search = grow_tree,
         learned: Learned | None = None,
         shared: Committed | None = None,
+        slots: int = 0,
     ) -> None:
         self.model = model
         self._search = search
@@ -151,6 +153,7 @@ class ModelDrafter:
         self.tokens: list[int] = []
         self._shared = shared
         self._cache = model.new_cache() if shared is None else SharedCache(shared.cache)
+        self._cache.planned_slots = slots + 1  # captured steps have one for padding
         captured = model.device.type == "cuda" and model.capturable
         assert shared is None or not captured, "a captured step holds addresses of one cache"
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None

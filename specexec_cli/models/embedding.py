@@ -15,7 +15,8 @@ class MixedEmbedding(nn.Module):
     """An embedding table in the file's dtype or blocks; only the rows looked up are converted.
 
     The wrapped module may scale its output (Gemma does), so it runs itself, over a small table of
-    the rows that were asked for.
+    the rows that were asked for. The table of a model on a GPU may be in RAM: rows are then looked
+    up by `host_ids` and copied to the device.
     """
 
     def __init__(
@@ -39,6 +40,9 @@ class MixedEmbedding(nn.Module):
         self.table = table
         self.dtype = dtype
         self.packed = packed
+        # What the next pass looks up, (batch, rows) on the CPU: to read ids back from a GPU would
+        # wait for it.
+        self.host_ids: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -55,7 +59,10 @@ class MixedEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(batch, rows) int64 -> (batch, rows, hidden) in `dtype`."""
-        found = self.table[ids.reshape(-1)]
+        known = self.host_ids if self.table.device != ids.device else ids
+        assert known is not None, "a table in RAM is looked up by ids in RAM"
+        assert known.shape == ids.shape, "a pass looks its tokens up once"
+        found = self.table[known.reshape(-1)].to(ids.device)
         if self.packed is not None:
             found = self.packed.unpack({"weight": found}, found.shape[0], self.hidden)
         order = torch.arange(found.shape[0], device=ids.device).view(ids.shape)

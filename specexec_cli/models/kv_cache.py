@@ -117,6 +117,7 @@ class SlotCache(Cache):
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
         self.zeroed_capacity = 0
+        self.planned_slots = 0  # that memory is planned for; doubling does not go beyond
 
     @property
     def length(self) -> int:
@@ -135,10 +136,12 @@ class SlotCache(Cache):
 
     def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
         """The capacity at which `grow_zeroed` makes room for `slots`: `at_least` or a doubling of
-        that, and never less than there is."""
+        that, no more than is planned while that is enough, and never less than there is."""
         capacity = max(at_least, self.zeroed_capacity)
         while capacity < slots:
             capacity *= 2
+        if slots <= self.planned_slots:
+            capacity = max(min(capacity, self.planned_slots), self.zeroed_capacity)
         return capacity
 
     def grow_zeroed(self, capacity: int) -> None:

@@ -43,6 +43,7 @@ from specexec_cli.offload.stream import LayerStream, read_tensors
 from specexec_cli.planning.built_sizes import chosen_experts, path_of
 from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
+from specexec_cli.planning.tiers import table_in_ram
 
 # Rotary positions whose frequencies depend on the longest position of a pass.
 _FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
@@ -57,12 +58,15 @@ class StreamedModel:
         device: torch.device,
         dtype: torch.dtype,
         resident_dtype: torch.dtype | None = None,
+        *,
+        table_in_ram: bool = False,
     ) -> None:
         """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
         Args:
             dtype: to compute in.
             resident_dtype: of embeddings and head; the file's unless told.
+            table_in_ram: embeddings are looked up there, unless the head needs their table.
         """
         self.skeleton = skeleton
         self.device = device
@@ -87,7 +91,7 @@ class StreamedModel:
         ]
         for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
-        self._load_resident(resident_dtype)
+        self._load_resident(resident_dtype, table_in_ram)
         for part in skeleton.model.modules():
             if isinstance(part, PreTrainedModel):
                 # their code asks the first parameter where the model is and what it computes in
@@ -140,8 +144,11 @@ class StreamedModel:
         if split:
             skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
-            converted = converts_tables(stays=tiers is None, on_gpu=device.type == "cuda")
-            model = cls(skeleton, device, dtype, dtype if converted else None)
+            stays, on_gpu = tiers is None, device.type == "cuda"
+            model = cls(
+                skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
+                table_in_ram=table_in_ram(stays, on_gpu),
+            )  # fmt: skip
             if tiers is None:
                 model._load_layers(progress)
         if tiers is not None:
@@ -311,8 +318,10 @@ class StreamedModel:
             self.experts.expect(max(visits), len(visits))
         tokens = [token for part in rows.parts for token in part.tokens]
         positions = [position for part in rows.parts for position in part.positions]
+        ids = torch.tensor([tokens])
+        self._embeddings.host_ids = ids
         return self._run(
-            torch.tensor([tokens], device=self.device),
+            ids.to(self.device),
             torch.tensor([positions], device=self.device),
             cache,
             torch.tensor(list(logit_rows), dtype=torch.int64, device=self.device),
@@ -362,7 +371,7 @@ class StreamedModel:
         if self.source is not None:
             self.source.close()
 
-    def _load_resident(self, dtype: torch.dtype | None) -> None:
+    def _load_resident(self, dtype: torch.dtype | None, table_in_ram: bool) -> None:
         """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
         model, tensors = self.skeleton.model, self.skeleton.resident_tensors
         text = model.get_decoder()
@@ -370,12 +379,18 @@ class StreamedModel:
             if not buffer.is_meta:
                 path, _, leaf = name.rpartition(".")
                 setattr(text.get_submodule(path), leaf, buffer.to(self.device))
-        loaded = read_tensors(list(tensors.values()))
         head_path = path_of(model, model.get_output_embeddings())
+        in_ram = {f"{path_of(model, model.get_input_embeddings())}.weight"} & tensors.keys()
+        of_head = tensors.keys() - {f"{head_path}.bias"}
+        if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
+            in_ram.clear()
+        # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
+        loaded = read_tensors([tensors[name] for name in tensors if name not in in_ram])
+        loaded |= read_tensors([tensors[name] for name in in_ram])
         for name, tensor in tensors.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
-            weight = loaded[tensor.name].to(self.device)
+            weight = loaded[tensor.name].to("cpu" if name in in_ram else self.device)
             packed = self.skeleton.restored.tables.get(name)
             if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
@@ -398,6 +413,7 @@ class StreamedModel:
             head = tied
         self._head = Head(head, self.dtype)
         _set_module(model, head_path, self._head)
+        self._embeddings = model.get_input_embeddings()
 
     def _load_layers(self, progress: Callable[[int, int], None]) -> None:
         """Every layer's weights to stay, those of linears converted once to the compute dtype."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -11,7 +12,16 @@ from torch import Tensor
 from specexec_cli.device import format_bytes, free_ram_bytes
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.memory import HugeBuffer
-from specexec_cli.offload.reader import DirectFile, Layout, Notice, Progress, lay_out, once
+from specexec_cli.offload.reader import (
+    READER_THREADS,
+    DirectFile,
+    Extent,
+    Layout,
+    Notice,
+    Progress,
+    lay_out,
+    once,
+)
 from specexec_cli.offload.store import ITEM_BYTES, TensorRange
 
 TORCH_DTYPES = {
@@ -73,6 +83,8 @@ def load(
 ) -> list[Tensor]:
     """Read each layout into a buffer of its own, which lives as long as what it was read into.
 
+    Several threads read, as those of a stream do: one waits for the disk while another books.
+
     Returns:
         per layout (buffer bytes,) uint8, for views().
     """
@@ -80,15 +92,27 @@ def load(
     check_free(sum(layout.buffer_bytes for layout in layouts), purpose, mend)
     done = 0
     loaded = []
-    for layout in layouts:
-        buffer = HugeBuffer(layout.buffer_bytes, purpose, mend)
-        for piece in layout.pieces():
-            target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
-            done += files[piece.path].read_into(target, piece.start, piece.stop)
-            progress(min(done, total), total)
-        loaded.append(as_blob(buffer))
-        buffer.close()  # the blob holds the memory from now on
+    with ThreadPoolExecutor(READER_THREADS) as pool:
+        for layout in layouts:
+            buffer = HugeBuffer(layout.buffer_bytes, purpose, mend)
+            reads = [_begin(pool, files[piece.path], piece, buffer) for piece in layout.pieces()]
+            try:
+                for read in reads:
+                    done += read.result()
+                    progress(min(done, total), total)
+            finally:
+                for read in reads:
+                    read.cancel()
+            loaded.append(as_blob(buffer))
+            buffer.close()  # the blob holds the memory from now on
     return loaded
+
+
+def _begin(
+    pool: ThreadPoolExecutor, file: DirectFile, piece: Extent, buffer: HugeBuffer
+) -> Future[int]:
+    target = buffer.view[piece.offset : piece.offset + piece.stop - piece.start]
+    return pool.submit(file.read_into, target, piece.start, piece.stop)
 
 
 def as_blob(buffer: HugeBuffer) -> Tensor:

@@ -47,6 +47,7 @@ class BuiltModel:
     layers: tuple[BuiltLayer, ...]
     resident: int  # weights outside the layers
     head: int  # of them the output head's own; 0 where it is the embedding table
+    table: int  # of them the embedding table; 0 where it is the head too
     hidden: int
     vocab: int
     chosen: int  # of a mixture's experts, those that a row is routed to
@@ -80,10 +81,13 @@ def _built(config_json: str) -> BuiltModel:
         if not name.startswith(f"{path}.") and name not in tied
     ]
     head = path_of(model, model.get_output_embeddings())
+    table = path_of(model, model.get_input_embeddings())
+    counts = dict(outside)
     return BuiltModel(
         layers=tuple(_count(layer, text) for layer in layers),
         resident=sum(count for _, count in outside),
         head=sum(count for name, count in outside if name.startswith(f"{head}.")),
+        table=counts.get(f"{table}.weight", 0) if f"{head}.weight" in counts else 0,
         hidden=int(text.hidden_size),
         vocab=int(text.vocab_size),
         chosen=chosen_experts(text),

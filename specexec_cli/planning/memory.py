@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.planning.sizes import ModelBytes
 
 GPU_CONTEXT_BYTES = 600_000_000  # CUDA context and libraries, before any tensor
+# Of them what is still to come once the context exists, and what is free is told without it:
+# workspaces of cuBLAS, and kernels, which are loaded when they are first used.
+GPU_LIBRARY_BYTES = 200_000_000
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
@@ -17,6 +20,8 @@ PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries wh
 # A draft model that reads its target's cache rows drafts behind a prompt of so many rows at most,
 # before the target has them: longer ones would take as much memory and arithmetic as the target's.
 OWN_PROMPT_ROWS = 512
+NOISE_POSITIONS = 64  # whose noise stays at hand
+STEP_SCORES = 4  # rows of the vocabulary that a draft step makes of each row of logits
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
@@ -28,6 +33,7 @@ class Work:
 
     context_tokens: int = 2048  # prompt and text
     budget: int = 128  # most nodes of a pass
+    batch: int = 32  # of them, how many the draft model expands at once
     texts: int = 1  # at once; each has a context of so many tokens, the nodes are shared
     chunk_rows: int = 512  # most rows that go through a layer together
     item_bytes: int = 2  # of the compute dtype
@@ -89,8 +95,20 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
         parts += [
             ("draft model", draft.loaded(work.item_bytes)),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
+            ("scores of draft nodes", _score_bytes(draft, work)),
         ]
     return tuple(parts)
+
+
+def _score_bytes(draft: ModelBytes, work: Work) -> int:
+    """Rows of the vocabulary that the drafter works with.
+
+    It keeps one for every expanded node until the tree has been verified, and noise for as many
+    positions as `sampling` does. A draft step makes more on the way from logits to the best tokens.
+    """
+    nodes = work.budget * (2 if work.drafts_ahead else 1) + work.texts
+    step = STEP_SCORES * min(work.batch, max(work.budget, 1))
+    return (nodes + NOISE_POSITIONS + step) * draft.vocab * FLOAT32_BYTES
 
 
 def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
@@ -105,19 +123,32 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     return row_bytes * (prompt + work.budget + ahead + 1) + one_layer
 
 
-def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
+def gpu_parts(
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    context_bytes: int = GPU_CONTEXT_BYTES,
+    *,
+    table_in_ram: bool = True,
+) -> Parts:
     """What must lie in a GPU's memory besides decoder layers.
 
     Weights stored in another form than they are multiplied in are converted one matrix at a time;
     packed ones where a pass has more rows than the fused kernels take.
+
+    Args:
+        context_bytes: that the CUDA context and its libraries have yet to take.
+        table_in_ram: the target's table of embeddings is looked up in RAM, unless it is its head.
     """
+    if table_in_ram:
+        target = replace(target, resident=target.resident - target.table, table=0)
     matrices = [target.largest_matrix] if target.layers_differ_from(work.item_bytes) else []
     if matrices and not target.packed:
         matrices.append(target.vocab * target.hidden)
     if draft is not None and draft.packed:
         matrices.append(draft.largest_matrix)
     return (
-        ("CUDA context", GPU_CONTEXT_BYTES),
+        ("CUDA context", context_bytes),
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
         ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
@@ -125,12 +156,13 @@ def gpu_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts
 
 
 def _step_bytes(draft: ModelBytes, work: Work) -> int:
-    """What captured steps take: slots beyond those in use, and the logits of every graph."""
-    slots, capacity = work.context_tokens + work.verify_rows, STEP_SLOTS
-    while capacity <= slots:
-        capacity *= 2
-    logits = sum(STEP_ROWS) * draft.vocab * FLOAT32_BYTES
-    return draft.kv_elements * (capacity - slots) * work.item_bytes + logits
+    """What captured steps take: the slot for padding, and the logits of every graph.
+
+    While the buffers grow, one layer has its old ones too.
+    """
+    row_bytes = draft.kv_elements * work.item_bytes
+    old = row_bytes * work.slots // max(len(draft.layers), 1)
+    return row_bytes + old + sum(STEP_ROWS) * draft.vocab * FLOAT32_BYTES
 
 
 class DoesNotFitError(OutOfMemoryError):

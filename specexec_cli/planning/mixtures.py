@@ -89,7 +89,7 @@ def gpu_mixture_plan(
     plan = make_plan(target.dense, draft, work, less)
     vram = machine.usable(machine.vram_bytes) - plan.peak_vram_bytes - outputs
     on_device = min(vram, (experts.in_all + 1) * slot) if copy_rows is not None else 0
-    cap = machine.usable(machine.ram_bytes) - plan.peak_ram_bytes
+    cap = machine.usable_ram() - plan.peak_ram_bytes
     most = buffer_bytes([experts.in_all * slot])
     cap = max(_least(experts), min(cap, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
     rows = work.verify_rows
@@ -156,7 +156,7 @@ def stream_seconds(
     if ssd_bytes is None:
         ssd_bytes = pass_bytes(plan, target, work, rows)
     ssd_s = ssd_bytes / machine.ssd_bytes_per_s
-    read = target.dense.total + target.experts.asked_for(rows)
+    read = target.dense.read_bytes + target.experts.asked_for(rows)
     return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
 
 
@@ -205,6 +205,6 @@ def _with_experts(
         ram=(*plan.ram, ("expert cache", cap), ("experts' outputs", outputs)),
         ssd_bytes=ssd_bytes,
         ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
-        memory_s=(target.dense.total + asked_for) / machine.memory_bytes_per_s,
+        memory_s=(target.dense.read_bytes + asked_for) / machine.memory_bytes_per_s,
         expert_bytes=cap,
     )

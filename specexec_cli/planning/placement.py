@@ -13,7 +13,14 @@ from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Plan, make_plan, plan_of, ring_buffers
+from specexec_cli.planning.tiers import (
+    Machine,
+    Plan,
+    make_plan,
+    plan_of,
+    ring_buffers,
+    table_in_ram,
+)
 
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
 
@@ -23,8 +30,8 @@ class Placed:
     """One row of the placement table: a part of a model, and where its weights wait."""
 
     model: Literal["target", "draft"]
-    # The final norm goes with the embeddings. A layer's experts are a row of their own where they
-    # come one by one: those in use are kept in RAM, see Plan.expert_bytes.
+    # The final norm is counted with the embeddings. A layer's experts are a row of their own where
+    # they come one by one: those in use are kept in RAM, see Plan.expert_bytes.
     part: Literal["embeddings", "layer", "experts", "head"]
     index: int | None = None  # of a decoder layer, from 0
     tier: Tier
@@ -55,9 +62,11 @@ def _rows(
     on_gpu: bool,
 ) -> list[Placed]:
     converted = converts_tables(stays, on_gpu)
+    in_ram = table_in_ram(stays, on_gpu) and sizes.table
     return [
         Placed(
-            model=model, part="embeddings", tier="resident", converted=converted,
+            model=model, part="embeddings", tier="ram" if in_ram else "resident",
+            converted=converted,
             stored_bytes=sizes.resident - sizes.head,
         ),
         *(
@@ -162,14 +171,17 @@ def without_ssd(
     missing = found.ssd_bytes
     if found.expert_bytes:  # a pass does not move all that is on the SSD
         missing = sum(target.layers) - found.expert_bytes
-    enough = (found.peak_ram_bytes + missing + slack) / (1 - machine.margin)
-    return make_plan(target, draft, work, replace(machine, ram_bytes=int(enough)))
+    enough = machine.ram_for(found.peak_ram_bytes + missing + slack)
+    return make_plan(target, draft, work, replace(machine, ram_bytes=enough))
 
 
 def _all_loaded(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
     loaded = target.loaded(work.item_bytes)
     if machine.vram_bytes:
-        beside = sum(size for _, size in gpu_parts(target, draft, work))
+        beside = sum(
+            size
+            for _, size in gpu_parts(target, draft, work, machine.context_bytes, table_in_ram=False)
+        )
         needed = beside + loaded - target.resident
         if needed > machine.usable(machine.vram_bytes):
             raise DoesNotFitError(

@@ -169,6 +169,7 @@ def resolve(
         work = Work(
             context_tokens=context_tokens,
             budget=tree.budget if pair.draft_name is not None else 0,
+            batch=tree.batch,
             texts=request.slots,
             item_bytes=DTYPE_BYTES[dtype],
             widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
+from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.planning.rates import Rates, load_rates, rates_file
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -41,6 +42,7 @@ class Site:
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
     host_bytes_per_s: float = ASSUMED["CPU memory"]  # at which the CPU reads weights
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
+    context_bytes: int = GPU_CONTEXT_BYTES  # VRAM that is still to be taken by CUDA itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
     calibrate: Calibrate | None = None  # likewise
 
@@ -72,6 +74,7 @@ class Site:
             # nothing is known of a GPU's arithmetic
             flops=() if found["vram"].value else flops,
             base_bytes=self.program_bytes,
+            context_bytes=self.context_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
             host_flops=flops,
         )

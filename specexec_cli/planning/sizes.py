@@ -61,6 +61,7 @@ class ModelBytes:
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
+    table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
 
     @property
@@ -75,6 +76,11 @@ class ModelBytes:
     def total(self) -> int:
         """Bytes of the whole checkpoint."""
         return sum(self.layers) + self.resident
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that a pass over all weights reads: of the embeddings' table it takes few rows."""
+        return self.total - self.table
 
     @property
     def packed(self) -> bool:
@@ -156,9 +162,10 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         params += others
         layers.append(weights)
     resident = _resident_params(shape, config)
-    head = 0 if shape.tied else shape.vocab * shape.hidden
+    head = 0 if shape.tied else shape.vocab * shape.hidden  # and as many in the table
     return ModelBytes(
-        layers=tuple(layers), resident=resident * item, head=head * item, layer_params=params,
+        layers=tuple(layers), resident=resident * item, head=head * item, table=head * item,
+        layer_params=params,
         largest_matrix=largest, active_params=active,
         kv_elements=_kv_elements(shape, config) * shape.layers,
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
@@ -173,7 +180,8 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
         return architecture_bytes({**checkpoint.config, "dtype": _stored_dtype(checkpoint)})
     model = architecture_bytes(checkpoint.config)
     layers = [0] * len(model.layers)
-    resident = head = 0
+    resident = head = table = 0
+    own_head = False  # not only a bias beside the embeddings' table
     each: dict[tuple[int, int], int] = {}  # bytes by layer and expert
     for name, tensor in checkpoint.items():
         found = _LAYER.search(name)
@@ -188,8 +196,13 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
                     each[place] = each.get(place, 0) + tensor.n_bytes // tensor.shape[0]
         elif found is None:  # layers behind the last predict several tokens, and are not run
             resident += tensor.n_bytes
-            head += tensor.n_bytes if name.startswith("lm_head.") else 0
-    model = replace(model, layers=tuple(layers), resident=resident, head=head)
+            if name.startswith("lm_head."):
+                head += tensor.n_bytes
+                own_head |= name != "lm_head.bias"
+            else:
+                table = max(table, tensor.n_bytes)
+    table = table if own_head else 0
+    model = replace(model, layers=tuple(layers), resident=resident, head=head, table=table)
     if model.experts is None or not each:
         return model
     by_layer = [0] * len(layers)
@@ -238,7 +251,7 @@ def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
     counts = [each.count for each in linears if each.expert]
     return ModelBytes(
         layers=tuple(layers), resident=model.resident * item, head=model.head * item,
-        layer_params=params, active_params=active,
+        table=model.table * item, layer_params=params, active_params=active,
         largest_matrix=max(each.inputs * each.outputs for each in linears),
         kv_elements=sum(layer.kv_elements for layer in model.layers),
         hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,

@@ -24,6 +24,9 @@ UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
 _HARD_TEXT, _EASY_TEXT = 0.55, 1.15
 # Starting the operations of one layer, whatever its size: docs/experiments.md, "Predicted speeds".
 _CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
+# Of a draft step on a GPU, which starts as one graph: between two of its kernels, of which a layer
+# has about twenty, a GPU takes one or two microseconds. Reasoned, not measured.
+_GRAPH_LAYER_S = 0.04e-3
 _STREAM_SHARE = 0.85  # of a link's rate that passes reached where they reached the least
 
 
@@ -78,7 +81,6 @@ def predict(
         tree: the recommended one; the budget that memory is planned for may be larger.
         rate: None without a draft model.
     """
-    layer_s = _layer_seconds(machine)
 
     def pass_s(rows: int) -> float:
         return pass_seconds(target, work, machine, plan, rows)
@@ -89,8 +91,8 @@ def predict(
         return Speed(low=low, typical=plain, high=plain, plain=plain, pass_s=pass_s(1),
                      draft_s=0.0, tokens_per_pass=None)  # fmt: skip
     rows = min(tree.batch, tree.budget)
-    step_s = layer_s * len(draft.layers) + max(
-        draft.loaded(work.item_bytes) / machine.memory_bytes_per_s,
+    step_s = _step_layer_seconds(machine) * len(draft.layers) + max(
+        (draft.loaded(work.item_bytes) - draft.table) / machine.memory_bytes_per_s,
         compute_seconds(draft.active_params, rows, machine.flops),
     )
     draft_s = step_s * _steps(tree, rate.typical)
@@ -128,6 +130,10 @@ def pass_seconds(
 
 def _layer_seconds(machine: Machine) -> float:
     return _GPU_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
+
+
+def _step_layer_seconds(machine: Machine) -> float:
+    return _GRAPH_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
 
 
 def _steps(tree: TreeConfig, tokens_per_pass: float) -> float:

@@ -14,10 +14,21 @@ from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
-from specexec_cli.planning.memory import DoesNotFitError, Parts, Work, fixed_parts, gpu_parts
+from specexec_cli.planning.memory import (
+    GPU_CONTEXT_BYTES,
+    DoesNotFitError,
+    Parts,
+    Work,
+    fixed_parts,
+    gpu_parts,
+)
 from specexec_cli.planning.sizes import ModelBytes
 
 __all__ = ["Machine", "Plan", "Work", "make_plan", "plan_of"]
+
+# Of RAM that a GPU copies from, pages are pinned: what else runs on the machine must find memory
+# that is not, and so this share of it and so many bytes at least stay free.
+_UNPINNED_SHARE, _UNPINNED_BYTES = 0.1, 4_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +42,7 @@ class Machine:
     memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
     flops: FlopsByRows = ()
     base_bytes: int = 500_000_000  # the process before any weight is loaded
+    context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
     margin: float = 0.04  # share of each memory that is left alone
     # of the CPU beside a GPU, by which the place of a mixture's experts is chosen
     host_bytes_per_s: float = 20e9
@@ -44,6 +56,25 @@ class Machine:
     def usable(self, memory_bytes: int) -> int:
         """How much of a memory may be filled: all but the margin."""
         return int(memory_bytes * (1 - self.margin))
+
+    def usable_ram(self, least_bytes: int = 0) -> int:
+        """How much of the RAM may be filled; beside a GPU all but what is to stay unpinned.
+
+        Args:
+            least_bytes: without which nothing runs at all; only the margin is kept from it.
+        """
+        usable = self.usable(self.ram_bytes)
+        if not self.vram_bytes:
+            return usable
+        unpinned = max(int(self.ram_bytes * _UNPINNED_SHARE), _UNPINNED_BYTES)
+        return min(usable, max(self.ram_bytes - unpinned, least_bytes))
+
+    def ram_for(self, needed_bytes: int) -> int:
+        """The RAM of which so many bytes may be filled."""
+        enough = needed_bytes / (1 - self.margin)
+        if self.vram_bytes:
+            enough = max(needed_bytes / (1 - _UNPINNED_SHARE), needed_bytes + _UNPINNED_BYTES)
+        return int(enough) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +153,9 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     resident = device_buffers = 0
     if machine.vram_bytes:
         resident, device_buffers = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
-    in_ram, ssd_buffers = _fill(sizes[resident:], machine.usable(machine.ram_bytes), "RAM", ram)
+    ring = 2 * buffer_bytes(sizes[resident:])
+    usable = machine.usable_ram(sum(size for _, size in ram) + ring)
+    in_ram, ssd_buffers = _fill(sizes[resident:], usable, "RAM", ram)
     tiers: list[Tier] = ["ssd"] * len(sizes)
     for rank, index in enumerate(order[: resident + in_ram]):
         tiers[index] = "resident" if rank < resident else "ram"
@@ -152,7 +185,7 @@ def plan_of(
     def layers(*wanted: Tier) -> list[int]:
         return [s for s, tier in zip(target.layers, tiers, strict=True) if tier in wanted]
 
-    ram, vram = _beside(target, draft, work, machine)
+    ram, vram = _beside(target, draft, work, machine, stays)
     resident = _footprint(layers("resident"))
     if stays:
         resident = target.loaded(work.item_bytes) - target.resident
@@ -168,7 +201,7 @@ def plan_of(
     ssd_s = sum(layers("ssd")) / machine.ssd_bytes_per_s
     link_bytes = sum(layers("ssd", "ram")) if machine.vram_bytes else 0
     link_s = link_bytes / machine.link_bytes_per_s
-    memory_bytes = target.loaded(work.item_bytes) if stays else target.total
+    memory_bytes = target.loaded(work.item_bytes) - target.table if stays else target.read_bytes
     memory_s = memory_bytes / machine.memory_bytes_per_s
     return Plan(
         tiers=tuple(tiers),
@@ -189,13 +222,26 @@ def plan_of(
 
 
 def _beside(
-    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
+    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, stays: bool = False
 ) -> tuple[Parts, Parts]:
     """What lies in RAM and in VRAM besides decoder layers."""
     program: Parts = (("program", machine.base_bytes),)
-    if machine.vram_bytes:
-        return program, gpu_parts(target, draft, work)
-    return (*program, *fixed_parts(target, draft, work)), ()
+    if not machine.vram_bytes:
+        return (*program, *fixed_parts(target, draft, work)), ()
+    table = 0 if stays else target.table
+    ram: Parts = (*program, ("embeddings", table)) if table else program
+    return ram, gpu_parts(
+        target, draft, work, machine.context_bytes, table_in_ram=table_in_ram(stays, True)
+    )
+
+
+def table_in_ram(stays: bool, on_gpu: bool) -> bool:
+    """Whether a target's table of embeddings is looked up in RAM, where it is not its head too.
+
+    A pass takes a few kilobytes of it, and every gigabyte of VRAM holds layers that are then not
+    streamed.
+    """
+    return on_gpu and not stays
 
 
 def spread_order(count: int) -> list[int]:

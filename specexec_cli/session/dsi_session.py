@@ -128,7 +128,8 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
     named = options.devices or (() if device == "auto" else (device,))
     if named:
         return [str(pick_device(name)) for name in named]
-    return [f"cuda:{n}" for n in range(torch.cuda.device_count())] or ["cpu"]
+    count = torch.cuda.device_count() if torch.version.hip is None else 0
+    return [f"cuda:{n}" for n in range(count)] or ["cpu"]
 
 
 def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:

@@ -215,6 +215,7 @@ class LocalSession(TextSession):
                 target_vocab_size=self.vocab_size,
                 learned=self.learned,
                 shared=shared,
+                slots=self._decision.work.slots,
             )
         )
 

@@ -14,6 +14,7 @@ from fake_cuda import fake_cuda
 from specexec_cli.config import GenerationConfig, OffloadMode, SamplingConfig, TreeConfig
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
 from specexec_cli.session import Session, TextSession
 
 PROMPT = "def read_lines(path):\n"
@@ -44,7 +45,7 @@ def open_tight(
 ) -> TextSession:
     """A session on a device that some of the layers fit into and not all."""
     target, draft = map(str, folders)
-    for free in range(700_000_000, 900_000_000, HUGE_PAGE_BYTES):
+    for free in range(GPU_LIBRARY_BYTES, GPU_LIBRARY_BYTES + 300_000_000, HUGE_PAGE_BYTES):
         patch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
         try:
             session = Session.open(

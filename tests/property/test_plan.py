@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.planning.arithmetic import compute_seconds, knee_rows
-from specexec_cli.planning.memory import STEP_ROWS, activation_bytes, fixed_parts, gpu_parts
+from specexec_cli.planning.memory import (
+    GPU_LIBRARY_BYTES,
+    STEP_ROWS,
+    activation_bytes,
+    fixed_parts,
+    gpu_parts,
+)
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import (
     HUGE_PAGE_BYTES,
@@ -67,6 +73,8 @@ def cases(draw: st.DrawFn) -> tuple[ModelBytes, ModelBytes, Work, Machine]:
     on_gpu = draw(st.booleans())
     vram = int((memory() + beside_vram) / 0.96) if on_gpu else 0
     ram = int((memory() + 500 * MB + (0 if on_gpu else fixed)) / 0.96)
+    # beside a GPU often with what stays unpinned, and often too little for that
+    ram += draw(st.sampled_from([0, 4 * GB, 6 * GB])) if on_gpu else 0
     machine = Machine(
         ram_bytes=ram, vram_bytes=vram,
         ssd_bytes_per_s=draw(st.floats(1e8, 1e10)), link_bytes_per_s=draw(st.floats(1e9, 6e10)),
@@ -123,6 +131,10 @@ def test_memory_is_never_exceeded_and_every_layer_is_placed(
     pages = HUGE_PAGE_BYTES * (len(target.layers) + 3)
     assert held <= plan.peak_ram_bytes <= held + pages
     if on_gpu:
+        streamed = sum(layers("ram"))  # a ring of two buffers is needed, layers in RAM are not
+        assert not streamed or plan.peak_ram_bytes <= machine.ram_bytes - max(
+            4 * GB, machine.ram_bytes // 10
+        )
         ring = plan.device_buffers * max(layers("ssd", "ram"), default=0)
         assert sum(layers("resident")) + ring + fixed <= plan.peak_vram_bytes
         assert plan.link_bytes == sum(layers("ssd", "ram"))
@@ -272,6 +284,66 @@ def test_a_packed_draft_model_stays_packed() -> None:
     for draft, layers in ((LLAMA_7B, LLAMA_7B.layer_params * 4), (packed, sum(packed.layers))):
         parts = dict(fixed_parts(LLAMA_7B, draft, Work(item_bytes=4)))
         assert parts["draft model"] == draft.resident + layers
+
+
+def test_a_table_that_is_only_looked_up_is_in_ram_beside_a_gpu() -> None:
+    """Llama-3-70B's: 2.1 GB, as much as five of its layers in 4 bits."""
+    config = {"model_type": "llama", "hidden_size": 8192, "intermediate_size": 28672,
+              "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+              "vocab_size": 128256, "torch_dtype": "float16", "quantization_config":
+              {"quant_method": "gptq", "bits": 4, "group_size": 128}}  # fmt: skip
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=24 * GB)
+    own = architecture_bytes(config)
+    assert own.table == own.head == 128256 * 8192 * 2
+    plan = make_plan(own, None, Work(), machine)
+    assert dict(plan.ram)["embeddings"] == own.table
+    assert dict(plan.vram)["embeddings and head"] == own.resident - own.table
+    held = make_plan(replace(own, table=0), None, Work(), machine)
+    assert plan.tiers.count("resident") >= held.tiers.count("resident") + 4
+    tied = architecture_bytes({**config, "tie_word_embeddings": True})
+    assert tied.table == 0
+    assert "embeddings" not in dict(make_plan(tied, None, Work(), machine).ram)
+    # loaded whole, nothing is gained by looking up elsewhere
+    parts = dict(gpu_parts(own, None, Work(), table_in_ram=False))
+    assert parts["embeddings and head"] == own.resident
+
+
+def test_a_draft_models_scores_are_counted() -> None:
+    """525 MB at 1024 nodes and 128k words, and what a step makes of them on the way."""
+    draft = replace(LLAMA_7B, vocab=128_256)
+    scores = [
+        dict(gpu_parts(LLAMA_7B, draft, Work(budget=budget, batch=8)))["scores of draft nodes"]
+        for budget in (16, 1040)
+    ]
+    assert scores[1] - scores[0] == 1024 * 128_256 * 4
+    assert "scores of draft nodes" not in dict(gpu_parts(LLAMA_7B, None, Work()))
+
+
+def test_cuda_is_counted_once() -> None:
+    """What is free on a device was asked for with its context in place."""
+    parts = [dict(gpu_parts(LLAMA_7B, None, Work(), *given))["CUDA context"]
+             for given in ((), (GPU_LIBRARY_BYTES,))]  # fmt: skip
+    assert parts == [600 * MB, GPU_LIBRARY_BYTES]
+    described = Machine(ram_bytes=64 * GB, vram_bytes=12 * GB)
+    here = replace(described, context_bytes=GPU_LIBRARY_BYTES)
+    plans = [make_plan(LLAMA_7B, None, Work(), machine) for machine in (described, here)]
+    assert plans[1].peak_vram_bytes <= 12 * GB
+    assert plans[1].tiers.count("resident") == plans[0].tiers.count("resident") + 1
+
+
+@pytest.mark.parametrize("ram", [5 * GB, 20 * GB, 64 * GB])
+def test_memory_that_is_not_pinned_is_left_beside_a_gpu(ram: int) -> None:
+    machine = Machine(ram_bytes=ram, vram_bytes=8 * GB)
+    left = max(4 * GB, ram // 10)
+    assert machine.usable_ram() == ram - left
+    assert machine.usable_ram(least_bytes=ram - GB) == min(ram - GB, int(ram * 0.96))
+    assert machine.usable_ram(least_bytes=ram) == int(ram * 0.96)
+    for needed in (GB, 30 * GB, 100 * GB):
+        enough = machine.ram_for(needed)
+        assert replace(machine, ram_bytes=enough).usable_ram() == pytest.approx(needed, abs=2)
+    on_cpu = replace(machine, vram_bytes=0)
+    assert on_cpu.usable_ram() == int(ram * 0.96)
+    assert replace(on_cpu, ram_bytes=on_cpu.ram_for(GB)).usable_ram() == pytest.approx(GB, abs=2)
 
 
 def test_a_gpu_with_room_keeps_everything() -> None:

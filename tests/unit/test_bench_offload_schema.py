@@ -50,6 +50,23 @@ def report(request: pytest.FixtureRequest, folders: tuple[Path, Path]) -> dict[s
         return bench_offload.run(config)
 
 
+def test_all_three_tiers_of_a_gpu_at_once(folders: tuple[Path, Path]) -> None:
+    """Held against the SSD, which is the slowest of them."""
+    rig, draft = folders
+    config = bench_offload.parse(
+        ["--rig", str(rig), "--draft", str(draft), "--rows", "1", "--repeats", "1", "--steps", "1",
+         "--budget", "2", "--depth", "2", "--batch", "1", "--dtype", "float32", "--device", "cuda",
+         "--keep", "thirds"]
+    )  # fmt: skip
+    with fake_cuda():
+        report = bench_offload.run(config)
+    assert report["config"]["layers_resident"] == report["config"]["layers_in_ram"] == 2
+    layer = 128 * (2 * 32 + 2 * 16) + 3 * 64 * 128
+    assert report["bytes_per_pass"] == 2 * (layer + 2 * 128), "one layer of five comes from the SSD"
+    with pytest.raises(ConfigError, match="--keep thirds"):
+        bench_offload.parse(["--rig", str(rig), "--keep", "thirds"])
+
+
 @pytest.mark.parametrize("kind", ["gpt-oss", "gguf"])
 def test_rigs_of_other_layouts_are_measured(
     kind: str, folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -50,14 +50,14 @@ def as_json(*args: str) -> dict:
 
 def test_a_70b_on_a_small_gpu_before_any_download() -> None:
     found = as_json(
-        "--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "32GB", "--link", "25GB/s",
+        "--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "40GB", "--link", "25GB/s",
         "--ssd", "3GB/s", "--context", "2048", "--budget", "128",
     )  # fmt: skip
     assert found["schema"] == 1
     assert found["target"]["source"] == "models.toml"
     assert found["target"]["bytes"] == pytest.approx(35.3e9, rel=0.01)
     assert found["peak_vram_bytes"] <= 24 * GB
-    assert found["peak_ram_bytes"] <= 32 * GB
+    assert found["peak_ram_bytes"] <= 36 * GB, "4 GB stay unpinned"
     assert len(found["tiers"]) == found["target"]["layers"] == 80
     assert found["link_s"] == pytest.approx(found["link_bytes"] / 25e9)
     assert found["bottleneck"] == "link"
@@ -203,7 +203,9 @@ def test_what_does_not_fit_names_the_mend() -> None:
     with pytest.raises(OutOfMemoryError, match="GB of VRAM ") as error:
         run("--pair", "llama2-70b-chat", "--vram", "8GB", "--ram", "64GB")
     said = with_mend(error.value)
-    assert re.search(r"It fits with --budget \d+ --draft llama-160m and \d+ tokens of", said)
+    assert re.search(
+        r"It fits with --budget \d+ --draft tinyllama-1.1b-chat and \d+ tokens of", said
+    )
     with pytest.raises(UnknownModelError, match="Did you mean 'llama2-7b-chat'"):
         run("--pair", "llama2-7b-caht")
 

@@ -289,6 +289,19 @@ def test_layers_that_cannot_all_grow_are_all_empty(
     assert {layer.keys.shape[2] for layer in cache.layers} == {8}
 
 
+def test_doubling_ends_at_what_was_planned() -> None:
+    """2048 slots are followed by 4096, and those by the 4354 that memory is planned for."""
+    cache = SlotCache(1)
+    cache.planned_slots = 4354
+    for needed, expected in ((1, 2048), (2049, 4096), (4097, 4354), (4355, 8704)):
+        cache.zeroed_capacity = cache.zeroed_capacity_for(needed, at_least=2048)
+        assert cache.zeroed_capacity == expected
+    assert cache.zeroed_capacity_for(1, at_least=2048) == 8704, "it never shrinks"
+    small = SlotCache(1)
+    small.planned_slots = 300
+    assert small.zeroed_capacity_for(20, at_least=2048) == 300
+
+
 def test_zeroed_slots_are_zero_and_keep_what_was_filled() -> None:
     cache = SlotCache(2)
     for layer in cache.layers:

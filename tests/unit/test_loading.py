@@ -9,6 +9,7 @@ from specexec_cli import loading
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import pick_device, this_site
+from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.session import Session
 
 GB = 10**9
@@ -75,3 +76,41 @@ def test_a_gpu_that_torch_does_not_see_is_told_on_every_run(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Session.open(pair="demo", notice=told.append).close()
     assert len(told) == 1, "nothing is amiss where the CPU was asked for, or the GPU was hidden"
+
+
+def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, two_gpus: None) -> None:
+    """torch's builds for AMD's GPUs call them cuda; its kernels there are not those tried here."""
+    monkeypatch.setattr(torch, "__version__", "9.9+rocm")
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    assert pick_device("auto") == torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"`device='cuda'`: torch 9\.9\+rocm is built for ROCm"):
+        pick_device("cuda")
+    told: list[str] = []
+    Session.open(pair="demo", notice=told.append).close()
+    assert told == [
+        "the CPU computes: torch 9.9+rocm is built for ROCm, and AMD's GPUs are not supported"
+    ]
+    Session.open(pair="demo", device="cpu", notice=told.append).close()
+    assert len(told) == 1, "the CPU was asked for"
+
+
+def test_what_is_free_is_asked_with_the_context_in_place(
+    two_gpus: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The context takes RAM too, which is then no longer free; and it is not counted again."""
+    asked: list[str] = []
+
+    def vram(device: torch.device) -> tuple[int, int]:
+        asked.append("vram")
+        return 8 * GB, 8 * GB
+
+    def ram() -> int:
+        asked.append("ram")
+        return 12 * GB
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", vram)
+    monkeypatch.setattr(loading, "free_ram_bytes", ram)
+    machine = this_site([pick_device("cuda:0")]).machine("float16")
+    assert asked == ["vram", "ram"]
+    assert machine.context_bytes == GPU_LIBRARY_BYTES < GPU_CONTEXT_BYTES

@@ -21,6 +21,7 @@ from specexec_cli.cli.main import app
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.planning import resolve, site
+from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import architecture_bytes
@@ -33,9 +34,13 @@ PAIRS = [pair.name for pair in load_registry().pairs.values() if "demo" not in p
 def write_holes(folder: Path, config: dict[str, object]) -> None:
     """A checkpoint of the architecture's size whose weights are a hole in the file."""
     sizes, header, end = architecture_bytes(config), {}, 0
-    tensors = [("model.embed_tokens.weight", sizes.resident)]
+    # a table that is the head too is counted with the norm, as what stays
+    tensors = [("lm_head.weight", sizes.head), ("model.embed_tokens.weight", sizes.table),
+               ("model.norm.weight", sizes.resident - sizes.head - sizes.table)]  # fmt: skip
     tensors += [(f"model.layers.{n}.weight", size) for n, size in enumerate(sizes.layers)]
     for name, size in tensors:
+        if not size:
+            continue
         header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [end, end + size]}
         end += size
     words = json.dumps(header).encode()
@@ -70,9 +75,6 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     for module in (site, loading):
         monkeypatch.setattr(module, "rates_file", lambda: tmp_path / "rates.json")
-    # the process of a run is loaded when free memory is read, and a plan leaves room for one
-    free = RAM_BYTES - int(site.PROGRAM_BYTES / 0.96)
-    monkeypatch.setattr(loading, "free_ram_bytes", lambda: free)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
@@ -87,8 +89,13 @@ def test_rows_context_tiers_and_bytes_are_the_same(
 ) -> None:
     monkeypatch.setattr(resolve, "fetch", lambda entry, **options: downloads[entry.repo])
     for card in CARDS:
-        vram_bytes = card * 10**9
-        free = vram_bytes, vram_bytes
+        # the process of a run is loaded when free memory is read, and CUDA's context is there; a
+        # plan leaves room for both
+        usable = 0.9 if card else 0.96
+        free_ram = RAM_BYTES - int(site.PROGRAM_BYTES / usable)
+        monkeypatch.setattr(loading, "free_ram_bytes", lambda free=free_ram: free)
+        context = int((GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES) / 0.96) if card else 0
+        free = card * 10**9 - context, card * 10**9
         monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card > 0)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: free)
         planned = CliRunner().invoke(
@@ -109,7 +116,8 @@ def test_rows_context_tiers_and_bytes_are_the_same(
         assert told["work"]["context_tokens"] == run.decision.work.context_tokens
         assert told["work"]["item_bytes"] == run.dtype.itemsize
         assert told["tiers"] == list(plan.tiers)
-        assert told["vram"] == dict(plan.vram)
+        vram = {name: size for name, size in told["vram"].items() if name != "CUDA context"}
+        assert vram == {name: size for name, size in plan.vram if name != "CUDA context"}
         assert (told["ssd_bytes"], told["link_bytes"]) == (plan.ssd_bytes, plan.link_bytes)
         assert told["pass_s"] == plan.pass_s
         ram = {name: size for name, size in told["ram"].items() if name != "program"}

@@ -3,7 +3,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
-from specexec_cli.offload import resident
+from specexec_cli.offload import reader, resident
 from specexec_cli.offload.store import TensorRange, read_checkpoint
 from specexec_cli.offload.stream import LayerStream, read_tensors
 
@@ -149,6 +149,33 @@ def test_resident_tensors_and_progress(layers: list[list[TensorRange]]) -> None:
         pass
     assert told[-1] == (total, total)
     assert all(a[0] <= b[0] for a, b in pairwise(told))
+
+
+def test_several_threads_read_what_stays(
+    layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what fails in one of them is told as it would be of one."""
+    expected = read_tensors(layers[0])
+    pieces, read_into = reader.Layout.pieces, reader.DirectFile.read_into
+    monkeypatch.setattr(reader.Layout, "pieces", lambda layout: pieces(layout, 4096))
+    meeting, calls = threading.Barrier(2), count()
+
+    def together(file: reader.DirectFile, target: memoryview, start: int, stop: int) -> int:
+        if next(calls) < 2:
+            meeting.wait(timeout=20)  # an error where one thread comes alone
+        return read_into(file, target, start, stop)
+
+    monkeypatch.setattr(reader.DirectFile, "read_into", together)
+    found = read_tensors(layers[0])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    def fails(file: reader.DirectFile, target: memoryview, start: int, stop: int) -> int:
+        raise StreamError("reading failed")
+
+    monkeypatch.setattr(reader.DirectFile, "read_into", fails)
+    with pytest.raises(StreamError, match="reading failed"):
+        read_tensors(layers[0])
 
 
 def test_wrong_order_is_our_bug(layers: list[list[TensorRange]]) -> None:

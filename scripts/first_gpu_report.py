@@ -1,0 +1,200 @@
+"""Steps that run one after another, each in a process of its own, and the report that they fill.
+
+Knows no GPU: what a step runs, what it needs and how its output is judged come from first_gpu_plan.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SHOWN_LINES = 25  # of a step's output, the last ones, where a check of it failed
+STOPPING_S = 10.0  # that a step which is told to end has to do so
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a step found, held against what it should be."""
+
+    name: str
+    passed: bool
+    found: str
+    wanted: str = ""  # empty where it is told and not judged
+
+    @property
+    def line(self) -> str:
+        """One line of the report."""
+        wanted = f" (wanted: {self.wanted})" if self.wanted else ""
+        return f"- {'pass' if self.passed else 'FAIL'}: {self.name}: {self.found}{wanted}"
+
+
+# (exit status, output) -> what the step found; ValueError and the like where it cannot be read.
+Judge = Callable[[int, str], list[Check]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One process to run."""
+
+    name: str
+    title: str
+    command: Sequence[str]
+    limit_s: float
+    judge: Judge
+    # Why it is not possible here, asked just before it would run; None where it is.
+    obstacle: Callable[[], str | None] = lambda: None
+    environment: dict[str, str] = field(default_factory=dict)  # beside the runner's own
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a step."""
+
+    step: Step
+    checks: tuple[Check, ...]
+    seconds: float
+    skipped: str = ""  # why it was not possible
+
+    @property
+    def verdict(self) -> str:
+        """One word for the table."""
+        if self.skipped:
+            return "not possible"
+        return "pass" if all(check.passed for check in self.checks) else "FAIL"
+
+
+def run_steps(steps: Sequence[Step], report: Path, heading: str, logs: Path) -> list[Outcome]:
+    """Runs every step, whatever became of those before it.
+
+    Args:
+        report: a Markdown file that is written as the steps end.
+        heading: what stands at its top.
+        logs: a folder for the steps' whole outputs.
+    """
+    logs.mkdir(parents=True, exist_ok=True)
+    _write(report, f"{heading}\n", new=True)
+    outcomes: list[Outcome] = []
+    try:
+        for number, step in enumerate(steps, 1):
+            print(f"[{number}/{len(steps)}] {step.title}", flush=True)
+            outcomes.append(_run(step, logs / f"{step.name}.log"))
+            outcome = outcomes[-1]
+            _write(report, _section(outcome, logs / f"{step.name}.log"))
+            said = outcome.skipped or f"{outcome.seconds:.0f} s"
+            print(f"    {outcome.verdict}: {said}", flush=True)
+    except KeyboardInterrupt:
+        _write(report, f"\nInterrupted in step {len(outcomes) + 1} of {len(steps)}.\n")
+        raise
+    _write(report, summary(outcomes))
+    return outcomes
+
+
+def _run(step: Step, log: Path) -> Outcome:
+    obstacle = step.obstacle()
+    if obstacle is not None:
+        return Outcome(step, (), 0.0, obstacle)
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        try:
+            child = subprocess.Popen(
+                step.command, stdout=file, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+                env=os.environ | step.environment, start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            missing = Check("it starts", False, f"{step.command[0]}: {error.strerror}")
+            return Outcome(step, (missing,), 0.0)
+        status = _wait(child, step.limit_s)
+    seconds = time.monotonic() - started
+    output = log.read_text("utf-8", errors="replace")
+    if status is None:
+        late = Check("time", False, f"stopped after {step.limit_s:.0f} s", "it ends by itself")
+        return Outcome(step, (late,), seconds)
+    try:
+        checks = step.judge(status, output)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"exit status {status}, and its output cannot be read: {error!r}"
+        checks = [Check("output", False, reason)]
+    return Outcome(step, tuple(checks), seconds)
+
+
+def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
+    """The exit status; None of a child that was ended, with what it had started, for being late."""
+    try:
+        return child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if child.returncode is None:
+            os.killpg(child.pid, signal.SIGTERM)
+            try:
+                child.wait(STOPPING_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+
+def _section(outcome: Outcome, log: Path) -> str:
+    lines = ["", f"## {outcome.step.title}", ""]
+    if outcome.skipped:
+        return "\n".join([*lines, f"Not possible here: {outcome.skipped}", ""])
+    lines += [f"`{' '.join(outcome.step.command)}`, {outcome.seconds:.0f} s", ""]
+    lines += [check.line for check in outcome.checks]
+    if outcome.verdict == "FAIL" and log.is_file():
+        shown = log.read_text("utf-8", errors="replace").splitlines()[-SHOWN_LINES:]
+        lines += ["", "```", *(line[:400] for line in shown), "```"]
+    return "\n".join([*lines, ""])
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """A table of all steps, and the one line that counts."""
+    lines = ["", "## Together", "", "| step | verdict | s |", "|---|---|---:|"]
+    lines += [
+        f"| {outcome.step.title} | {outcome.verdict} | {outcome.seconds:.0f} |"
+        for outcome in outcomes
+    ]
+    return "\n".join([*lines, "", verdict(outcomes), ""])
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """Whether everything that was possible passed."""
+    words = [outcome.verdict for outcome in outcomes]
+    failed, skipped, passed = (words.count(word) for word in ("FAIL", "not possible", "pass"))
+    counted = f"{passed} steps passed, {failed} failed, {skipped} not possible"
+    return f"**{'pass' if passed and not failed else 'FAIL'}**: {counted}."
+
+
+def last_json(output: str) -> Any:
+    """The JSON object that the last line of an output is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    lines = output.strip().splitlines()
+    if not lines:
+        raise ValueError("no output")
+    return json.loads(lines[-1])
+
+
+def own_checks(status: int, output: str) -> list[Check]:
+    """The checks that a step of first_gpu_steps printed as its last line."""
+    checks = [Check(**each) for each in last_json(output)["checks"]]
+    if status:
+        checks.append(Check("exit status", False, str(status), "0"))
+    return checks
+
+
+def exit_status(status: int, output: str) -> list[Check]:
+    """Of a step that says no more than that it worked."""
+    return [Check("exit status", status == 0, str(status), "0")]
+
+
+def _write(report: Path, text: str, new: bool = False) -> None:
+    with report.open("w" if new else "a", encoding="utf-8") as file:
+        file.write(text)
