@@ -36,8 +36,7 @@ def quantize(
     calibration: Annotated[
         Path | None,
         typer.Option(
-            help="A UTF-8 text like those to be drafted: its errors are kept low, as GPTQ does. "
-            "Default: grids are fitted to the weights alone."
+            help="A text file, UTF-8, on which GPTQ keeps errors low. Default: none is needed."
         ),
     ] = None,
     models_file: options.ModelsFile = None,
