@@ -15,7 +15,9 @@ from torch import Tensor
 from specexec_kernels.fitted import Codes, fit
 from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
 
-_DAMPING = 0.01  # of the mean second moment, added to each input's own (section 3.3)
+# Of the mean second moment, added to each input's own (section 3.3); more where rounding leaves the
+# moments without a Cholesky factor.
+_DAMPINGS = (0.01, 0.1, 1.0)
 
 
 def quantize_calibrated(
@@ -64,11 +66,17 @@ def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> C
 def _factor(moments: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped moments, (inputs, inputs).
 
-    An input that the text never has gets a moment of its own all the same, by the damping; where it
-    has none at all, inputs are taken to be independent.
+    An input that the text never has gets a moment of its own all the same, by the damping. Where
+    there is none at all, or values are not finite, inputs are taken to be independent.
     """
     mean = float(moments.diagonal().mean())
-    damped = moments.clone()
-    damped.diagonal().add_(_DAMPING * mean or 1.0)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    for share in _DAMPINGS if 0.0 < mean < float("inf") else ():
+        damped = moments.clone()
+        damped.diagonal().add_(share * mean)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            inverse = torch.cholesky_inverse(lower)
+            upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+            if not failed and upper.isfinite().all():
+                return upper
+    return torch.eye(len(moments))

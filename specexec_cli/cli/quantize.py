@@ -35,10 +35,7 @@ def quantize(
     ] = 64,
     calibration: Annotated[
         Path | None,
-        typer.Option(
-            help="A UTF-8 text like those to be drafted: its errors are kept low, as GPTQ does. "
-            "Default: grids are fitted to the weights alone."
-        ),
+        typer.Option(help="A text file on which errors are kept low (GPTQ)."),
     ] = None,
     models_file: options.ModelsFile = None,
     offline: options.Offline = False,
@@ -48,8 +45,7 @@ def quantize(
     """Write a quantized copy of a checkpoint, in the format of GPTQModel (gptq_v2).
 
     The linears of its layers are read, fitted and written one after another, so that a model need
-    not fit into memory. No text is needed; with --calibration one is run through the model first,
-    layer by layer. The folder appears when it is whole.
+    not fit into memory. No text is needed. The folder appears when it is whole.
     """
     if bits not in _BITS:
         raise ConfigError(f"--bits {bits} is not one of {', '.join(map(str, _BITS))}")

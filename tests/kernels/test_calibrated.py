@@ -25,7 +25,8 @@ def weight_and_rows(seed: int = 0) -> tuple[Tensor, Tensor]:
 def test_independent_inputs_get_the_codes_of_the_fitted_grids(bits: int) -> None:
     weight, _ = weight_and_rows()
     fitted = fit(weight, bits, GROUP)
-    for moments in (torch.eye(64), 7 * torch.eye(64), torch.zeros(64, 64)):
+    broken = torch.full((64, 64), torch.nan)
+    for moments in (torch.eye(64), 7 * torch.eye(64), torch.zeros(64, 64), broken):
         found = calibrated(weight, moments, bits, GROUP)
         assert torch.equal(found.scales, fitted.scales)
         assert torch.equal(found.zeros, fitted.zeros)
