@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from expert_rules import Ints, Rule, Rules, Trace, kept_rule
+from expert_rules import Ints, Rule, Rules, Trace
 
 NEVER = np.iinfo(np.int64).max // 2
 
@@ -21,25 +21,24 @@ class Known(Rule):
 
 
 class Foresight(Rule):
-    """Knows the choices of so many rows to come, and behind them what the kept rule says.
+    """Knows the choices of so many rows to come, and behind them how often experts are used.
 
     No probabilities of so many rows to come tell more than the rows themselves.
     """
 
     def __init__(self, trace: Trace, rows: int) -> None:
         super().__init__(trace)
-        self._rows, self._beyond = rows, kept_rule(trace)
+        self._rows, self._shares = rows, trace.shares()
         self._next = next_uses(trace)
         self._upcoming = np.full(trace.experts, NEVER)
 
     def visit(self, row: int, layer: slice, chosen: Ints) -> None:
-        self._beyond.visit(row, layer, chosen)
         layers = self.trace.chosen.shape[1]
         time = row * layers + layer.start // self.trace.per_layer
         self._upcoming[chosen] = self._next[time]
         away = self._upcoming - time
         # layers of the last of these rows are seen as far as this layer
-        self.worth = np.where(away <= self._rows * layers, 1e6 - away, self._beyond.worth)
+        self.worth = np.where(away <= self._rows * layers, 1e6 - away, self._shares)
 
 
 class Belady(Rule):
