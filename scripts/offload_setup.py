@@ -151,6 +151,7 @@ def plan_for(
     """What the planner says about this target in this memory.
 
     Raises:
+        ConfigError: nothing of it would be streamed, or --tier asks for more RAM than there is.
         OutOfMemoryError: it does not fit.
     """
     work = Work(
@@ -177,6 +178,11 @@ def plan_for(
     plan = make_plan(*sizes, work, machine)
     if config.tier == "ram" and plan.ssd_bytes:
         raise ConfigError(f"--tier ram: the target needs {format_bytes(sizes[0].total)} of RAM")
+    if not plan.ssd_bytes + plan.link_bytes:
+        raise ConfigError(
+            "nothing of the rig is streamed in this memory: try a smaller --cap, or a rig of more "
+            "layers"
+        )
     return plan
 
 

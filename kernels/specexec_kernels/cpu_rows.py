@@ -7,6 +7,8 @@ unpacked by its definition and multiplied as float32, with the same property.
 from __future__ import annotations
 
 import sys
+from array import array
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,20 +16,9 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_linear
+from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_rows_ir import build_rows
-from specexec_kernels.cpu_rows_lanes import (
-    AT_ONCE,
-    CHUNKS,
-    COUNTER,
-    OUT,
-    OUTPUTS,
-    PARTS,
-    STRIPS,
-    UNITS,
-    X_SUMS,
-    RowSpec,
-    X,
-)
+from specexec_kernels.cpu_rows_lanes import RowSpec
 from specexec_kernels.formats.base import RowFormat, RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
@@ -36,13 +27,31 @@ _MANY = (1, 2, 4, 8, 10, 13)
 _MANY_OF_16 = (1, 2, 4, 6)
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What all products of weights of one format and size with as many rows share."""
+
+    spec: RowSpec
+    kernel: Any
+    arrange: Any
+    order: Tensor  # int32, as ArrangeSpec.unit
+    columns: tuple[int, ...]  # of each part's tensor
+    strips: int
+    blocks: int  # of inputs, 0 where none has an offset
+
+
 def supports(weight: RowWeight) -> bool:
     """Whether the kernels read this weight: whole units, at least one vector of outputs."""
+    return _reads(weight.format, weight.in_features, weight.out_features)
+
+
+@cache
+def _reads(fmt: RowFormat, inputs: int, outputs: int) -> bool:
     return (
-        weight.format.compiled
+        fmt.compiled
         and sys.byteorder == "little"
-        and weight.in_features % weight.format.unit == 0
-        and weight.out_features >= cpu_jit.lanes()
+        and inputs % fmt.unit == 0
+        and outputs >= cpu_jit.lanes()
     )
 
 
@@ -52,34 +61,52 @@ def matmul(x: Tensor, weight: RowWeight) -> Tensor:
     bfloat16 rows are multiplied by pairs where the CPU can, the weights rounded to bfloat16 as the
     format's `pairs` says; all else as float32.
     """
-    if not supports(weight):
+    if not supports(weight) or not len(x):
         return _unpacked_product(x.float(), weight)
     dot = x.dtype == torch.bfloat16 and cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)
-    spec = _spec(x.shape[0], weight, dot)
-    x = x if dot else x.float()
-    items, x_sums = _arranged(x, spec)
-    strips = -(-weight.out_features // spec.strip)
-    out = torch.zeros(items.shape[0] * spec.rows, strips * spec.strip)
+    rows, outputs = x.shape[0], weight.out_features
+    size = chunk_rows(rows)
+    call = _call(weight.format, weight.in_features, outputs, dot, size, rows <= _FEW[-1])
+    spec, strips = call.spec, call.strips
+    x = x.contiguous() if dot else x.float().contiguous()
+    chunks = -(-rows // size)
+    items = torch.empty(chunks * size * weight.in_features // spec.per_item, dtype=torch.int32)
+    sums = torch.empty(chunks * size * call.blocks)
+    # both in the order of the positions that cpu_arrange_ir and cpu_rows_lanes name
+    arguments = array("q", (0, x.data_ptr(), rows, weight.in_features, call.order.data_ptr()))
+    arguments.extend((items.data_ptr(), sums.data_ptr(), chunks))
+    cpu_jit.run(call.arrange, arguments.buffer_info()[0], chunks)
+    # few rows are stored, sums of others are added to
+    shape = chunks * size, strips * spec.strip
+    out = torch.empty(shape) if spec.few else torch.zeros(shape)
     at_once = cpu_jit.strips_at_once(strips) if spec.few else 1
-    keep = {leaf: tensor.contiguous() for leaf, tensor in weight.tensors.items()}
-    values = {
-        COUNTER: 0,
-        X: items.data_ptr(),
-        X_SUMS: x_sums.data_ptr(),
-        CHUNKS: items.shape[0],
-        OUT: out.data_ptr(),
-        UNITS: weight.in_features // weight.format.unit,
-        OUTPUTS: weight.out_features,
-        STRIPS: strips,
-        AT_ONCE: at_once,
-    }
-    for number, part in enumerate(weight.format.parts):
-        columns = part.shape(weight.out_features, weight.in_features)[1]
-        values[PARTS + 2 * number] = keep[part.leaf].data_ptr()
-        values[PARTS + 2 * number + 1] = columns
-    args = torch.tensor([values[at] for at in range(len(values))], dtype=torch.int64)
-    cpu_jit.run(_kernel(spec), args.data_ptr(), -(-strips // at_once))
-    return _in_order(out[: x.shape[0]], spec, weight.out_features)
+    units = weight.in_features // weight.format.unit
+    arguments = array("q", (0, items.data_ptr(), sums.data_ptr(), chunks, out.data_ptr()))
+    arguments.extend((units, outputs, strips, at_once))
+    keep = [weight.tensors[part.leaf].contiguous() for part in weight.format.parts]
+    for tensor, columns in zip(keep, call.columns, strict=True):
+        arguments.extend((tensor.data_ptr(), columns))
+    cpu_jit.run(call.kernel, arguments.buffer_info()[0], -(-strips // at_once))
+    return _in_order(out[:rows], spec, outputs)
+
+
+@cache
+def _call(fmt: RowFormat, inputs: int, outputs: int, dot: bool, size: int, few: bool) -> _Call:
+    """For chunks of `size` rows."""
+    lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
+    vectors = 1 if few or outputs < 2 * lanes else 2
+    spec = RowSpec(fmt, dot, size, vectors, lanes, few, byte_tables)
+    block = fmt.block if fmt.has_offset else 0
+    assert has_halves(block), f"a block of {block} inputs has no order of halves"
+    return _Call(
+        spec,
+        _kernel(spec),
+        _arrange(ArrangeSpec(dot, size, fmt.unit, block, lanes)),
+        torch.tensor(fmt.order, dtype=torch.int32),
+        tuple(part.shape(outputs, inputs)[1] for part in fmt.parts),
+        -(-outputs // spec.strip),
+        -(-inputs // block) if block else 0,
+    )
 
 
 def _unpacked_product(x: Tensor, weight: RowWeight) -> Tensor:
@@ -99,51 +126,6 @@ def chunk_rows(rows: int) -> int:
     return min(sizes[-3:], key=lambda size: (-(-rows // size) * size, -size))
 
 
-def _spec(rows: int, weight: RowWeight, dot: bool) -> RowSpec:
-    lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
-    if rows <= _FEW[-1]:
-        size = next(size for size in _FEW if size >= rows)
-        return RowSpec(weight.format, dot, size, 1, lanes, True, byte_tables)
-    vectors = 2 if weight.out_features >= 2 * lanes else 1
-    return RowSpec(weight.format, dot, chunk_rows(rows), vectors, lanes, False, byte_tables)
-
-
-def _arranged(x: Tensor, spec: RowSpec) -> tuple[Tensor, Tensor]:
-    """Rows as the kernels read them.
-
-    Args:
-        x: (rows, inputs) of the dtype that is multiplied.
-    Returns:
-        (chunks, items, rows of a chunk) 32-bit items, and (chunks, blocks, rows of a chunk) float32
-        sums over each block, where the format has offsets. Rows too many are zero.
-    """
-    (rows, inputs), size, fmt = x.shape, spec.rows, spec.format
-    chunks = max(-(-rows // size), 1)
-    if chunks * size != rows:
-        x = torch.nn.functional.pad(x, (0, 0, 0, chunks * size - rows))
-    sums = _block_sums(x, fmt.block) if fmt.has_offset else x.new_zeros(1, dtype=torch.float32)
-    if fmt.has_offset:
-        sums = sums.view(chunks, size, -1).transpose(1, 2).contiguous()
-    order = _order(fmt)
-    if order is not None:
-        x = x.view(-1, inputs // fmt.unit, fmt.unit)[:, :, order]
-    words = x.contiguous().view(torch.int32).view(chunks, size, -1)
-    return words.transpose(1, 2).contiguous(), sums
-
-
-def _block_sums(x: Tensor, block: int) -> Tensor:
-    """(rows, inputs) to (rows, blocks) float32, added two by two: one order for any rows."""
-    assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    x = x.float()
-    if x.shape[1] % block:
-        x = torch.nn.functional.pad(x, (0, -x.shape[1] % block))
-    sums = x.view(x.shape[0], -1, block)
-    while sums.shape[2] > 1:
-        first, second = sums.chunk(2, dim=2)
-        sums = first + second
-    return sums[..., 0]
-
-
 def _in_order(out: Tensor, spec: RowSpec, outputs: int) -> Tensor:
     """The outputs without those that the last strip shares with the one before it."""
     whole = outputs // spec.strip * spec.strip
@@ -154,12 +136,12 @@ def _in_order(out: Tensor, spec: RowSpec, outputs: int) -> Tensor:
 
 
 @cache
-def _order(fmt: RowFormat) -> Tensor | None:
-    """The inputs of a unit as its items take them; None where they stay as they are."""
-    return None if fmt.order == tuple(range(fmt.unit)) else torch.tensor(fmt.order)
-
-
-@cache
 def _kernel(spec: RowSpec) -> Any:
     name = "specexec_rows"
     return cpu_jit.compile_ir(build_rows(spec, name), name)
+
+
+@cache
+def _arrange(spec: ArrangeSpec) -> Any:
+    name = "specexec_arrange"
+    return cpu_jit.compile_ir(build_arrange(spec, name), name)

@@ -101,6 +101,24 @@ def place(
     Raises:
         DoesNotFitError: what was asked for does not fit.
     """
+    plan = _placed(mode, target, draft, work, machine, experts)
+    usable = machine.usable(machine.ram_bytes)
+    if plan.peak_ram_bytes > usable:  # a named mode takes what it takes
+        raise DoesNotFitError(
+            "the models need {needed} of RAM but {usable} may be used ({parts})",
+            plan.peak_ram_bytes, usable, tuple(sorted(plan.ram, key=lambda part: -part[1])),
+        )  # fmt: skip
+    return plan
+
+
+def _placed(
+    mode: OffloadMode,
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    experts: ExpertPlace,
+) -> Plan:
     on_gpu = machine.vram_bytes > 0
     loaded = target.loaded(work.item_bytes)
     if mode == "none" or (
@@ -127,8 +145,11 @@ def place(
             max(2, plan.device_buffers),
         )
     each: Tier = "ram" if mode == "ram" else "ssd"
-    buffers = ring_buffers(target, machine)
-    return plan_of(target, draft, work, machine, [each] * len(target.layers), buffers, 0)
+    wide = ring_buffers(target, machine)
+    plan = plan_of(target, draft, work, machine, [each] * len(target.layers), wide, 0)
+    if plan.peak_ram_bytes <= machine.usable(machine.ram_bytes):
+        return plan
+    return plan_of(target, draft, work, machine, [each] * len(target.layers), 2, 0)
 
 
 def without_ssd(

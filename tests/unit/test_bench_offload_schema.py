@@ -21,6 +21,8 @@ import bench_offload
 import make_rig
 from memory_cap import KIND_VARIABLE, run_capped
 
+from specexec_cli.errors import ConfigError
+
 SHAPE = "hidden=128,layers=5,heads=4,kv_heads=2,head_dim=8,intermediate=64"
 
 
@@ -74,6 +76,15 @@ def test_rigs_of_other_layouts_are_measured(
     assert [each["rows"] for each in report["passes"]] == [1, 3]
     assert report["knee"]["planned_rows"] is not None
     assert probed == [("float32", 4 if kind == "gpt-oss" else 8)]
+
+
+def test_a_rig_of_which_nothing_is_streamed_is_refused(folders: tuple[Path, Path]) -> None:
+    rig, draft = folders
+    config = bench_offload.parse(
+        ["--rig", str(rig), "--draft", str(draft), "--cap", "none", "--keep", "plan"]
+    )
+    with pytest.raises(ConfigError, match="nothing of the rig is streamed in this memory"):
+        bench_offload.run(config)
 
 
 def assert_spread(values: dict[str, float]) -> None:

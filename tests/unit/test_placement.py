@@ -103,6 +103,23 @@ def test_no_room_for_a_whole_target(tmp_path: Path) -> None:
         assert with_mend(error.value).endswith(". Use a smaller or quantized target: --target")
 
 
+@pytest.mark.parametrize("offload", ["ssd", "ram"])
+def test_a_named_place_is_refused_where_memory_ends(tmp_path: Path, offload: OffloadMode) -> None:
+    """As nothing checked it, a text too long for the memory was killed instead."""
+    save_checkpoint(tmp_path, byte_llama())
+    needed = decided(tmp_path, site(10**9, 0), offload).plan.peak_ram_bytes
+    with pytest.raises(OutOfMemoryError, match=r"^the models need [\d.]+ MB of RAM but [\d.]+ MB"):
+        decided(tmp_path, site(needed, 0), offload)  # the margin is missing
+    assert decided(tmp_path, site(int(needed / 0.96) + 1, 0), offload).plan.peak_ram_bytes == needed
+
+
+def test_a_ring_has_two_buffers_where_three_are_too_many(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, byte_llama())
+    three = decided(tmp_path, site(10**9, 0), "ssd").plan
+    two = decided(tmp_path, site(int(three.peak_ram_bytes / 0.96) - 1, 0), "ssd").plan
+    assert (three.ssd_buffers, two.ssd_buffers) == (3, 2)
+
+
 def test_a_tree_larger_than_recommended_is_welcome_not_needed() -> None:
     """The policy that sizes trees may try twice the pair's budget, where memory allows it."""
     recommended = load_registry().pair("llama2-70b-chat").budget

@@ -1,0 +1,141 @@
+"""LLVM IR that puts rows of activations into the order in which kernels of row-packed weights read
+them, and sums them over each block of inputs where a format has offsets.
+
+In one call, since as a dozen operations of PyTorch it took as long as the product of a small matrix
+(docs/experiments.md). Threads claim chunks of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, build_module
+
+# Positions in the int64 argument array; rows lie one behind the other
+COUNTER, SOURCE, ROWS, INPUTS, ORDER, ITEMS, SUMS, CHUNKS = range(8)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrangeSpec:
+    """What a kernel is compiled for."""
+
+    dot: bool  # rows are bfloat16 and an item is a pair of them; otherwise float32
+    rows: int  # of a chunk
+    unit: int  # inputs that have an order
+    block: int  # inputs of a sum, a power of two; 0 where none are needed
+    lanes: int
+
+    @property
+    def per_item(self) -> int:
+        """Inputs of an item."""
+        return 2 if self.dot else 1
+
+
+class Arrange(Emitter):
+    """Emits one kernel."""
+
+    def __init__(self, spec: ArrangeSpec, function: ir.Function) -> None:
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        super().__init__(builder, spec.lanes)
+        self.spec, self.base = spec, builder.ptrtoint(function.args[0], I64)
+        arguments = [self.load(self.base, I64(at), I64, 8) for at in range(1, CHUNKS + 1)]
+        self.source, self.n_rows, self.inputs, self.order = arguments[:4]
+        self.items_at, self.sums_at, self.chunks = arguments[4:]
+        self.word, self.size = (I16, 2) if spec.dot else (I32, 4)
+
+    def emit(self) -> None:
+        """Claim chunks until none is left."""
+
+        def work(start: Any, stop: Any) -> None:
+            self.loop(start, stop, 1, [], self.chunk)
+
+        counter = self.ptr(self.base, I64(COUNTER), 8)
+        self.claim_strips(counter, I64(0), self.chunks, I64(1), work)
+
+    def chunk(self, number: Any, _: list[Any]) -> list[Any]:
+        b, spec = self.b, self.spec
+        n_items = b.udiv(self.inputs, I64(spec.per_item))
+        up = b.add(self.inputs, I64(max(spec.block, 1) - 1))
+        n_blocks = b.udiv(up, I64(max(spec.block, 1)))
+
+        def row(m: Any, _: list[Any]) -> list[Any]:
+            at = b.add(b.mul(number, I64(spec.rows)), m)
+            is_there = b.icmp_signed("<", at, self.n_rows)
+            # rows too many are zero; the first row is read in their place
+            first = b.mul(b.select(is_there, at, I64(0)), self.inputs)
+
+            def item(i: Any, _: list[Any]) -> list[Any]:
+                place = b.add(b.mul(b.add(b.mul(number, n_items), i), I64(spec.rows)), m)
+                word = b.select(is_there, self.item(first, i), I32(0))
+                self.store(word, self.items_at, place)
+                return []
+
+            def block(i: Any, _: list[Any]) -> list[Any]:
+                place = b.add(b.mul(b.add(b.mul(number, n_blocks), i), I64(spec.rows)), m)
+                total = b.select(is_there, self.block_sum(first, i), F32(0.0))
+                self.store(total, self.sums_at, place)
+                return []
+
+            self.loop(I64(0), n_items, 1, [], item)
+            if spec.block:
+                self.loop(I64(0), n_blocks, 1, [], block)
+            return []
+
+        return self.loop(I64(0), I64(spec.rows), 1, [], row)
+
+    def item(self, first: Any, number: Any) -> Any:
+        """The 32-bit item `number` of the row whose inputs begin at `first`."""
+        b, spec = self.b, self.spec
+        input_ = b.mul(number, I64(spec.per_item))
+        unit = b.mul(b.udiv(input_, I64(spec.unit)), I64(spec.unit))
+        words = []
+        for i in range(spec.per_item):
+            place = b.add(b.sub(input_, unit), I64(i))
+            within = b.zext(self.load(self.order, place, I32), I64)
+            at = b.add(first, b.add(unit, within))
+            words.append(b.zext(self.load(self.source, at, self.word, self.size), I32))
+        if not spec.dot:
+            return words[0]
+        return b.or_(words[0], b.shl(words[1], I32(16)))
+
+    def block_sum(self, first: Any, number: Any) -> Any:
+        """The sum over a block, the first half's and the second's, and so on down to one input;
+        what lies behind the last input is zero."""
+        b, spec = self.b, self.spec
+        width = min(spec.lanes, spec.unit & -spec.unit, spec.block)
+        start = b.mul(number, I64(spec.block))
+        sums = []
+        for at in range(0, spec.block, width):
+            place = b.add(start, I64(at))
+            is_there = b.icmp_signed("<", place, self.inputs)
+            values = self.values(b.add(first, b.select(is_there, place, I64(0))), width)
+            sums.append(b.select(is_there, values, ir.Constant(values.type, [0.0] * width)))
+        while len(sums) > 1:
+            half = len(sums) // 2
+            sums = [b.fadd(one, two) for one, two in zip(sums[:half], sums[half:], strict=True)]
+        total = sums[0]
+        while width > 1:
+            width //= 2
+            lower, upper = (
+                b.shuffle_vector(total, total, self.ints(list(range(at, at + width))))
+                for at in (0, width)
+            )
+            total = b.fadd(lower, upper)
+        return b.extract_element(total, I32(0))
+
+    def values(self, first: Any, count: int) -> Any:
+        """`count` inputs from `first` on as float32."""
+        b = self.b
+        if not self.spec.dot:
+            return self.load(self.source, first, ir.VectorType(F32, count))
+        raw = self.load(self.source, first, ir.VectorType(I16, count), 2)
+        bits = b.shl(b.zext(raw, ir.VectorType(I32, count)), self.ints([16] * count))
+        return b.bitcast(bits, ir.VectorType(F32, count))
+
+
+def build_arrange(spec: ArrangeSpec, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
+    return build_module(name, lambda function: Arrange(spec, function).emit())
