@@ -20,7 +20,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.main import app
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning import resolve, site
+from specexec_cli.planning import site, sized
 from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import architecture_bytes
@@ -85,7 +85,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_rows_context_tiers_and_bytes_are_the_same(
     pair: str, downloads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "fetch", lambda entry, **options: downloads[entry.repo])
+    monkeypatch.setattr(sized, "fetch", lambda entry, **options: downloads[entry.repo])
     for card in CARDS:
         vram_bytes = card * 10**9
         free = vram_bytes, vram_bytes
