@@ -28,6 +28,7 @@ from offload_report import Samples, environment, results, show
 from offload_setup import DEMO, Config, Setup, tell
 
 from specexec_cli.cli.machine import parse_bytes
+from specexec_cli.cli.main import wait_briefly
 from specexec_cli.config import Method
 from specexec_cli.device import peak_ram_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
@@ -179,6 +180,7 @@ def main(argv: list[str]) -> int:
     try:
         config = parse(argv)
         if config.cap_bytes and KIND_VARIABLE not in os.environ:
+            wait_briefly()  # as the program does; it is read where torch is loaded, by the child
             return run_capped([sys.executable, __file__, *argv], config.cap_bytes)
         report = run(config)
     except SpecexecError as error:

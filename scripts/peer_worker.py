@@ -136,6 +136,9 @@ def _llama_cpp_draft(task: dict[str, Any]) -> Any:
 
 def specexec(task: dict[str, Any]) -> Generate:
     """specexec from SSD, with the draft model's trees where the task names one."""
+    from specexec_cli.cli.main import wait_briefly
+
+    wait_briefly()  # as the program does, before torch is loaded
     from specexec_cli.config import GenerationConfig, TreeConfig
     from specexec_cli.session import Session
 

@@ -78,7 +78,7 @@ def main() -> None:
     # their warnings are for programmers; whoever wants them sets the variable
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
-    _wait_briefly()
+    wait_briefly()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what an encoding such as ASCII does not have
     try:
@@ -102,7 +102,7 @@ def main() -> None:
     sys.exit(code)
 
 
-def _wait_briefly() -> None:
+def wait_briefly() -> None:
     """Lets threads of an operation that wait for its last ones give up their core soon.
 
     libgomp has them try 300,000 times, which is milliseconds. Where other programs run too, the

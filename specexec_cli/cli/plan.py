@@ -17,8 +17,9 @@ from specexec_cli.planning.outlook import Outlook, Richer, cache_share, outlook,
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
-from specexec_cli.planning.resolve import Decision, SizedModel, resolve
+from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import ASSUMED
+from specexec_cli.planning.sized import SizedModel
 from specexec_cli.planning.tokens import predicted
 from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 

@@ -12,8 +12,9 @@ from specexec_cli.device import format_bytes
 from specexec_cli.planning.memory import Parts
 from specexec_cli.planning.outlook import Outlook, Range, Richer, cache_share
 from specexec_cli.planning.reached import Run
-from specexec_cli.planning.resolve import Decision, SizedModel
+from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.site import Setting
+from specexec_cli.planning.sized import SizedModel
 from specexec_cli.planning.speed import Speed, figure
 from specexec_cli.planning.tiers import Plan
 

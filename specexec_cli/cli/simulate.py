@@ -99,12 +99,19 @@ def dsi(
     ]
     bound_s = dsi_bound_s(latencies.target_s, latencies.draft_s, pair.acceptance, tokens)
     bound_ms = bound_s * 1e3 / tokens
-    inputs = {**numbers, "sp": sp, "row_ms": row_ms, "tokens": tokens, "repeats": repeats,
-              "seed": seed}  # fmt: skip
     if as_json:
+        inputs = {**numbers, "sp": sp, "row_ms": row_ms, "tokens": tokens, "repeats": repeats,
+                  "seed": seed}  # fmt: skip
         bound = {"ms_per_token": bound_ms, "tokens": tokens}
         print(json.dumps({"schema": 1, "config": inputs, "methods": rows, "proposition_1": bound}))
-        return
+    else:
+        _print_dsi(rows, lookahead, tokens, bound_ms)
+
+
+def _print_dsi(
+    rows: Sequence[dict[str, Any]], lookaheads: str, tokens: int, bound_ms: float
+) -> None:
+    """The table of methods, and below it what its words mean."""
     header = ("method", "lookahead", "ms/token", "over SI", "over non-SI", "target forwards",
               "servers used", "GPU-s")  # fmt: skip
     _print_table(header, [
@@ -113,7 +120,7 @@ def dsi(
          r["target_forwards"], r["servers_used"], f"{r['gpu_s']:.2f}")
         for r in rows
     ])  # fmt: skip
-    print(f"SI at its best lookahead of {lookahead}; GPU-s: seconds of work on all devices for "
+    print(f"SI at its best lookahead of {lookaheads}; GPU-s: seconds of work on all devices for "
           f"{tokens} tokens")  # fmt: skip
     print(f"Proposition 1: {bound_ms:.2f} ms/token at most are expected of DSI for {tokens} tokens "
           "at lookahead 1 with as many servers as it wants")  # fmt: skip

@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from specexec_cli.core import DraftTree, FinishReason, StepResult
-from specexec_cli.drafting.drafter import AheadDrafter, Drafter
+from specexec_cli.drafting.protocols import AheadDrafter, Drafter
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Walk, accept

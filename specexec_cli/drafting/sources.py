@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from specexec_cli.config import TreeConfig
-    from specexec_cli.drafting.drafter import Committed, SessionDrafter
     from specexec_cli.drafting.learned import Learned
+    from specexec_cli.drafting.protocols import Committed, SessionDrafter
     from specexec_cli.drafting.search import Search
     from specexec_cli.models.streamed import StreamedModel
     from specexec_cli.sampling import Sampler

@@ -9,22 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
-from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.errors import ConfigError, NotFetchedError
-from specexec_cli.offload.store import Checkpoint, read_checkpoint
-from specexec_cli.planning.low_bits import QUANTIZED_ALREADY, own_config
+from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
-from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
+from specexec_cli.planning.sized import SizedModel, models_of
 from specexec_cli.planning.tiers import Machine, Plan
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
@@ -34,30 +30,6 @@ _ARITHMETIC = {
     "bfloat16": {"avx512_bf16", "amx_bf16"},
     "float16": {"avx512_fp16", "amx_fp16"},
 }
-
-
-@dataclass(frozen=True, slots=True)
-class SizedModel:
-    """A model and what is known of it before its weights are loaded."""
-
-    entry: ModelEntry
-    config: Mapping[str, Any]  # config.json's
-    sizes: ModelBytes
-    source: str  # where the sizes come from: its files, models.toml or config.json
-    checkpoint: Checkpoint | None  # headers and folder, where they are here
-
-    @property
-    def window_tokens(self) -> int | None:
-        """The model's own context window; None where nothing tells."""
-        config = {**self.config, **self.config.get("text_config", {})}
-        known = config.get("max_position_embeddings") or config.get("n_positions")
-        return int(known) if known else None
-
-    @property
-    def stored_dtype(self) -> str | None:
-        """Of weights that are not quantized, as config.json says."""
-        config = {**self.config, **self.config.get("text_config", {})}
-        return config.get("dtype") or config.get("torch_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,38 +117,14 @@ def resolve(
     """
     pair = choose_pair(load_registry(request.models_file), request)
     tree = request.tree.resolve(pair.tree, request.method, request.slots)
-
-    def find(entry: ModelEntry) -> SizedModel:
-        if not fetch_weights:
-            return sized(entry, request.offline)
-        folder = fetch(entry, offline=request.offline)
-        checkpoint = read_checkpoint(folder)
-        check(checkpoint)
-        return _of_files(entry, checkpoint)
-
-    target = find(pair.target)
-    draft = None
-    if pair.own_bits is not None and pair.draft is not None:
-        draft = own_sized(pair.draft, target, pair.own_bits)
-    elif pair.draft is not None:
-        draft = find(pair.draft)
+    target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     draft_sizes = draft.sizes if draft is not None else None
     dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
     context_tokens = _context_tokens(request, target, count_tokens)
     settings = dict(site.settings)
 
     def plan_for(tree: TreeConfig) -> tuple[Work, Plan]:
-        work = Work(
-            context_tokens=context_tokens,
-            budget=tree.budget if pair.draft_name is not None else 0,
-            batch=tree.batch,
-            texts=request.slots,
-            item_bytes=DTYPE_BYTES[dtype],
-            widened=site.device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
-            # on a GPU draft steps are captured, over buffers of their own
-            shares_cache=pair.own_bits is not None and site.device == "cpu" and request.slots == 1,
-            drafts_ahead=tree.overlap != "off" and site.device == "cpu" and request.slots == 1,
-        )
+        work = _work(request, pair, tree, site.device, dtype, context_tokens)
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
         plan = place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
         return work, plan
@@ -206,6 +154,29 @@ def resolve(
     )
 
 
+def _work(
+    request: Request,
+    pair: ChosenPair,
+    tree: TreeConfig,
+    device: str,
+    dtype: DtypeName,
+    context_tokens: int,
+) -> Work:
+    """How large a session with these trees will be."""
+    one_text_on_cpu = device == "cpu" and request.slots == 1
+    return Work(
+        context_tokens=context_tokens,
+        budget=tree.budget if pair.draft_name is not None else 0,
+        batch=tree.batch,
+        texts=request.slots,
+        item_bytes=DTYPE_BYTES[dtype],
+        widened=device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
+        # on a GPU draft steps are captured, over buffers of their own
+        shares_cache=pair.own_bits is not None and one_text_on_cpu,
+        drafts_ahead=tree.overlap != "off" and one_text_on_cpu,
+    )
+
+
 def _fitted(
     tree: TreeConfig,
     request: Request,
@@ -224,45 +195,6 @@ def _fitted(
             raise
     smaller = replace(request.tree, budget=pair.tree.budget).resolve(pair.tree, request.method)
     return smaller, *plan_for(smaller)
-
-
-def sized(entry: ModelEntry, offline: bool) -> SizedModel:
-    """The model's sizes without downloading its weights.
-
-    Raises:
-        UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
-        NotFetchedError: a GGUF file that is not here.
-    """
-    folder = entry.folder or cached_snapshot(entry)
-    if folder is not None and weight_files(folder):
-        return _of_files(entry, read_checkpoint(folder))
-    if entry.file is not None:
-        raise NotFetchedError(
-            f"{entry.name} is not on this machine, and only the file itself tells how large its "
-            f"layers are: specexec pull {entry.name}"
-        )
-    if entry.shape:
-        config, source = entry.config_json(), "models.toml"
-    else:
-        config, source = fetch_config(entry, offline=offline), "config.json"
-    return SizedModel(entry, config, architecture_bytes(config), source, None)
-
-
-def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
-    """The target's low-bit copy, which need not have been made.
-
-    Raises:
-        ConfigError: the target's weights are quantized already.
-    """
-    if target.sizes.packed:  # a GGUF file's config says nothing of it
-        raise ConfigError(QUANTIZED_ALREADY)
-    config = own_config(target.config, bits)
-    return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
-
-
-def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
-    config = checkpoint.config
-    return SizedModel(entry, config, checkpoint_bytes(checkpoint), "its files", checkpoint)
 
 
 def _context_tokens(

@@ -20,6 +20,7 @@ from specexec_cli.serve.completions import CompletionAnswer
 from specexec_cli.serve.guards import MOST_BODY_BYTES, Access, Guard
 from specexec_cli.serve.service import Prompt, Service
 
+_ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 _PAGE = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
@@ -45,7 +46,7 @@ def create_app(service: Service, access: Access) -> Any:
         tools = chat_completions.offered(body)
         known = chat_completions.dialect(service, tools)
         count = body.max_completion_tokens or body.max_tokens
-        top = (body.top_logprobs or 0) if body.logprobs else None
+        top = chat_completions.top_logprobs(body)
         grammar = await chat_completions.grammar(service, body, tools, known)
 
         def encode() -> tuple[Prompt, list[Any]]:
@@ -178,6 +179,8 @@ def _add_errors(app: FastAPI) -> None:
     async def missing(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
+        if error.status_code == 404:
+            text += f". This server has {', '.join(_ROUTES)}"
         return JSONResponse(error_body(error.status_code, text), error.status_code, error.headers)
 
     @app.exception_handler(ClientDisconnect)

@@ -64,6 +64,7 @@ class _Sampled(_Body):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
 
     @property
     def stops(self) -> tuple[str, ...]:

@@ -63,6 +63,22 @@ def thinking(body: ChatBody) -> dict[str, Any]:
     return {"enable_thinking": True, "reasoning_effort": effort}
 
 
+def top_logprobs(body: ChatBody) -> int | None:
+    """How many tokens are told beside each one of the text; None without log-probabilities.
+
+    Raises:
+        ApiError: some are asked for, and no log-probabilities.
+    """
+    if body.logprobs:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
+        raise ApiError(
+            400, "top_logprobs tells nothing without logprobs: set logprobs to true",
+            param="top_logprobs",
+        )  # fmt: skip
+    return None
+
+
 def offered(body: ChatBody) -> list[Tool]:
     """The tools that the model is told of.
 

@@ -21,10 +21,11 @@ from specexec_cli.decoding.batch import Seat
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.calibration import Reliability
-from specexec_cli.drafting.drafter import ModelDrafter, SessionDrafter
+from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import ForestDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.protocols import SessionDrafter
 from specexec_cli.drafting.sampled import SampledDrafter
 from specexec_cli.drafting.sources import SOURCES, DraftSetup
 from specexec_cli.errors import ConfigError

@@ -20,7 +20,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.main import app
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning import resolve, site
+from specexec_cli.planning import site, sized
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.request import Request
@@ -87,7 +87,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_rows_context_tiers_and_bytes_are_the_same(
     pair: str, downloads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resolve, "fetch", lambda entry, **options: downloads[entry.repo])
+    monkeypatch.setattr(sized, "fetch", lambda entry, **options: downloads[entry.repo])
     for card in CARDS:
         # the process of a run is loaded when free memory is read, and CUDA's context is there; a
         # plan leaves room for both

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 # What libgomp takes, it says when it is loaded, which torch does.
-SHOWN = "from specexec_cli.cli import main; main._wait_briefly(); import torch"
+SHOWN = "from specexec_cli.cli import main; main.wait_briefly(); import torch"
 
 
 @pytest.mark.parametrize(

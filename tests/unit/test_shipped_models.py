@@ -1,0 +1,183 @@
+"""models.toml as it ships: every entry is right, and enough for a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specexec_cli.catalog import registry as registry_module
+from specexec_cli.catalog.registry import Registry, load_registry
+
+
+@pytest.fixture(autouse=True)
+def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's models.toml, absent unless a test writes it; never the real one."""
+    path = tmp_path / "config" / "models.toml"
+    path.parent.mkdir()
+    monkeypatch.setattr(registry_module, "user_models_file", lambda: path)
+    return path
+
+
+@pytest.fixture
+def shipped() -> Registry:
+    return load_registry()
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-7b-chat-hf"),
+        ("meta-llama/Llama-2-70b-hf", "meta-llama/Llama-2-7b-hf"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "meta-llama/Llama-2-7b-chat-hf"),
+        ("TheBloke/Llama-2-70B-GPTQ", "meta-llama/Llama-2-7b-hf"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "princeton-nlp/Sheared-LLaMA-1.3B"),
+        ("meta-llama/Meta-Llama-3-70B-Instruct", "meta-llama/Meta-Llama-3-8B-Instruct"),
+        ("TheBloke/Mixtral-8x7B-Instruct-v0.1-GPTQ", "TheBloke/Mistral-7B-Instruct-v0.2-GPTQ"),
+        ("lmsys/vicuna-7b-v1.3", "double7/vicuna-68m"),
+        ("lmsys/vicuna-13b-v1.3", "double7/vicuna-68m"),
+        ("bigcode/starcoder", "bigcode/tiny_starcoder_py"),
+        ("microsoft/Phi-3-medium-128k-instruct", "microsoft/Phi-3-mini-128k-instruct"),
+        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+        ("Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct"),
+        ("Qwen/Qwen3-32B", "Qwen/Qwen3-1.7B"),
+        ("Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-4B"),
+        ("TheBloke/Llama-2-70B-Chat-GPTQ", "TheBloke/Llama-2-7B-Chat-GPTQ"),
+        ("meta-llama/Llama-2-70b-chat-hf", "meta-llama/Llama-2-13b-chat-hf"),
+        ("meta-llama/Llama-2-70b-chat-hf", "JackFram/llama-160m"),
+        ("lmsys/vicuna-33b-v1.3", "princeton-nlp/Sheared-LLaMA-1.3B"),
+        ("Qwen/Qwen3-32B-AWQ", "Qwen/Qwen3-1.7B"),
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "Qwen/Qwen3-0.6B"),
+        ("google/gemma-3-27b-it", "google/gemma-3-1b-it"),
+        ("google/gemma-3-12b-it", "google/gemma-3-270m-it"),
+        ("allenai/OLMo-2-0325-32B-Instruct", "allenai/OLMo-2-0425-1B-Instruct"),
+        ("zai-org/GLM-4-32B-0414", "zai-org/GLM-4-9B-0414"),
+        ("google/gemma-2-27b-it", "google/gemma-2-2b-it"),
+        ("openai/gpt-oss-120b", "openai/gpt-oss-20b"),
+        (
+            "mistralai/Ministral-3-14B-Instruct-2512-BF16",
+            "mistralai/Ministral-3-3B-Instruct-2512-BF16",
+        ),
+    ],
+)
+def test_pairs_of_the_papers_and_of_today_ship(shipped: Registry, target: str, draft: str) -> None:
+    pairs = {
+        (shipped.model(pair.target).repo, entry.repo)
+        for pair in shipped.pairs.values()
+        if (entry := shipped.draft_of(pair)) is not None
+    }
+    assert (target, draft) in pairs
+
+
+def test_shipped_pairs_make_sense(shipped: Registry) -> None:
+    for pair in shipped.pairs.values():
+        target, draft = shipped.model(pair.target), shipped.draft_of(pair)
+        if draft is None:
+            known = [shipped.model(name).params or 0 for name in shipped.drafts_for(pair.target)]
+            assert all(8 * params > (target.params or 0) for params in known), pair.name
+        else:
+            assert target.tokenizer == draft.tokenizer, pair.name
+            assert (draft.params or 0) < (target.params or 1), pair.name
+        assert "arXiv" in pair.source or "estimate" in pair.source or "measured" in pair.source
+
+
+def test_shipped_models_state_all_that_a_plan_needs(shipped: Registry) -> None:
+    for model in shipped.models.values():
+        assert model.model_type, model.name
+        assert model.dtype, model.name
+        assert model.quantization, model.name
+        assert model.license, model.name
+        assert model.chat is not None, model.name
+        assert model.context, model.name
+        assert model.params, model.name
+        assert model.config_json()["model_type"] == model.model_type
+
+
+def test_parameter_counts_are_those_of_transformers_own_models(shipped: Registry) -> None:
+    """Two layers of each shape on the meta device give the count of all layers."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    def count(model_type: str, shape: dict[str, object], layers: int) -> int:
+        key = "n_layer" if "n_layer" in shape else "num_hidden_layers"
+        ids = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+        config = AutoConfig.for_model(model_type, **{**shape, key: layers, **ids})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
+    seen: dict[str, int] = {}
+    for model in shipped.models.values():
+        shape = {key: model.config_json()[key] for key in model.shape}
+        key = f"{model.model_type} {sorted(shape.items())}"
+        if key not in seen:
+            layers = int(shape.get("n_layer", 0) or shape["num_hidden_layers"])
+            assert int(shape.get("first_k_dense_replace", 0)) <= 1, "one layer may differ"
+            one, two = (count(str(model.model_type), shape, n) for n in (1, 2))
+            seen[key] = one + (two - one) * (layers - 1)
+        assert model.params == seen[key], model.name
+
+
+@pytest.mark.parametrize("name", ["demo-target", "demo-draft"])
+def test_the_embedded_models_are_as_stated(shipped: Registry, name: str) -> None:
+    model = shipped.model(name)
+    assert model.folder is not None
+    if not (model.folder / "config.json").is_file():
+        pytest.skip("the demo pair is not trained yet")
+    config = json.loads((model.folder / "config.json").read_text())
+    assert model.context == config["max_position_embeddings"]
+    assert model.dtype == (config.get("dtype") or config["torch_dtype"])
+    assert {key: config[key] for key in model.shape} == model.shape
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes"),  # the sizes of the files on the hub
+    [
+        ("llama2-7b", 13.48),
+        ("llama2-70b-chat-gptq", 35.33),
+        ("llama2-7b-chat-gptq", 3.90),
+        ("sheared-llama-1.3b", 5.38),
+        ("mistral-7b-instruct-gptq", 4.16),
+        ("mixtral-8x7b-instruct-gptq", 23.81),
+        ("tiny-starcoder", 0.657),
+        ("vicuna-68m", 0.272),
+        ("vicuna-13b", 26.03),
+        ("qwen3-235b-a22b", 470.2),
+        ("vicuna-33b", 65.07),
+        ("qwen3-32b-awq", 19.33),
+        ("gemma3-27b-it", 54.86),
+        ("gpt-oss-20b", 13.76),
+    ],
+)
+def test_sizes_are_those_of_the_files_on_the_hub(
+    shipped: Registry, name: str, gigabytes: float
+) -> None:
+    assert shipped.model(name).size_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
+
+
+def test_config_json_carries_the_quantization(shipped: Registry) -> None:
+    config = shipped.model("llama2-70b-chat-gptq").config_json()
+    assert config["hidden_size"] == 8192
+    assert config["quantization_config"] == {"quant_method": "gptq", "bits": 4, "group_size": -1}
+    assert "quantization_config" not in shipped.model("llama2-70b-chat").config_json()
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys, specexec_cli.catalog.registry as r\n"
+        "import specexec_cli.catalog.hub, specexec_cli.cli.models\n"
+        "r.load_registry()\n"
+        "heavy = {'torch', 'transformers', 'numba', 'triton', 'huggingface_hub', 'httpx'}\n"
+        "sys.exit(' '.join(heavy & set(sys.modules)) or 0)"
+    )
+    env = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert (result.returncode, result.stderr) == (0, "")
