@@ -30,11 +30,11 @@ from kernel_cases import (
     cpu_linear,
     dequantize_case,
     gpu_linear,
+    narrow_linear,
     random_weight,
-    row_linear,
     topk_case,
 )
-from specexec_kernels.row_quantize import RECIPES
+from specexec_kernels.column_quantize import PACKERS
 
 from specexec_cli.bench.environment import environment
 from specexec_cli.bench.metrics import quantile
@@ -57,7 +57,7 @@ class Settings:
     inputs: int
     outputs: int
     bits: tuple[int, ...]
-    formats: tuple[str, ...]  # row-packed ones, to time them alone; else everything
+    formats: tuple[str, ...]  # to time them alone; else everything
     seed: int
 
     def now(self) -> float:
@@ -111,7 +111,7 @@ def cases(settings: Settings) -> Iterator[Case]:
     gpu = settings.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32
     for rows in () if gpu else settings.rows:
-        yield row_linear(settings.inputs, settings.outputs, rows, settings.formats or [*RECIPES])
+        yield narrow_linear(settings.inputs, settings.outputs, rows, settings.formats or [*PACKERS])
     if settings.formats:
         return
     for bits in settings.bits:
@@ -218,8 +218,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", default="4096x4096", metavar="INPUTSxOUTPUTS")
     parser.add_argument("--bits", default="2,3,4,8", metavar="N,...")
     parser.add_argument("--formats", default="", metavar="NAME,...",
-                        help="row-packed formats alone: GGUF's, as in Q4_K, or "
-                             f"{', '.join(RECIPES)}")  # fmt: skip
+                        help="these formats alone: GGUF's, as in Q4_K, or "
+                             f"{', '.join(PACKERS)}")  # fmt: skip
     parser.add_argument("--passes", type=Path, nargs="+", metavar="DIR",
                         help="rigs of one shape: time whole passes instead")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0)

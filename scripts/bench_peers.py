@@ -15,11 +15,17 @@ In RAM, on the same shape and bits, with one row a pass and a long prompt:
     python scripts/bench_peers.py --rig RIG4 --gguf RIG4.gguf --in-ram --prompt-tokens 256 \
         --peers "llama.cpp read,specexec autoregressive"
 
-Like for like, specexec and llama.cpp on the very same file:
+Like for like, specexec and llama.cpp on the very same file, in RAM and under half its size:
 
-    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M
+    python scripts/gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M     (and gguf_repeat.py for a long one)
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --in-ram \
-        --peers "llama.cpp read,specexec autoregressive"
+        --peers "llama.cpp read,specexec autoregressive,specexec"
+    python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --cap HALF \
+        --peers "llama.cpp mmap,llama.cpp draft 16,specexec autoregressive,specexec"
+
+Beside a GGUF file the draft model of all programs is the GGUF of it that this script writes, in
+--home: what such a file says of its tokenizer, llama.cpp's rule for splitting text included, is
+then the same on both sides.
 """
 
 from __future__ import annotations
@@ -67,6 +73,7 @@ class Peer:
     length: int = 0  # llama.cpp's speculation length
 
 
+_WRITES_GGUF = Peer("llama_cpp", _LLAMA_CPP)  # whose environment has what gguf_rig.py needs
 PEERS: Mapping[str, Peer] = {
     BASELINE: Peer("accelerate", _TRANSFORMERS),
     "accelerate assisted": Peer("assisted", _TRANSFORMERS, drafts=True),
@@ -124,22 +131,31 @@ class PeerBench:
 
     def prepare(self) -> None:
         """Environments, and the GGUF where llama.cpp takes part. Failures are kept as such."""
+        drafts = any(PEERS[each].drafts for each in self.options.peers)
         for name in self.options.peers:
             peer = PEERS[name]
             try:
-                python = python_of(peer, self.options.home)
-                if peer.program == "llama_cpp":
-                    self._convert(python, self.options.rig, self.options.gguf)
-                    if any(PEERS[each].drafts for each in self.options.peers):
-                        self._convert(python, self.options.draft, self._draft_gguf)
+                python_of(peer, self.options.home)
+                if not self._reads_gguf(peer):
+                    continue
+                python = python_of(_WRITES_GGUF, self.options.home)
+                self._convert(python, self.options.rig, self.options.gguf)
+                if drafts:
+                    self._convert(python, self.options.draft, self._draft_gguf)
             except (OSError, subprocess.CalledProcessError) as error:
                 self.failed[name] = f"could not be installed: {error}"
+
+    def _reads_gguf(self, peer: Peer) -> bool:
+        """Whether a program reads the rig, and so its draft model too, as a GGUF file."""
+        own = peer.program == "specexec" and self.options.rig.is_file()
+        return own or peer.program == "llama_cpp"
 
     @property
     def _draft_gguf(self) -> Path:
         if self.options.draft.is_file():
             return self.options.draft
-        return self.options.gguf.with_suffix(".draft.gguf")
+        folder = self.options.home if self.options.rig.is_file() else self.options.gguf.parent
+        return folder / f"{self.options.gguf.stem}.draft.gguf"
 
     @staticmethod
     def _convert(python: Path, folder: Path, gguf: Path) -> None:
@@ -181,7 +197,7 @@ class PeerBench:
     def _task(self, peer: Peer, scratch: str) -> dict[str, Any]:
         options = self.options
         depth = min(options.depth, options.budget)
-        draft = self._draft_gguf if peer.program == "llama_cpp" else options.draft
+        draft = self._draft_gguf if self._reads_gguf(peer) else options.draft
         return {
             "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
             "draft": str(draft) if peer.drafts else None, "direct": peer.direct,

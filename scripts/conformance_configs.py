@@ -49,6 +49,8 @@ _PARTIAL_ROPE = {
     "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
     "mrope_section": [2, 1, 1],
 }  # fmt: skip
+_THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+_WINDOWS_BETWEEN = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
 HINTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
     "llama4": {"pad_token_id": 0},
@@ -66,7 +68,31 @@ HINTS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
     "chameleon": {"vocabulary_map": {"<image>": 60, "IMGIMGBS01": 61}},
     "emu3": {"vocabulary_map": {"<image>": 60}},
-}
+    "emu3_vqgan": {"base_channels": 32, "hidden_size": 128, "codebook_size": 16},
+    "step3p5": {"sliding_window": 8, "layer_types": _WINDOWS_BETWEEN},
+    "cohere_compass_text": {
+        "layer_types": _WINDOWS_BETWEEN,
+        "rope_parameters": {"sliding_attention": _THREE_AXES, "full_attention": None},
+    },
+    "paddleocr_vl_text": {"rope_parameters": _THREE_AXES},
+    "deepseek_ocr2_text": {
+        **_FEW_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1,
+        "topk_group": 1,
+    },
+    "molmo2_vision": {"image_size": [28, 28], "num_position_embeddings": 4},
+    "molmo2_adapter": {"vision_feature_layer": [3, 1]},
+    "granite_docling_vision": {"out_hidden_size": 32, "deepstack_visual_indexes": [1, 2, 3]},
+    "muse_spark_audio": {"out_hidden_size": 32, "hidden_sizes": [8, 8, 8, 8]},
+    "granite4_vision": {
+        "downsample_rate": "1/2", "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [0, 1, 2, 3],
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 48,
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "image_size": 28,
+            "patch_size": 14,
+        },
+    },
+}  # fmt: skip
 
 
 def tiny_config(model_type: str) -> PretrainedConfig:

@@ -4,105 +4,60 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import transformers
 from conformance_configs import tiny_config
+from conformance_reasons import BOTH_HALVES, by_error, by_name, kind_among
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from specexec_cli.planning.built_sizes import empty_model, has_separable_experts
+from specexec_cli.planning.architectures import relatives
+from specexec_cli.planning.built_sizes import empty_model, has_separable_experts, text_decoder
 from specexec_cli.planning.conforming import ONE_BY_ONE, WITH_LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
-_LONGEST = 130  # characters of a reason
+_LONGEST = 220  # characters of a reason
 TABLE = ROOT / "specexec_cli" / "planning" / "conforming.py"
 
-# (pattern over the class names of a model's modules, what it means)
-_KINDS = [
-    (
-        r"Mamba|DeltaNet|DeltaAttention|ShortConv|Lightning|LinearAttention|Rwkv|LSTM|RgLru"
-        r"|Recurrent|SSM|Retention|KimiDelta|SConv|Conv1d|HybridConv",
-        "recurrent or convolutional layers",
-    ),
-    (
-        r"Indexer|Compressor|HashAttention",
-        "attention that picks earlier rows by an index of its own",
-    ),
-    (r"TextCrossAttention|GatedCrossAttention", "layers of text that attend to pictures"),
-]
-# (pattern over what trying it raised, what it means)
-_RAISED = [
-    (
-        r"pixel_values|image_embeds|missing \d required positional",
-        "writes text only about a picture, never without one",
-    ),
-    (r"do not depend on the text", "writes about a picture, whatever the text"),
-    (r"timm", "its part that sees wants the library timm, which was not there"),
-    (
-        r"Strict\w*ValidationError|a model of 0 layers|NoneType|must be tuple"
-        r"|split_with_sizes|stack expects|NotImplemented|StopIteration",
-        "no small model of it could be made to be tried",
-    ),
-    (
-        r"no list of \d+ decoder layers",
-        "decoder layers that are not in one list, one after another",
-    ),
-    (r"logits .* differ", "its logits came out otherwise than those of transformers"),
-]
-_ALIBI = ("bloom", "mpt")
-_ENCODERS = (
-    "^(?!modern).*bert|electra|ernie$|roformer|data2vec|big_bird|megatron|roc_bert|xmod|reformer"
-    "|xlm"
-)
 
-
-def reason_of(model_type: str) -> str | None:
-    """What an architecture has that specexec does not do; None where that is not known."""
-    if model_type in _ALIBI:
-        return "biases by distance (ALiBi) in place of positions"
+def reason(model_type: str, raised: str) -> str:
+    """What an architecture has that specexec does not do, as far as its code tells."""
+    if known := by_name(model_type):
+        return known
     kind = CONFIG_MAPPING[model_type]
-    if getattr(kind, "is_encoder_decoder", False) or getattr(kind(), "is_encoder_decoder", False):
-        return "an encoder and a decoder, or one half of the two"
-    if re.search(_ENCODERS, model_type):
-        return "reads text in both directions (an encoder)"
+    if any(getattr(each, "is_encoder_decoder", False) for each in (kind, kind())):
+        return BOTH_HALVES
+    return kind_among(_class_names(model_type)) or by_error(raised)
+
+
+def _class_names(model_type: str) -> list[str]:
+    """Of its modules; where no model can be built, of all that its modelling code has."""
     for make in (tiny_config, lambda name: CONFIG_MAPPING[name]()):
         try:
             model = empty_model(_text(make(model_type)))
         except Exception:  # nothing can be told of what cannot be built
             continue
-        return _kind_among(dict.fromkeys(type(module).__name__ for module in model.modules()))
-    code = import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-    return _kind_among(
-        name for name, part in vars(code).items()
+        return list(dict.fromkeys(type(module).__name__ for module in model.modules()))
+    code = CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_")
+    return [
+        name for name, part in vars(import_module(code)).items()
         if isinstance(part, type) and issubclass(part, nn.Module)
-    )  # fmt: skip
-
-
-def _kind_among(class_names: Iterable[str]) -> str | None:
-    for name in class_names:
-        for pattern, meaning in _KINDS:
-            if re.search(pattern, name) and _of_text(name):
-                return f"{meaning} ({name})"
-    return None
+    ]  # fmt: skip
 
 
 def untried_kinds(model: PreTrainedModel) -> str | None:
     """What a type's modelling code has for text that its tiny model has not; real ones may."""
-    module = sys.modules[type(model.get_decoder()).__module__]
+    module = sys.modules[type(text_decoder(model)).__module__]
     used = {type(part).__name__ for part in model.modules()}
-    return _kind_among(
+    return kind_among(
         name for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, nn.Module) and name not in used
     )  # fmt: skip
-
-
-def _of_text(class_name: str) -> bool:
-    return not re.search("Vision|Audio|Speech|Resampler", class_name)
 
 
 def _text(config: PretrainedConfig) -> PretrainedConfig:
@@ -124,7 +79,7 @@ def write_reports(found: Mapping[str, Mapping[str, Any]], types: set[str]) -> st
 def how_experts_move(model_type: str) -> str | None:
     """Of a type that runs, how the experts of its mixtures do; None where it has none."""
     model = empty_model(tiny_config(model_type))
-    parts = list(model.get_decoder().modules())
+    parts = list(text_decoder(model).modules())
     if any(has_separable_experts(part) for part in parts):
         return ONE_BY_ONE
     whole = any(re.search(r"Experts?($|GLU)", type(part).__name__) for part in parts)
@@ -167,9 +122,6 @@ def _table(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping
 def _shown(reason: str) -> str:
     """A reason without quotes and folders, in one short line."""
     reason = re.sub(r"/\S*/", "", reason).replace('"', "").replace("'", "").replace("\\", "")
-    if re.match(r"\w+(Error|Iteration): |logits |transformers own", reason):
-        meant = next((meaning for pattern, meaning in _RAISED if re.search(pattern, reason)), None)
-        reason = f"{meant} ({reason})" if meant else f"fails when it is tried: {reason}"
     return reason if len(reason) <= _LONGEST else reason[: _LONGEST - 3].rstrip() + "..."
 
 
@@ -189,7 +141,8 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
 - every tensor of the checkpoint is used, or known to be of no use for text.
 
 Of models that see or hear, the part that reads and writes text runs; pictures are not read.
-Everything else is refused when it is opened, with the reason below.
+Everything else is refused when it is opened, with the reason below and the types of the same family
+that run, the nearest by name first.
 
 {runs} run, {refused} are refused.
 
@@ -205,5 +158,7 @@ def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[s
         name: f"| `{name}` | runs | {f'experts move {experts[name]} ' if name in experts else ''}|"
         for name in runs
     }
-    rows |= {name: f"| `{name}` | refused | {_shown(why)} |" for name, why in refused.items()}
+    for name, why in refused.items():
+        near = ", ".join(f"`{each}`" for each in relatives(name, runs))
+        rows[name] = f"| `{name}` | refused | {_shown(why)}{f'; nearest: {near}' if near else ''} |"
     return head + "\n".join(rows[name] for name in sorted(rows)) + "\n"

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from specexec_kernels import cpu_attention, cpu_quant, dispatch
+from specexec_kernels.column_quantize import COLUMN_RECIPES, packed_weight
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.formats import METHODS
@@ -56,7 +57,8 @@ def random_weight(inputs: int, outputs: int, bits: int, device: torch.device) ->
 
 def packed_bytes(weight: PackedWeight) -> int:
     tensors = (weight.qweight, weight.qzeros, weight.scales)
-    return sum(t.numel() * t.element_size() for t in tensors)
+    index = 0 if weight.g_idx is None else weight.g_idx.nbytes
+    return sum(t.nbytes for t in tensors) + index
 
 
 def cpu_linear(weight: PackedWeight, rows: int) -> Case:
@@ -101,13 +103,16 @@ def row_weight(name: str, plain: Tensor) -> RowWeight:
     return RowWeight(fmt, inputs, outputs, {part.leaf: tensors[part.leaf] for part in fmt.parts})
 
 
-def row_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
-    """A product on the CPU in both dtypes: each row-packed format beside weights of two bytes."""
+def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
+    """A product on the CPU in both dtypes: each packed format beside weights of two bytes."""
     plain = torch.randn(outputs, inputs) * 0.02
     two_bytes = plain.bfloat16()
     runs: dict[str, Run] = {}
     n_bytes: dict[str, int] = {}
-    weights = {each: row_weight(each, plain) for each in names}
+    weights: dict[str, PackedWeight | RowWeight] = {}
+    for each in names:
+        own = each in COLUMN_RECIPES
+        weights[each] = packed_weight(each, plain) if own else row_weight(each, plain)
     for dtype in (torch.bfloat16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         x = torch.randn(rows, inputs).to(dtype)
@@ -115,9 +120,12 @@ def row_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Ca
         n_bytes[f"{name}, bfloat16 weights"] = two_bytes.nbytes
         for each, weight in weights.items():
             runs[f"{name}, {each}"] = partial(dispatch.quantized_matmul, x, weight)
-            n_bytes[f"{name}, {each}"] = sum(t.nbytes for t in weight.tensors.values())
+            n_bytes[f"{name}, {each}"] = (
+                packed_bytes(weight) if isinstance(weight, PackedWeight)
+                else sum(t.nbytes for t in weight.tensors.values())
+            )  # fmt: skip
     return Case(
-        name=f"row-packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
+        name=f"packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
         wider=n_bytes, flops=2 * rows * inputs * outputs,
         sizes={"rows": rows, "inputs": inputs, "outputs": outputs},
     )  # fmt: skip

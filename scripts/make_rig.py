@@ -38,8 +38,8 @@ from rig_routing import Routers, Routing
 from rig_rows import RowRig
 from rig_shapes import MODELS, SHAPES, Shape, parse_shape
 from rig_tensors import RandomPool, Rig, Source
+from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.packing import BITS
-from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
@@ -134,7 +134,7 @@ def write_rig(
         shape_name: see parse_shape(), or one of rig_shapes.MODELS.
         layers: instead of the shape's own number.
         bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
-        row_format: one of specexec_kernels.row_quantize.RECIPES, or "gpt-oss" for experts as its
+        row_format: one of specexec_kernels.column_quantize.PACKERS, or "gpt-oss" for experts as its
             own checkpoints have them, in place of `bits`.
         routing: of a mixture on the held-out prompts; random routers unless given.
     Raises:
@@ -245,8 +245,8 @@ def main(argv: list[str] | None = None) -> int:
         default=16,
         help="per weight; below 16 in GPTQ format",
     )
-    parser.add_argument("--format", choices=(*RECIPES, GPT_OSS), metavar="NAME",
-                        help=f"in place of --bits: {', '.join(RECIPES)}, or {GPT_OSS}, whose "
+    parser.add_argument("--format", choices=(*PACKERS, GPT_OSS), metavar="NAME",
+                        help=f"in place of --bits: {', '.join(PACKERS)}, or {GPT_OSS}, whose "
                              "experts alone are packed")  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="of the random weights")
     parser.add_argument("--skew", type=float, metavar="SHARE",

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from quantize_rtn import LINEARS
 from safetensors.torch import load_file, save_file
-from specexec_kernels.row_quantize import RECIPES
+from specexec_kernels.column_quantize import PACKERS
 
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.store import read_checkpoint
@@ -31,7 +31,7 @@ def write_packed(source: Path, out: Path, recipe: str) -> Path:
     if out.exists():
         raise ConfigError(f"{out} exists: give another folder, or remove it first")
     checkpoint = read_checkpoint(source)
-    settings, pack = RECIPES[recipe].settings, RECIPES[recipe].pack
+    settings, pack = PACKERS[recipe].settings, PACKERS[recipe].pack
     out.mkdir(parents=True)
     weight_map = {}
     for file in checkpoint.files:
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("source", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--format", choices=RECIPES, required=True)
+    parser.add_argument("--format", choices=PACKERS, required=True)
     args = parser.parse_args(argv)
     try:
         print(write_packed(args.source, args.out, args.format))

@@ -1,4 +1,4 @@
-"""A speed rig in a row-packed format: a plain rig whose linears are rounded as they are written.
+"""A speed rig of a plain rig whose linears are packed as they are written.
 
 Unlike a GPTQ rig it computes nearly, not exactly, what its source computes rounded in the same way:
 a group of the rig's inputs, or a tile, may hold weights of several groups of the source. Its bytes
@@ -15,8 +15,8 @@ from rig_gptq import is_linear
 from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source
+from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats.base import described
-from specexec_kernels.row_quantize import RECIPES
 from torch import Tensor
 
 
@@ -37,7 +37,7 @@ class RowRig:
             ConfigError: the source does not fit into the shape.
         """
         self._plain = Rig(source, shape, pool, routers)
-        self.source, self._recipe = source, RECIPES[recipe]
+        self.source, self._recipe = source, PACKERS[recipe]
         self.norms_in_float32 = self._plain.norms_in_float32
         self._leaves: dict[tuple[int, ...], dict[str, tuple[str, tuple[int, ...]]]] = {}
         self._packed: tuple[str, dict[str, Tensor]] = ("", {})
@@ -73,7 +73,7 @@ class RowRig:
             weight = torch.from_numpy(words).view(torch.bfloat16).float()
             self._packed = linear, self._recipe.pack(weight)
         tensor = self._packed[1][name.removeprefix(f"{linear}.")]
-        found: Array = tensor.contiguous().view(torch.uint8).numpy()
+        found: Array = tensor.reshape(-1).view(torch.uint8).numpy()
         return found
 
 

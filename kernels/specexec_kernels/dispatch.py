@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import subprocess
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -18,6 +19,7 @@ from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_quant, cpu_rows
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.packing import PackedWeight
 from specexec_kernels.tree_attention import tree_attention_ref
 
@@ -65,7 +67,7 @@ def quantized_matmul(
     """
     out_dtype = out_dtype or x.dtype
     if isinstance(weight, RowWeight):
-        if uses_triton(x.device) and weight.format.triton() is not None:
+        if uses_triton(x.device) and weight.format.has_triton():
             from specexec_kernels import triton_rows
 
             if x.shape[0] <= GPU_FUSED_ROWS:
@@ -146,7 +148,8 @@ def choices(device: torch.device) -> dict[str, str]:
         vectors = f"{32 * cpu_jit.lanes()}-bit vectors"
         pairs = ", bfloat16 by pairs" if cpu_jit.has_dot() else ""
         return {
-            "quantized linears": f"LLVM-compiled, {vectors}{pairs}",
+            "quantized linears": f"LLVM-compiled, {vectors}{pairs}"
+            + _unpacked(each.name for each in GGUF_FORMATS.values() if not each.compiled),
             "tree attention": f"LLVM-compiled, {vectors}",
             "log-softmax + top-k": "PyTorch",
             "cache compaction": "PyTorch",
@@ -155,4 +158,15 @@ def choices(device: torch.device) -> dict[str, str]:
     operations = (
         "quantized linears", "tree attention", "log-softmax + top-k", "cache compaction",
     )  # fmt: skip
-    return dict.fromkeys(operations, name)
+    found = dict.fromkeys(operations, name)
+    if name == "Triton":
+        found["quantized linears"] += _unpacked(
+            each.name for each in GGUF_FORMATS.values() if not each.has_triton()
+        )
+    return found
+
+
+def _unpacked(names: Iterable[str]) -> str:
+    """What is added about GGUF's types that have no kernel here."""
+    listed = ", ".join(names)
+    return f"; of GGUF's types PyTorch unpacks {listed}" if listed else ""

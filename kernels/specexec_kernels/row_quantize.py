@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels.formats.fp4 import E2M1
-from specexec_kernels.packing import pack_rows
+from specexec_kernels.packing import pack_rows, unpack_rows
 
 _E4M3_MAX = 448.0
 # quantiles of a normal distribution, the largest 1 (QLoRA, arXiv:2305.14314, appendix E)
@@ -25,6 +25,8 @@ NF4 = (
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
+# magnitudes of bitsandbytes' 3 lower bits as its functional.create_fp4_map has them, over 12
+FP4 = tuple(sign * value / 12.0 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,6 @@ class Recipe:
     Attributes:
         settings: quantization_config.
         pack: (outputs, inputs) float32 -> tensors by leaf.
-        bits: stored for each weight, scales included.
     """
 
     settings: Mapping[str, Any]
@@ -94,27 +95,76 @@ def packed_integers(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
     }
 
 
+def packed_with_zeros(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
+    """As packed_integers, but with a zero point for each group, packed along the outputs."""
+    groups = weight.view(weight.shape[0], -1, group)
+    low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
+    most = 2**bits - 1
+    scales = _positive((high - low) / most).bfloat16()
+    zeros = torch.round(-low / scales.float()).clamp(0, most)
+    codes = torch.round(groups / scales.float()[..., None]) + zeros[..., None]
+    return {
+        "weight_packed": pack_rows(
+            codes.clamp(0, most).view(weight.shape).int().T, bits
+        ).T.contiguous(),
+        "weight_scale": scales,
+        "weight_zero_point": pack_rows(zeros.int(), bits),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def packed_by_activation(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
+    """As packed_integers where groups are of inputs that are far apart: in a random order, as the
+    one of falling activations is to the weight."""
+    order = activation_order(weight.shape[1])
+    packed = packed_integers(weight[:, order], bits, group)
+    codes = unpack_rows(packed["weight_packed"].T, bits)  # (inputs, outputs), sorted by groups
+    places = torch.argsort(order)
+    packed["weight_packed"] = pack_rows(codes[places], bits).T.contiguous()
+    packed["weight_g_idx"] = (places // group).int()
+    return packed
+
+
+def activation_order(inputs: int) -> Tensor:
+    """Inputs as an imagined calibration would sort them: any order, the same each time."""
+    return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+
+
+def int8_vectors(weight: Tensor) -> dict[str, Tensor]:
+    """int8 with 127 scales for each output, as LLM.int8 stores it (arXiv:2208.07339)."""
+    stats = _positive(weight.abs().amax(1))
+    codes = torch.round(weight * (127.0 / stats[:, None])).to(torch.int8)
+    return {"weight": codes, "SCB": stats, "weight_format": torch.zeros((), dtype=torch.uint8)}
+
+
 def int8_channels(weight: Tensor) -> dict[str, Tensor]:
     """int8 with a scale for each output."""
     scales = _positive(weight.abs().amax(1, keepdim=True) / 127)
     return {"weight": torch.round(weight / scales).to(torch.int8), "weight_scale": scales}
 
 
-def nf4(weight: Tensor, run: int = 64) -> dict[str, Tensor]:
-    """bitsandbytes' 4-bit codes, absmax in float32."""
+def table4(weight: Tensor, kind: str) -> dict[str, Tensor]:
+    """bitsandbytes' 4-bit codes, absmax in float32 for each 64 inputs where they are whole runs."""
+    run, table = 32 if weight.shape[1] % 64 else 64, {"nf4": NF4, "fp4": FP4}[kind]
     groups = weight.reshape(-1, run)
     scales = _positive(groups.abs().amax(1))
-    codes = _nearest(groups / scales[:, None], NF4).view(-1, 2)
-    state = {"quant_type": "nf4", "blocksize": run, "dtype": "bfloat16",
+    codes = _nearest(groups / scales[:, None], table).view(-1, 2)
+    state = {"quant_type": kind, "blocksize": run, "dtype": "bfloat16",
              "shape": list(weight.shape)}  # fmt: skip
     return {
         "weight": ((codes[:, 0] << 4) | codes[:, 1]).byte()[:, None],
         "weight.absmax": scales,
-        "weight.quant_map": torch.tensor(NF4),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(
+        "weight.quant_map": torch.tensor(table),
+        f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(
             list(json.dumps(state).encode()), dtype=torch.uint8
         ),
     }
+
+
+def _bitsandbytes(kind: str) -> Recipe:
+    settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
+                "bnb_4bit_use_double_quant": False}  # fmt: skip
+    return Recipe(settings, lambda weight: table4(weight, kind))
 
 
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
@@ -144,6 +194,16 @@ RECIPES: dict[str, Recipe] = {
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
         lambda weight: packed_integers(weight, 4, 32),
     ),
+    "w4a16-zeros": Recipe(
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32,
+                    symmetric=False),
+        lambda weight: packed_with_zeros(weight, 4, 32),
+    ),
+    "w4a16-act-order": Recipe(
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32,
+                    actorder="group"),
+        lambda weight: packed_by_activation(weight, 4, 32),
+    ),
     "w8a16": Recipe(
         _compressed("pack-quantized", num_bits=8, type="int", strategy="group", group_size=32),
         lambda weight: packed_integers(weight, 8, 32),
@@ -151,11 +211,9 @@ RECIPES: dict[str, Recipe] = {
     "w8a8": Recipe(
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels
     ),
-    "nf4": Recipe(
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-         "bnb_4bit_use_double_quant": False},
-        lambda weight: nf4(weight, 32 if weight.shape[1] % 64 else 64),
-    ),
+    "nf4": _bitsandbytes("nf4"),
+    "fp4": _bitsandbytes("fp4"),
+    "int8": Recipe({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_vectors),
 }  # fmt: skip
 
 

@@ -25,7 +25,7 @@ _TREE = TreeConfig()
 TASKS = ("chat", "code")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
-    "quantization": ("none", "gptq", "awq", "mxfp4"),
+    "quantization": ("none", "gptq", "awq", "compressed-tensors", "mxfp4"),
     "bits": (2, 3, 4, 8),
     "task": TASKS,
 }
@@ -49,7 +49,7 @@ class ModelEntry:
     file: str | None = None  # of the hub repository: one GGUF file, or any part of a split one
     model_type: str | None = None  # config.json's; of a model that sees, its part for text's
     dtype: str | None = None  # of the stored weights that are not quantized
-    quantization: str | None = None  # none, gptq, awq, or mxfp4: of the experts alone
+    quantization: str | None = None  # one of _CHOICES; mxfp4 packs the experts alone
     bits: int | None = None  # of a quantized weight
     group_size: int | None = None  # inputs that share a scale; -1 is all of them
     context: int | None = None  # tokens
@@ -122,7 +122,8 @@ class ModelEntry:
         tables = 1 if self.shape.get("tie_word_embeddings", False) else 2
         plain: int = self.shape.get("vocab_size", 0) * hidden * tables  # embeddings and head
         group = hidden if self.group_size == -1 else self.group_size
-        bits = self.bits + (16 + self.bits) / group  # codes, and a scale and a zero per group
+        zero = 0 if self.quantization == "compressed-tensors" else self.bits
+        bits = self.bits + (16 + zero) / group  # codes, and a scale and a zero per group
         return plain * width + int((self.params - plain) * bits / 8) + unread
 
     def config_json(self) -> dict[str, Any]:
@@ -133,12 +134,25 @@ class ModelEntry:
         if config.get("q_lora_rank") == 0:
             config["q_lora_rank"] = None  # which a TOML file cannot say
         if self.quantization not in (None, "none"):
-            config["quantization_config"] = {
+            config["quantization_config"] = self._quantization_config()
+        return config
+
+    def _quantization_config(self) -> dict[str, Any]:
+        if self.quantization != "compressed-tensors":
+            return {
                 "quant_method": self.quantization,
                 "bits": self.bits,
                 "group_size": self.group_size,
             }
-        return config
+        weights: dict[str, Any] = {"num_bits": self.bits, "type": "int", "symmetric": True}
+        if self.group_size == -1:
+            weights["strategy"] = "channel"
+        else:
+            weights |= {"strategy": "group", "group_size": self.group_size}
+        return {
+            "quant_method": self.quantization,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +250,8 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
         least = 0 if key == "q_lora_rank" else 1
         if not isinstance(value, bool) and not (isinstance(value, int) and value >= least):
             raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
-    stated = {entry.quantization in ("gptq", "awq"), bool(entry.bits), bool(entry.group_size)}
+    in_groups = entry.quantization in ("gptq", "awq", "compressed-tensors")
+    stated = {in_groups, bool(entry.bits), bool(entry.group_size)}
     if len(stated) > 1:
         raise ConfigError(f"{where} needs quantization, bits and group_size together, or no bits")
     return replace(entry, repo=_anchored(entry.repo, path))

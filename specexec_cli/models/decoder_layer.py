@@ -167,6 +167,8 @@ class DecoderLayer(nn.Module):
                 own["position_embeddings"] = _in_dtype(
                     own["position_embeddings"], self._context.dtype
                 )
+            if given.get("attention_scaling") is not None:  # (1, 1, rows, 1), for all heads (Beam)
+                own["attention_scaling"] = given["attention_scaling"][:, :, start:stop]
             own["attention_mask"] = mask
             self._positions = own.get("position_ids")
             output = run(hidden[..., start:stop, :], **{**given, **own})

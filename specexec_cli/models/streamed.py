@@ -40,7 +40,7 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.stream import LayerStream, read_tensors
-from specexec_cli.planning.built_sizes import chosen_experts, path_of
+from specexec_cli.planning.built_sizes import chosen_experts, path_of, text_decoder
 from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 from specexec_cli.planning.tiers import table_in_ram
@@ -374,7 +374,7 @@ class StreamedModel:
     def _load_resident(self, dtype: torch.dtype | None, table_in_ram: bool) -> None:
         """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
         model, tensors = self.skeleton.model, self.skeleton.resident_tensors
-        text = model.get_decoder()
+        text = text_decoder(model)
         for name, buffer in list(text.named_buffers(remove_duplicate=False)):
             if not buffer.is_meta:
                 path, _, leaf = name.rpartition(".")

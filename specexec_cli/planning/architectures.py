@@ -7,7 +7,8 @@ its names differ from the module's. Torch-free, because `plan` reads it before a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
@@ -49,15 +50,20 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
 def refusal(model_type: str) -> str:
     """One line about a `model_type` that is not in the table: why, and what comes nearest."""
     reason = REFUSED.get(model_type)
-    family = model_type.partition("_")[0].rstrip("0123456789")
-    relatives = [name for name in ARCHITECTURES if name.startswith(family)]
-    near = get_close_matches(model_type, relatives, n=3, cutoff=0.0) if family else []
+    near = relatives(model_type, ARCHITECTURES)
     return (
         f"architecture '{model_type}' is not supported"
         + (f": {reason}. " if reason else ". ")
         + (f"Nearest of those that run: {', '.join(near)}. " if near else "")
         + "docs/architectures.md lists all"
     )
+
+
+def relatives(model_type: str, known: Iterable[str]) -> list[str]:
+    """At most three of the known types whose names begin as this one's, the nearest first."""
+    family = re.split(r"[_.-]", model_type)[0].rstrip("0123456789")
+    same = [name for name in known if family and name.startswith(family)]
+    return get_close_matches(model_type, same, n=3, cutoff=0.0)
 
 
 def register(architecture: Architecture) -> None:

@@ -38,6 +38,7 @@ class BuiltLayer:
     others: int  # weights of norms and biases
     expert_others: int  # of them those of experts that can come one by one
     kv_elements: int  # of one token
+    expanded_elements: int  # of one token, made of its latent while the layer attends; 0: no latent
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,9 @@ def _count(layer: nn.Module, config: PretrainedConfig) -> BuiltLayer:
         else:
             others += tensor.numel()
             expert_others += tensor.numel() if one_by_one else 0
-    return BuiltLayer(tuple(matrices), others, expert_others, _kv_elements(layer, config))
+    return BuiltLayer(
+        tuple(matrices), others, expert_others, _kv_elements(layer, config), _expanded(layer)
+    )
 
 
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "num_selected_experts")
@@ -153,6 +156,15 @@ def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:
         kv_heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 2 * kv_heads * int(head_dim)
+
+
+def _expanded(layer: nn.Module) -> int:
+    """Elements that attention makes of one token's latent: the product that gives keys and values,
+    and the keys with their rotated part behind them."""
+    for part in layer.modules():
+        if (both := getattr(part, "kv_b_proj", None)) is not None:
+            return int(both.out_features + part.num_heads * part.qk_head_dim)
+    return 0
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -198,6 +210,14 @@ def text_model_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     return kind
 
 
+def text_decoder(model: PreTrainedModel) -> nn.Module:
+    """The part with the layers: the decoder, unless the head is called so (ModernBERT)."""
+    from torch import nn
+
+    found: nn.Module = model.get_decoder()
+    return model.base_model if isinstance(found, nn.Linear) else found
+
+
 def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleList]:
     """The list of decoder layers and its name in the model.
 
@@ -206,7 +226,7 @@ def decoder_layers(model: PreTrainedModel, count: int) -> tuple[str, nn.ModuleLi
     """
     from torch import nn
 
-    decoder = model.get_decoder()
+    decoder = text_decoder(model)
     prefix = path_of(model, decoder)
     for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -231,7 +251,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """own_tensors of the parts that read and write text."""
-    text = [path_of(model, model.get_decoder())]
+    text = [path_of(model, text_decoder(model))]
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         text += [path_of(model, module)] if module is not None else []
     for name, tensor in own_tensors(model):

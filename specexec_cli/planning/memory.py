@@ -73,12 +73,16 @@ def nodes_of_a_text(budget: int, texts: int) -> int:
 def activation_bytes(model: ModelBytes, work: Work) -> int:
     """Rows between and inside layers, mask, logits, and what matmul libraries set aside.
 
+    Where a latent is cached in the place of keys and values (DeepSeek-V2), the layer that attends
+    has those of all slots beside it.
+
     Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
     """
     between = 3 * work.pass_rows * model.hidden * FLOAT32_BYTES
     rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
     inner_bytes = FLOAT32_BYTES if work.widened else work.item_bytes
     inside = rows * (8 * model.hidden + 3 * model.intermediate) * inner_bytes
+    inside += model.expanded_elements * work.slots * inner_bytes
     mask = rows * (work.context_tokens + rows) * (1 + work.item_bytes)
     logits = work.verify_rows * model.vocab * 2 * FLOAT32_BYTES  # of this pass and of the last
     return between + inside + mask + logits + SCRATCH_BYTES

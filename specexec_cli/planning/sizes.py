@@ -60,6 +60,8 @@ class ModelBytes:
     hidden: int
     intermediate: int  # widest activation inside a layer, per row
     vocab: int
+    # key and value elements of one token that a layer makes of its latent while it attends (MLA)
+    expanded_elements: int = 0
     head: int = 0  # of the resident bytes, a head's own; 0 where it is the embeddings' table
     table: int = 0  # of the resident bytes, the embeddings' table; 0 where it is the head too
     experts: ExpertBytes | None = None  # None: not a mixture
@@ -168,6 +170,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         layer_params=params,
         largest_matrix=largest, active_params=active,
         kv_elements=_kv_elements(shape, config) * shape.layers,
+        expanded_elements=_expanded_elements(shape, config),
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
         experts=_experts(experts, _expert_count(config), _chosen(config)),
     )  # fmt: skip
@@ -254,6 +257,7 @@ def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
         table=model.table * item, layer_params=params, active_params=active,
         largest_matrix=max(each.inputs * each.outputs for each in linears),
         kv_elements=sum(layer.kv_elements for layer in model.layers),
+        expanded_elements=max(layer.expanded_elements for layer in model.layers),
         hidden=model.hidden, intermediate=max(each.outputs for each in linears), vocab=model.vocab,
         experts=_experts(experts, max(counts, default=0), model.chosen),
     )  # fmt: skip
@@ -319,6 +323,16 @@ def _kv_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
     if shape.kind.latent:
         return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
     return 2 * shape.kv_heads * shape.head_dim
+
+
+def _expanded_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
+    """Of one token what all heads' keys and values take beside its latent; 0 where it has none."""
+    if not shape.kind.latent:
+        return 0
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    plain, rotated, value = (_number(config, name) for name in names)
+    # the product that gives keys and values, and the keys with their rotated part behind them
+    return shape.heads * (plain + value + plain + rotated)
 
 
 def _latent_attention(shape: _Shape, config: Mapping[str, Any]) -> tuple[list[_Linear], int]:

@@ -19,13 +19,17 @@ from checkpoints import (
     save_checkpoint,
 )
 from safetensors import safe_open
+from specexec_kernels.column_quantize import PACKERS
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError, ConfigError
 from specexec_cli.models.experts import StreamedExperts
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.sizes import checkpoint_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import gguf_repeat
+import gguf_rig
 import make_rig
 from rig_random import RandomRig
 from rig_routing import Routing, routing_of
@@ -318,8 +322,8 @@ def test_same_seed_same_bytes(source: Path, tmp_path: Path) -> None:
     assert not np.array_equal(read[0], read[2])
 
 
-@pytest.mark.parametrize("recipe", ["fp8", "nvfp4", "nf4", "gpt-oss"])
-def test_row_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [*PACKERS, "gpt-oss"])
+def test_a_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
@@ -335,3 +339,35 @@ def test_row_packed_rig_is_read_and_nearly_computes_the_source(recipe: str, tmp_
         model.close()
     error = (logits[1] - logits[0]).std() / logits[0].std()
     assert 0 < error < 0.5
+    assert_planned_as_stored(rig)
+
+
+def assert_planned_as_stored(rig: Path) -> None:
+    """`plan` counts every byte of the files but those of tensors that no product needs."""
+    checkpoint = read_checkpoint(rig)
+    model = open_float32(rig)
+    unused = sum(checkpoint.tensors[name].n_bytes for name in model.skeleton.unused)
+    streamed = sum(
+        each.n_bytes for layer in model.skeleton.layer_tensors for each in layer.values()
+    )
+    model.close()
+    planned = checkpoint_bytes(checkpoint)
+    assert planned.total == checkpoint.total_bytes
+    assert sum(planned.layers) - unused <= streamed <= sum(planned.layers)
+    assert unused < 0.02 * planned.total
+
+
+def test_a_longer_gguf_of_a_rig_writes_the_same_text(source: Path, tmp_path: Path) -> None:
+    rig = make_rig.write_rig(source, PLAIN, tmp_path / "rig")
+    short, long = tmp_path / "short.gguf", tmp_path / "long.gguf"
+    gguf_rig.write(rig, short, 16)
+    gguf_repeat.repeat(short, long, 7, source_layers=2)
+    found = []
+    for path in (short, long):
+        model = open_float32(path)
+        found.append(chain_logits(model, [1, 5, 9, 3, 60, 33]))
+        model.close()
+    assert torch.equal(*found)
+    assert len(checkpoint_bytes(read_checkpoint(long)).layers) == 7
+    with pytest.raises(SystemExit, match="has 3 layers: it needs more than the source's 3"):
+        gguf_repeat.repeat(short, tmp_path / "none.gguf", 7, source_layers=3)

@@ -9,6 +9,7 @@ import torch
 from packed import FORMATS, random_weight
 from specexec_kernels import cpu_dot, cpu_jit, cpu_quant, dispatch
 from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
+from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.packing import PackedFormat, PackedWeight
 
 V1 = PackedFormat(4, stored_minus_one=True)
@@ -62,10 +63,25 @@ def test_too_narrow_for_the_kernels() -> None:
 
 
 def test_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "LLVM" in dispatch.choices(torch.device("cpu"))["quantized linears"]
+    linears = dispatch.choices(torch.device("cpu"))["quantized linears"]
+    assert "LLVM" in linears
+    assert "PyTorch" not in linears  # every type of GGUF has IR
     for obstacle, name in ((None, "Triton"), ("no compiler", "PyTorch")):
         monkeypatch.setattr(dispatch, "triton_obstacle", lambda device, found=obstacle: found)
-        assert set(dispatch.choices(torch.device("cuda")).values()) == {name}
+        told = dispatch.choices(torch.device("cuda"))
+        assert {each.partition(";")[0] for each in told.values()} == {name}
+        assert ("; of GGUF's types PyTorch unpacks " in told["quantized linears"]) == (
+            obstacle is None
+        )
+
+
+def test_what_is_told_of_ggufs_types_is_what_they_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+    linears = dispatch.choices(torch.device("cuda"))["quantized linears"]
+    named = linears.partition("unpacks ")[2].split(", ")
+    assert named == [each.name for each in GGUF_FORMATS.values() if each.triton() is None]
+    assert "Q4_K" not in named
 
 
 @pytest.mark.parametrize(

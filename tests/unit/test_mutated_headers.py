@@ -1,8 +1,14 @@
-"""A thousand damaged headers of each container: read, or refused in one line; nothing else."""
+"""A thousand damaged headers of each container: read, or refused in one line; nothing else.
 
+What is read is read to the last byte: of every header that passes, all tensors.
+"""
+
+import json
 import random
+import signal
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +20,11 @@ from safetensors.torch import save_file
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf
 from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint
-from specexec_cli.offload.store import read_header
+from specexec_cli.offload.resident import read_tensors
+from specexec_cli.offload.store import TensorRange, read_checkpoint, read_header
 
 MUTANTS = 1000
+HANGS_S = 60.0  # far more than a tiny file takes on any machine
 # numbers that headers lie with: signs, borders of 32 and 64 bits, and sums that wrap
 HOSTILE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
 
@@ -83,13 +91,32 @@ def tiny_safetensors(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_whole_gguf(path: Path) -> list[tuple[int, int]]:
+def read_whole_gguf(path: Path) -> list[TensorRange]:
     """Container, config and names: all that happens before a byte of a weight is read."""
-    return [(each.start, each.stop) for each in read_gguf_checkpoint(path).tensors.values()]
+    return list(read_gguf_checkpoint(path).tensors.values())
 
 
-def read_safetensors(path: Path) -> list[tuple[int, int]]:
-    return [(each.start, each.stop) for each in read_header(path).values()]
+def read_safetensors(path: Path) -> list[TensorRange]:
+    return list(read_header(path).values())
+
+
+@contextmanager
+def ended() -> Iterator[None]:
+    """Fails what does not come to an end, where the system has a timer for it."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise AssertionError(f"not ended after {HANGS_S:.0f} s")
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, HANGS_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize(
@@ -98,25 +125,57 @@ def read_safetensors(path: Path) -> list[tuple[int, int]]:
 def test_damaged_headers_are_read_within_the_file_or_refused_in_a_line(
     tmp_path: Path,
     write: Callable[[Path], bytes],
-    read: Callable[[Path], list[tuple[int, int]]],
+    read: Callable[[Path], list[TensorRange]],
 ) -> None:
     raw = write(tmp_path / "whole.gguf")
     places = read(tmp_path / "whole.gguf")  # it is right before it is damaged
-    header_bytes = min(start for start, _ in places)
+    header_bytes = min(each.start for each in places)
     path = tmp_path / "damaged.gguf"
     refused = 0
     for seed in range(MUTANTS):
         data = mutated(raw, header_bytes, random.Random(seed))
         path.write_bytes(data)
-        try:
-            found, message = read(path), ""
-        except CheckpointError as error:
-            found, message = [], str(error)
+        with ended():
+            try:
+                found, message = read(path), ""
+            except CheckpointError as error:
+                found, message = [], str(error)
+            refused += bool(message)
+            assert "\n" not in message, seed
+            assert len(message) < 1000, seed
+            assert all(0 <= each.start <= each.stop <= len(data) for each in found), seed
+            stored = read_tensors(found) if found else {}
+        assert {name: tensor.nbytes for name, tensor in stored.items()} == {
+            each.name: each.n_bytes for each in found
+        }, seed
+    assert MUTANTS // 2 < refused < MUTANTS  # else the damages are none, or nothing is left to read
+
+
+def test_damaged_indices_are_read_or_refused_in_a_line(tmp_path: Path) -> None:
+    """The index of a checkpoint in several files is a header too: names of files, in JSON."""
+    folder = tmp_path / "whole"
+    folder.mkdir()
+    names = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+    for part, name in enumerate(names):
+        save_file({f"model.layers.{part}.weight": torch.zeros(4, 4)}, folder / name)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    index = folder / "model.safetensors.index.json"
+    whole = {f"model.layers.{part}.weight": name for part, name in enumerate(names)}
+    raw = json.dumps({"metadata": {"total_size": 128}, "weight_map": whole}).encode()
+    index.write_bytes(raw)
+    assert set(read_checkpoint(folder).tensors) == set(whole)
+    refused = 0
+    for seed in range(MUTANTS):
+        index.write_bytes(mutated(raw, len(raw), random.Random(seed)))
+        with ended():
+            try:
+                found, message = list(read_checkpoint(folder).tensors.values()), ""
+            except CheckpointError as error:
+                found, message = [], str(error)
         refused += bool(message)
         assert "\n" not in message, seed
-        assert len(message) < 1000, seed
-        assert all(0 <= start <= stop <= len(data) for start, stop in found), seed
-    assert refused > MUTANTS // 2  # else the damages are none
+        assert all(each.path.parent == folder for each in found), seed
+    assert refused > MUTANTS // 2
 
 
 def test_the_whole_gguf_file_is_what_was_written(tmp_path: Path) -> None:

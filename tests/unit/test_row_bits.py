@@ -5,13 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from row_checkpoints import save_row_packed
+from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats import METHODS
 from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.row_bits import _METHODS, row_bits
-from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
+from specexec_cli.planning.sizes import (
+    _Linear,
+    _linear_bytes,
+    architecture_bytes,
+    checkpoint_bytes,
+)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -23,6 +30,20 @@ def test_layers_take_what_the_config_says(recipe: str, tmp_path: Path) -> None:
     assert stored.packed
     for ours, theirs in zip(counted.layers, stored.layers, strict=True):
         assert theirs * 0.85 <= ours <= theirs
+
+
+@pytest.mark.parametrize("recipe", PACKERS)
+def test_matrices_of_real_size_take_what_the_config_says(recipe: str) -> None:
+    """From config.json alone, to half a percent of the tensors that are streamed."""
+    outputs, inputs = 512, 4096
+    settings = dict(PACKERS[recipe].settings)
+    tensors = PACKERS[recipe].pack(torch.zeros(outputs, inputs))
+    method = METHODS.get(settings["quant_method"])
+    unread = method.unused if method is not None else ()
+    stored = sum(tensor.nbytes for leaf, tensor in tensors.items() if leaf not in unread)
+    linear = _Linear(inputs, outputs)
+    counted = _linear_bytes(linear, 2, {"quantization_config": settings})
+    assert counted == pytest.approx(stored, rel=0.02 if "act-order" in recipe else 0.005)
 
 
 def test_every_method_has_its_bits() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.registry import Registry, load_registry
+from specexec_cli.planning.sizes import architecture_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +169,15 @@ def test_config_json_carries_the_quantization(shipped: Registry) -> None:
     assert config["hidden_size"] == 8192
     assert config["quantization_config"] == {"quant_method": "gptq", "bits": 4, "group_size": -1}
     assert "quantization_config" not in shipped.model("llama2-70b-chat").config_json()
+
+
+@pytest.mark.parametrize("name", ["gemma3-27b-it-gptq", "llama3.2-1b-instruct-awq", "gpt-oss-20b"])
+def test_a_plan_counts_what_the_entry_says(shipped: Registry, name: str) -> None:
+    """Two ways to count: from the entry's numbers, and from the config.json that it stands for."""
+    model = shipped.model(name)
+    unread = (model.vision_params or 0) * 2
+    planned = architecture_bytes(model.config_json()).total
+    assert planned + unread == pytest.approx(model.size_bytes, rel=0.01)
 
 
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:

@@ -151,6 +151,11 @@ class RowFormat(ABC):
         """
         return None
 
+    @classmethod
+    def has_triton(cls) -> bool:
+        """Whether Triton kernels read it; nothing is imported to tell."""
+        return cls.triton is not RowFormat.triton
+
 
 @dataclass(frozen=True, slots=True)
 class RowWeight:

@@ -1,0 +1,74 @@
+"""Round-to-nearest quantization into the layouts of AWQ and of GPTQ with activation order.
+
+As specexec_kernels.row_quantize, for weights whose codes lie down the inputs or across the outputs
+(specexec_kernels.packing): for rigs, benches and tests. Plain GPTQ is specexec_kernels.quantize.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.packing import PackedFormat, PackedWeight, pack_awq, pack_rows, store_zeros
+from specexec_kernels.quantize import round_to_nearest
+from specexec_kernels.row_quantize import RECIPES, Recipe, activation_order
+
+GROUP_SIZE = 128
+_BITS = 4
+_AWQ = PackedFormat(_BITS, awq=True)
+_GPTQ = PackedFormat(_BITS, stored_minus_one=True)
+
+
+def awq(weight: Tensor) -> dict[str, Tensor]:
+    """4 bits with a zero point for each group, as AutoAWQ's GEMM kernels want them."""
+    outputs, inputs = weight.shape
+    group = min(GROUP_SIZE, inputs)
+    padded = torch.zeros(outputs, -(-inputs // group) * group)
+    padded[:, :inputs] = weight
+    groups, most = padded.view(outputs, -1, group), 2**_BITS - 1
+    low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
+    scales = ((high - low) / most).half()
+    scales[scales == 0] = 1.0  # any scale will do for a group of zeros
+    zeros = torch.round(-low / scales.float()).clamp(0, most)
+    codes = torch.round(groups / scales.float()[..., None]) + zeros[..., None]
+    codes = codes.clamp(0, most).int().view(outputs, -1)[:, :inputs]
+    return {
+        "qweight": pack_awq(codes.T), "qzeros": store_zeros(zeros.T.int(), _AWQ),
+        "scales": scales.T.contiguous(),
+    }  # fmt: skip
+
+
+def gptq_by_activation(weight: Tensor) -> dict[str, Tensor]:
+    """4 bits in groups of inputs that are far apart, which `g_idx` names (desc_act)."""
+    outputs, inputs = weight.shape
+    group = min(GROUP_SIZE, inputs)
+    order = activation_order(inputs)
+    codes, scales = round_to_nearest(weight[:, order], _BITS, group)
+    places = torch.argsort(order)
+    zeros = torch.full((scales.shape[1], outputs), 2 ** (_BITS - 1))
+    return {
+        "qweight": pack_rows(codes[:, places].T, _BITS), "qzeros": store_zeros(zeros, _GPTQ),
+        "scales": scales.T.contiguous(), "g_idx": (places // group).int(),
+    }  # fmt: skip
+
+
+COLUMN_RECIPES: dict[str, Recipe] = {
+    "awq": Recipe(
+        {"quant_method": "awq", "bits": _BITS, "group_size": GROUP_SIZE, "version": "gemm",
+         "zero_point": True}, awq,
+    ),
+    "gptq-act-order": Recipe(
+        {"quant_method": "gptq", "bits": _BITS, "group_size": GROUP_SIZE, "desc_act": True,
+         "sym": True, "checkpoint_format": "gptq"}, gptq_by_activation,
+    ),
+}  # fmt: skip
+PACKERS = {**RECIPES, **COLUMN_RECIPES}  # all that rigs can have
+
+
+def packed_weight(name: str, weight: Tensor) -> PackedWeight:
+    """A weight (outputs, inputs) packed by one of COLUMN_RECIPES."""
+    outputs, inputs = weight.shape
+    return PackedWeight(
+        format=_AWQ if name == "awq" else _GPTQ, in_features=inputs, out_features=outputs,
+        group_size=min(GROUP_SIZE, inputs), **COLUMN_RECIPES[name].pack(weight),
+    )  # fmt: skip
