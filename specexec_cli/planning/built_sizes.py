@@ -161,6 +161,7 @@ def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:
 def _expanded(layer: nn.Module) -> int:
     """Elements that attention makes of one token's latent: the product that gives keys and values,
     and the keys with their rotated part behind them."""
+    part: Any
     for part in layer.modules():
         if (both := getattr(part, "kv_b_proj", None)) is not None:
             return int(both.out_features + part.num_heads * part.qk_head_dim)
