@@ -64,7 +64,8 @@ def run(config: Config) -> dict[str, Any]:
 def show(report: dict[str, Any]) -> None:
     """The table: one line for the texts alone, two for each number of texts at once."""
     table = Table()
-    for title in ("texts", "tokens/s", "over one", "each over itself alone", "tokens a pass",
+    table.add_column("texts", justify="right", no_wrap=True)
+    for title in ("tokens/s", "over one", "each over itself alone", "tokens a pass",
                   "rows a pass", "s a pass", "passes to a first token"):  # fmt: skip
         table.add_column(title, justify="right")
     total = {name: sum(text[name] for text in report["alone"]) for name in report["alone"][0]}
