@@ -5,13 +5,17 @@ ordinary memory, no synchronization while a graph is being captured. A captured 
 operations between begin and end, and a replay does them again on the same memory, so that whatever
 Python decided during the capture stays decided.
 
-What it cannot show: the order of work on streams (tests/unit/test_device_stream.py), compiled
-kernels (tests/kernels), and speed.
+What it cannot show: the order of work on streams (tests/virtual_time.py), compiled kernels
+(tests/kernels), and speed.
+
+FAKE_CUDA_PINS=0 in the environment refuses to pin memory, another number is how many bytes may be.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -51,7 +55,7 @@ _CPU_INDICES = {aten.index, aten.index_put_, aten.index_put, aten._index_put_imp
 
 
 def _mm_wide(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch.mm(out_dtype=), for operands of two bytes; no other device has it."""
+    """torch.mm(out_dtype=) and bmm, for operands of two bytes; no other device has it."""
     if {left.dtype, right.dtype} - {torch.float16, torch.bfloat16} or dtype != torch.float32:
         raise RuntimeError(f"mm of {left.dtype} and {right.dtype} into {dtype} on CUDA")
     return left.float() @ right.float()
@@ -62,7 +66,9 @@ def _softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (rows.float() if half_to_float else rows).softmax(dim)
 
 
-_CUDA_ALONE = {aten.mm.dtype: _mm_wide, aten._softmax.default: _softmax}
+_CUDA_ALONE = {
+    aten.mm.dtype: _mm_wide, aten.bmm.dtype: _mm_wide, aten._softmax.default: _softmax,
+}  # fmt: skip
 
 
 class CudaTensor(torch.Tensor):
@@ -104,6 +110,11 @@ class _Graph:
 
 
 _capturing: _Graph | None = None
+_capturing_thread = 0  # what other threads do meanwhile is no part of the graph
+
+
+def _is_captured() -> bool:
+    return _capturing is not None and threading.get_ident() == _capturing_thread
 
 
 def _inner(value: Any) -> Any:
@@ -136,7 +147,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if there and here and packet not in _CROSSING | _CPU_INDICES:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-    if _capturing and (packet in _SYNCHRONIZING or here or not to_device):
+    if _is_captured() and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
     run = _CUDA_ALONE.get(func, func)
@@ -156,7 +167,8 @@ def _launch(run: Callable[[], Any]) -> Any:
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
-    if _capturing is not None:
+    if _is_captured():
+        assert _capturing is not None
         _capturing.operations.append(again)
     return found
 
@@ -211,18 +223,23 @@ class _Stream:
         assert event.recorded
 
 
-_current = _Stream()
+class _Current(threading.local):
+    """The current stream of each thread; that of all threads is the same at first."""
+
+    stream = _Stream()
+
+
+_current = _Current()
 
 
 def _set_stream(stream: _Stream) -> None:
-    global _current
-    _current = stream
+    _current.stream = stream
 
 
 @contextmanager
 def _on_stream(stream: _Stream) -> Iterator[None]:
     """torch.cuda.stream"""
-    before = _current
+    before = _current.stream
     _set_stream(stream)
     try:
         yield
@@ -247,13 +264,13 @@ class _Capture:
         self._graph, self._pool, self._stream = graph, pool, stream
 
     def __enter__(self) -> None:
-        global _capturing
-        self._before = _current
+        global _capturing, _capturing_thread
+        self._before = _current.stream
         _set_stream(self._stream)
         if self._pool in _recorded_to:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         _recorded_to.add(self._pool)
-        _capturing = self._graph
+        _capturing, _capturing_thread = self._graph, threading.get_ident()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         global _capturing
@@ -268,6 +285,9 @@ class _Capture:
 
 class _Event:
     recorded = False
+
+    def __init__(self, blocking: bool = False) -> None:
+        pass
 
     def record(self, stream: _Stream) -> None:
         self.recorded = True
@@ -285,17 +305,22 @@ class Runtime:
     class cudaError:
         success = 0
 
-    def __init__(self) -> None:
-        self.registered: set[int] = set()
+    def __init__(self, pins_bytes: int) -> None:
+        self.registered: dict[int, int] = {}  # address -> bytes
+        self.refused = 0
+        self._pins_bytes = pins_bytes
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         assert address % 4096 == 0
         assert n_bytes > 0
-        self.registered.add(address)
+        if sum(self.registered.values()) + n_bytes > self._pins_bytes:
+            self.refused += 1
+            return 2  # cudaErrorMemoryAllocation
+        self.registered[address] = n_bytes
         return self.cudaError.success
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.registered.remove(address)
+        del self.registered[address]
         return self.cudaError.success
 
 
@@ -317,15 +342,18 @@ def _register_device_guard() -> None:
 
 
 @contextmanager
-def fake_cuda(*, triton: bool = False) -> Iterator[None]:
+def fake_cuda(*, triton: bool = False, pins_bytes: int | None = None) -> Iterator[Runtime]:
     """torch sees a device of 8 GB inside the `with`.
 
     Args:
         triton: whether our kernels run there, in Triton's interpreter.
+        pins_bytes: of memory that may be pinned; as the environment says unless told.
     """
     _register_device_guard()
-    runtime = Runtime()
-    first, pools = _current, count()
+    if pins_bytes is None:
+        pins_bytes = int(os.environ.get("FAKE_CUDA_PINS", 1 << 62))
+    runtime = Runtime(pins_bytes)
+    first, pools = _current.stream, count()
     with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
         for name, value in {
             "_lazy_init": lambda: None,
@@ -340,7 +368,7 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
             "cudart": lambda: runtime,
-            "current_stream": lambda device=None: _current,
+            "current_stream": lambda device=None: _current.stream,
             "set_stream": _set_stream,
             "stream": _on_stream,
             "Stream": _Stream,
@@ -357,9 +385,9 @@ def fake_cuda(*, triton: bool = False) -> Iterator[None]:
         # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         try:
-            yield
+            yield runtime
         finally:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
             _recorded_to.clear()
-    assert _current is first, "another stream was left current"
+    assert _current.stream is first, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -134,11 +134,14 @@ class SlotCache(Cache):
         return int(self.layers[0].keys.shape[2])
 
     def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
-        """The capacity at which `grow_zeroed` makes room for `slots`: `at_least` or a doubling of
-        that, and never less than there is."""
-        capacity = max(at_least, self.zeroed_capacity)
+        """The capacity at which `grow_zeroed` makes room for `slots`: never less than there is,
+        and from `at_least` on each doubling goes in four steps, since buffers stay as they are
+        until a text has outgrown them."""
+        capacity, doubled = max(at_least, self.zeroed_capacity), at_least
         while capacity < slots:
-            capacity *= 2
+            while capacity >= 2 * doubled:
+                doubled *= 2
+            capacity = min(capacity + -(-doubled // 4), 2 * doubled)
         return capacity
 
     def grow_zeroed(self, capacity: int) -> None:
