@@ -156,13 +156,12 @@ class DeviceStream:
 
     @property
     def failed(self) -> bool:
-        """Whether reading or copying ahead has met an error."""
+        """Whether reading or copying ahead has met an error, or restart() did not end."""
         return self._copier is not None and self._copier.failed
 
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass; copies under way are waited for."""
-        stale = self._copier is not None and self._copier.stale
-        if not (self._next_layer or self._in_use or self.failed or stale):
+        if not (self._next_layer or self._in_use or self.failed):
             return  # a pass has just ended: what was copied ahead is right
         if self._copier is not None:
             self._copier.restart()
