@@ -43,7 +43,7 @@ class Mix:
     draft_steps: int = 20
     step_s: float = 5.5e-3  # of the GPU
     python_s: float = 1e-3  # of Python between two steps
-    switch_s: float = 0.5e-3  # see copier.py
+    switch_s: float = 5e-3
     seed: int = 0
 
     @property
@@ -133,7 +133,7 @@ MIXES = {
     "ram + 5 on the SSD, 500 MB of pins": replace(WIDE, ssd=5, pins_bytes=500e6),
     "ram, link of 12.5 GB/s": replace(WIDE, link_bytes_per_s=12.5e9),
     "ram, 4 ms of Python between draft steps": replace(WIDE, python_s=4e-3),
-    "the same, which keeps the interpreter for 5 ms": replace(WIDE, python_s=4e-3, switch_s=5e-3),
+    "the same, interpreter taken after 0.5 ms": replace(WIDE, python_s=4e-3, switch_s=0.5e-3),
     "ram, pieces of 32 MB": replace(WIDE, piece_blocks=2),
     "ram, whole layers in one copy": replace(WIDE, piece_blocks=26),
 }

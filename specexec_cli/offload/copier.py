@@ -10,7 +10,6 @@ device's copy queue.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -25,10 +24,6 @@ from specexec_cli.offload.reader import Extent, Layout, Notice, Progress
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.offload.uplink import IN_FLIGHT, Uplink
-
-# Python takes the interpreter from a thread that computes after so long, for one that waits for it:
-# 5 ms unless told, in which seven pieces would have been copied.
-_SWITCH_S = 0.5e-3
 
 
 class Copier:
@@ -61,7 +56,6 @@ class Copier:
             OutOfMemoryError: something does not fit into RAM.
         """
         self._link = link
-        self._switch_s = sys.getswitchinterval()
         self._shifts = list(shifts)
         self._buffers = list(buffers)
         self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
@@ -87,7 +81,6 @@ class Copier:
         self._uplink = Uplink(link)
         try:
             self._uplink.pin(self._host.blobs, notice)
-            sys.setswitchinterval(min(_SWITCH_S, self._switch_s))
             self._thread = threading.Thread(target=self._run, name="specexec-copy", daemon=True)
             self._thread.start()
         except BaseException:
@@ -165,7 +158,6 @@ class Copier:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join()  # before its readers, for whom it may be waiting
-            sys.setswitchinterval(self._switch_s)
         try:
             self._uplink.close()
             for mark in self._free:

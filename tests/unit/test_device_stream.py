@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -408,15 +407,6 @@ def test_layers_are_copied_while_nobody_asks_for_one(
         for _ in range(pieces):
             assert copied.acquire(timeout=60)
         several(stream, weights, link, 2)
-
-
-def test_the_copying_thread_need_not_wait_long_for_the_interpreter(
-    layers: list[list[TensorRange]],
-) -> None:
-    before = sys.getswitchinterval()
-    with DeviceStream(layers, ["ram"] * LAYERS, EagerLink()):
-        assert sys.getswitchinterval() < 0.001
-    assert sys.getswitchinterval() == before
 
 
 @pytest.mark.parametrize("shortage", [True, False])
