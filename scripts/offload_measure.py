@@ -2,7 +2,7 @@
 
 A pass is timed as it recurs: from its first layer at hand to the next pass's first layer at hand,
 after the ring was emptied, so that nothing read earlier is had for free. On a GPU a layer is at
-hand once the device has nothing left to do, the copies ahead included: at both ends alike.
+hand once the device has done what it was given, copies ahead included: at both ends alike.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RawLink:
         self._buffer = HugeBuffer(layer_bytes, "a raw copy", "Close other programs")
         self._source = as_blob(self._buffer)
         if not self._link.register(self._source):
-            raise OutOfMemoryError("the driver refuses to pin memory: raise ulimit -l")
+            raise OutOfMemoryError("the driver refuses to pin a layer, so there is no floor")
         self._target = torch.empty(layer_bytes, dtype=torch.uint8, device=device)
 
     def read(self, share: float) -> tuple[int, float]:

@@ -28,9 +28,10 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
+from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
 from specexec_cli.planning.pair import ChosenPair
-from specexec_cli.planning.probe import probe_link, probe_ssd
+from specexec_cli.planning.probe import probe_ssd
 from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
@@ -248,7 +249,9 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
     """
     found = {}
     if plan.link_bytes:
-        found["link"] = Setting(probe_link(device, _LINK_PROBE_BYTES), "measured")
+        in_ram = max(plan.link_bytes - plan.ssd_bytes, 0)
+        rate = probe_link(device, _LINK_PROBE_BYTES, in_ram)
+        found["link"] = Setting(rate, "measured")
     if plan.ssd_bytes:
         small = target.total_bytes < _SMALL_BYTES
         probe = probe_ssd(target.files, _SMALL_SSD_PROBE_S if small else _SSD_PROBE_S)

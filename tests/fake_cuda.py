@@ -6,13 +6,17 @@ operations between begin and end, and a replay does them again on the same memor
 Python decided during the capture stays decided. It counts the bytes that live on the device, and a
 call of CUDA that it refuses is reported once more by the next launch, as CUDA does.
 
-What it cannot show: the order of work on streams (tests/unit/test_device_stream.py), compiled
-kernels (tests/kernels), and speed.
+What it cannot show: the order of work on streams (tests/virtual_time.py), compiled kernels
+(tests/kernels), and speed.
+
+FAKE_CUDA_PINS=0 in the environment refuses to pin memory, another number is how many bytes may be.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -53,7 +57,7 @@ _CPU_INDICES = {aten.index, aten.index_put_, aten.index_put, aten._index_put_imp
 
 
 def _mm_wide(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """torch.mm(out_dtype=), for operands of two bytes; no other device has it."""
+    """torch.mm(out_dtype=) and bmm, for operands of two bytes; no other device has it."""
     if {left.dtype, right.dtype} - {torch.float16, torch.bfloat16} or dtype != torch.float32:
         raise RuntimeError(f"mm of {left.dtype} and {right.dtype} into {dtype} on CUDA")
     return left.float() @ right.float()
@@ -65,7 +69,9 @@ def _softmax(rows: Tensor, dim: int, half_to_float: bool) -> Tensor:
 
 
 _NO_LAUNCH = {aten.empty.memory_format, aten.detach.default, aten._to_copy.default}
-_CUDA_ALONE = {aten.mm.dtype: _mm_wide, aten._softmax.default: _softmax}
+_CUDA_ALONE = {
+    aten.mm.dtype: _mm_wide, aten.bmm.dtype: _mm_wide, aten._softmax.default: _softmax,
+}  # fmt: skip
 
 
 class Memory:
@@ -81,7 +87,7 @@ class Memory:
 
     def hold(self, tensor: Tensor) -> None:
         """Counts what the tensor lies in, once, for as long as that lives."""
-        if _capturing is not None:
+        if _is_captured():
             return
         storage = tensor.untyped_storage()
         known = self._held.get(storage._cdata)
@@ -140,6 +146,11 @@ class _Graph:
 
 
 _capturing: _Graph | None = None
+_capturing_thread = 0  # what other threads do meanwhile is no part of the graph
+
+
+def _is_captured() -> bool:
+    return _capturing is not None and threading.get_ident() == _capturing_thread
 
 
 def _inner(value: Any) -> Any:
@@ -172,7 +183,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
     if there and here and packet not in _CROSSING | _CPU_INDICES:
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
-    if _capturing and (packet in _SYNCHRONIZING or here or not to_device):
+    if _is_captured() and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
     if _refused and func not in _NO_LAUNCH:
@@ -194,7 +205,8 @@ def _launch(run: Callable[[], Any]) -> Any:
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
-    if _capturing is not None:
+    if _is_captured():
+        assert _capturing is not None
         _capturing.operations.append(again)
     return found
 
@@ -249,18 +261,23 @@ class _Stream:
         assert event.recorded
 
 
-_current = _Stream()
+class _Current(threading.local):
+    """The current stream of each thread; that of all threads is the same at first."""
+
+    stream = _Stream()
+
+
+_current = _Current()
 
 
 def _set_stream(stream: _Stream) -> None:
-    global _current
-    _current = stream
+    _current.stream = stream
 
 
 @contextmanager
 def _on_stream(stream: _Stream) -> Iterator[None]:
     """torch.cuda.stream"""
-    before = _current
+    before = _current.stream
     _set_stream(stream)
     try:
         yield
@@ -285,13 +302,13 @@ class _Capture:
         self._graph, self._pool, self._stream = graph, pool, stream
 
     def __enter__(self) -> None:
-        global _capturing
-        self._before = _current
+        global _capturing, _capturing_thread
+        self._before = _current.stream
         _set_stream(self._stream)
         if self._pool in _recorded_to:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         _recorded_to.add(self._pool)
-        _capturing = self._graph
+        _capturing, _capturing_thread = self._graph, threading.get_ident()
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         global _capturing
@@ -306,6 +323,9 @@ class _Capture:
 
 class _Event:
     recorded = False
+
+    def __init__(self, blocking: bool = False) -> None:
+        pass
 
     def record(self, stream: _Stream) -> None:
         self.recorded = True
@@ -325,22 +345,24 @@ class Runtime:
     class cudaError:
         success = 0
 
-    def __init__(self) -> None:
-        self.pinned_bytes = 0
-        self.registered: set[int] = set()
+    def __init__(self, pins_bytes: int) -> None:
+        self.registered: dict[int, int] = {}  # address -> bytes
+        self.refused = 0
+        self._pins_bytes = pins_bytes
+        self.memory = Memory()
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         assert address % 4096 == 0
         assert n_bytes > 0
-        if self.pinned_bytes + n_bytes > self.most_pinned_bytes:
+        if sum(self.registered.values()) + n_bytes > self._pins_bytes:
+            self.refused += 1
             _refused.append("out of memory")
-            return 2
-        self.pinned_bytes += n_bytes
-        self.registered.add(address)
+            return 2  # cudaErrorMemoryAllocation
+        self.registered[address] = n_bytes
         return self.cudaError.success
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.registered.remove(address)
+        del self.registered[address]
         return self.cudaError.success
 
 
@@ -362,17 +384,20 @@ def _register_device_guard() -> None:
 
 
 @contextmanager
-def fake_cuda(*, triton: bool = False) -> Iterator[Memory]:
-    """torch sees a device of 8 GB inside the `with`; what lives on it comes with it.
+def fake_cuda(*, triton: bool = False, pins_bytes: int | None = None) -> Iterator[Runtime]:
+    """torch sees a device of 8 GB inside the `with`; what lives on it is counted.
 
     Args:
         triton: whether our kernels run there, in Triton's interpreter.
+        pins_bytes: of memory that may be pinned; as the environment says unless told.
     """
     global _memory
     _register_device_guard()
-    _memory = memory = Memory()
-    runtime = Runtime()
-    first, pools = _current, count()
+    if pins_bytes is None:
+        pins_bytes = int(os.environ.get("FAKE_CUDA_PINS", 1 << 62))
+    runtime = Runtime(pins_bytes)
+    _memory = runtime.memory
+    first, pools = _current.stream, count()
     with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
         for name, value in {
             "_lazy_init": lambda: None,
@@ -382,12 +407,12 @@ def fake_cuda(*, triton: bool = False) -> Iterator[Memory]:
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES + 1),
-            "max_memory_allocated": lambda device=None: memory.peak,
+            "max_memory_allocated": lambda device=None: runtime.memory.peak,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
             "cudart": lambda: runtime,
-            "current_stream": lambda device=None: _current,
+            "current_stream": lambda device=None: _current.stream,
             "set_stream": _set_stream,
             "stream": _on_stream,
             "Stream": _Stream,
@@ -404,10 +429,10 @@ def fake_cuda(*, triton: bool = False) -> Iterator[Memory]:
         # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
         torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         try:
-            yield memory
+            yield runtime
         finally:
             torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
             _recorded_to.clear()
             _refused.clear()
-    assert _current is first, "another stream was left current"
+    assert _current.stream is first, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -143,7 +143,8 @@ def _measure_compute() -> tuple[
 
     from specexec_cli.loading import sees_cuda
     from specexec_cli.models import arithmetic_probe
-    from specexec_cli.planning.probe import probe_link, probe_memory
+    from specexec_cli.planning.link_probe import probe_link
+    from specexec_cli.planning.probe import probe_memory
 
     flops = {
         arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)

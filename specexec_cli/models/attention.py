@@ -32,6 +32,8 @@ from specexec_cli.models.side_by_side import KeysByText, MaskByText
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
 _CPU_NAME = "specexec_cpu"
+_SCORE_BYTES = 16 * 1024 * 1024  # of a step's scores, up to which its slots are shared out
+_PART_SLOTS = 256
 _WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
 
@@ -88,8 +90,12 @@ def _attention(
         )  # fmt: skip
         return attended[None], None
     assert attention_mask is not None
-    if _is_plain(key, value, kwargs) and query.shape[1] > key.shape[1]:
-        return _grouped(query, key, value, attention_mask, scaling), None
+    if _is_plain(key, value, kwargs):
+        score_bytes = 4 * query.shape[1] * query.shape[2] * key.shape[2]
+        if score_bytes <= _SCORE_BYTES:
+            return _split(query, key, value, attention_mask, scaling), None
+        if query.shape[1] > key.shape[1]:
+            return _grouped(query, key, value, attention_mask, scaling), None
     return _dense_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
@@ -126,6 +132,38 @@ def _grouped(
         attn_mask=mask.repeat(1, 1, group, 1), scale=scaling,
     )  # fmt: skip
     return attended.reshape(1, heads, rows, head_dim).transpose(1, 2)
+
+
+def _split(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Attention of few rows over many slots, whose products share the slots out.
+
+    PyTorch's fused attention gives few rows one block for each key/value head, which walks over all
+    slots of a captured step: 8 blocks for a 1B draft model, on GPUs that run over a hundred. Here
+    scores are tiles of a product, and values are summed in parts of _PART_SLOTS.
+    """
+    heads, rows, head_dim = query.shape[1:]
+    kv_heads, slots = key.shape[1:3]
+    together = heads // kv_heads * rows  # query heads of a group are more rows of their key's head
+    parts = slots // _PART_SLOTS if slots % _PART_SLOTS == 0 else 1
+    scores = _wide_product(query.reshape(kv_heads, together, head_dim), key[0].transpose(1, 2))
+    scores = scores.view(kv_heads, -1, rows, slots) * (
+        head_dim**-0.5 if scaling is None else scaling
+    )
+    weights = scores.masked_fill(~mask[0], -torch.inf).softmax(-1).to(value.dtype)
+    weights = weights.view(kv_heads, together, parts, -1).transpose(1, 2)
+    values = value[0].reshape(kv_heads * parts, slots // parts, head_dim)
+    sums = _wide_product(weights.flatten(0, 1), values)
+    attended = sums.view(kv_heads, parts, together, head_dim).sum(1).to(query.dtype)
+    return attended.view(1, heads, rows, head_dim).transpose(1, 2)
+
+
+def _wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, matrix by matrix, with the sums in float32 kept."""
+    if left.dtype == torch.float32:
+        return torch.bmm(left, right)
+    return torch.bmm(left, right, out_dtype=torch.float32)
 
 
 def _cpu_attention(

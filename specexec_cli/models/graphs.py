@@ -3,8 +3,8 @@
 A draft step runs a handful of rows through a small model: on a GPU, launching its hundreds of
 kernels one by one takes longer than running them. A graph launches them together, but holds
 addresses and shapes: so rows are padded to a bucket, inputs live in fixed buffers, and the rows'
-keys and values go to cache slots that a tensor names. One graph is captured per bucket and lasts
-until the cache outgrows its buffers, which double, whatever the prompts are.
+keys and values go to cache slots that a tensor names. One graph is captured per bucket, whatever
+the prompts are, and lasts until the cache outgrows its buffers.
 
 On a CPU the same steps run without capture; the tests hold them against plain passes.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from specexec_cli.planning.memory import STEP_ROWS, STEP_SLOTS
 
 BUCKETS = STEP_ROWS
 _CAPACITY = STEP_SLOTS  # slots of the first buffers
+_NUMBERS = 4  # integers of each row among a step's inputs
 _WARM_UPS = 3  # runs before a capture, as PyTorch's documentation of CUDA graphs asks
 
 
@@ -63,13 +65,13 @@ class StepRunner:
         if bucket is None:
             return self._model.forward(rows, self._cache, logit_rows)
         step = self._steps.get(bucket) or _Step(self._model, self._cache, bucket)
-        step.load(rows)
+        step.load(rows, logit_rows)
         if step.replay is None:
             step.replay = self._captured(step) if self._capture else step.run
             self._steps[bucket] = step  # a capture that fails leaves none behind
         step.replay()
         self._cache.advance(count)
-        return step.logits[list(logit_rows)]
+        return step.wanted_logits(len(logit_rows))
 
     def _captured(self, step: _Step) -> Callable[[], None]:
         try:
@@ -83,41 +85,72 @@ class StepRunner:
 
 
 class _Step:
-    """Static inputs and outputs of steps of up to `bucket` rows."""
+    """Static inputs and outputs of steps of up to `bucket` rows.
+
+    All inputs of a step are one block of bytes: tokens, positions, cache slots and the rows whose
+    logits are wanted, (bucket,) int64 each, and for each span of the model a bit for every row and
+    slot, set where the row attends. It is put together in pinned memory and goes to the device by
+    one copy; masks are made of the bits there.
+    """
 
     def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
         self._model = model
         self._cache = cache
-        device = model.device
-        self._tokens = torch.zeros(1, bucket, dtype=torch.int64, device=device)
-        self._positions = torch.zeros_like(self._tokens)
-        self._slots = torch.zeros(bucket, dtype=torch.int64, device=device)
-        shape = (1, 1, bucket, cache.capacity)
-        self._masks = {
-            span: model.context.dense(torch.zeros(shape, dtype=torch.bool)) for span in model.spans
-        }
+        self._bucket = bucket
+        self._spans = sorted(model.spans, key=str)
+        capacity_bytes = -(-cache.capacity // 8)
+        n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * capacity_bytes
+        self._host = _pinned(n_bytes, model.device)
+        self._uploaded: Any = None  # the event behind the last upload
+        self._block = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
+        numbers = self._block[: _NUMBERS * 8 * bucket].view(torch.int64).view(_NUMBERS, 1, bucket)
+        self._tokens, self._positions = numbers[0], numbers[1]
+        self._slots, self._wanted = numbers[2, 0], numbers[3, 0]
+        bits = self._block[_NUMBERS * 8 * bucket :]
+        self._bits = bits.view(len(self._spans), 1, 1, bucket, capacity_bytes, 1)
+        self._places = torch.arange(8, dtype=torch.uint8, device=model.device)
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
 
-    def load(self, rows: PassRows) -> None:
+    def load(self, rows: PassRows, logit_rows: Sequence[int]) -> None:
         """Copies the rows into the inputs; padding attends to the padding slot alone."""
-        bucket, count = self._tokens.shape[1], len(rows.tokens)
-        padding, padding_slot = [0] * (bucket - count), self._cache.capacity - 1
-        self._tokens.copy_(torch.tensor([[*rows.tokens, *padding]]))
-        self._positions.copy_(torch.tensor([[*rows.positions, *padding]]))
-        slots = range(self._cache.length, self._cache.length + count)
-        self._slots.copy_(torch.tensor([*slots, *[padding_slot] * (bucket - count)]))
-        for span, static in self._masks.items():
-            mask = torch.zeros(static.shape, dtype=torch.bool)
-            visible = rows.mask(0, count, span)
-            mask[:, :, :count, : visible.shape[3]] = visible
-            mask[:, :, count:, padding_slot] = True
-            static.copy_(self._model.context.dense(mask))
+        if self._uploaded is not None:
+            self._uploaded.synchronize()  # what it copies from is written anew
+        bucket, count = self._bucket, len(rows.tokens)
+        capacity, first = self._cache.capacity, self._cache.length
+        block = self._host.numpy()
+        numbers = block[: _NUMBERS * 8 * bucket].view(np.int64).reshape(_NUMBERS, bucket)
+        numbers[:] = 0
+        numbers[0, :count], numbers[1, :count] = rows.tokens, rows.positions
+        numbers[2] = capacity - 1
+        numbers[2, :count] = np.arange(first, first + count)
+        numbers[3, : len(logit_rows)] = logit_rows
+        bits = block[_NUMBERS * 8 * bucket :].reshape(len(self._spans), bucket, -1)
+        for span, packed in zip(self._spans, bits, strict=True):
+            mask = np.zeros((bucket, capacity), dtype=bool)
+            visible = rows.mask(0, count, span)[0, 0].numpy()
+            mask[:count, : visible.shape[1]] = visible
+            mask[count:, -1] = True
+            packed[:] = np.packbits(mask, axis=1, bitorder="little")
+        self._block.copy_(self._host, non_blocking=True)
+        if self._model.device.type == "cuda":
+            self._uploaded = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._uploaded.record(torch.cuda.current_stream())
 
     def run(self) -> None:
         """Computes one step kernel by kernel, without a captured graph."""
+        visible = (self._bits >> self._places) & 1  # (spans, 1, 1, bucket, bytes, 8)
+        dense = visible.flatten(-2).view(torch.bool)[..., : self._cache.capacity]
+        masks = {
+            span: self._model.context.dense(mask)
+            for span, mask in zip(self._spans, dense.unbind(), strict=True)
+        }
         with self._cache.writing_to(self._slots):
-            self.logits = self._model.step(self._tokens, self._positions, self._masks, self._cache)
+            self.logits = self._model.step(self._tokens, self._positions, masks, self._cache)
+
+    def wanted_logits(self, count: int) -> Tensor:
+        """(count, vocab) float32, of the rows that load() was told of."""
+        return self.logits.index_select(0, self._wanted[:count])
 
     def captured(self, pool: Any, side: Any) -> Callable[[], None]:
         """Captures a step; what it computed on the way is computed again by the first replay.
@@ -137,6 +170,17 @@ class _Step:
             self.run()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def _pinned(n_bytes: int, device: torch.device) -> Tensor:
+    """(n_bytes,) uint8 zeros in RAM, pinned for a GPU where its driver grants it."""
+    plain = torch.zeros(n_bytes, dtype=torch.uint8)
+    if device.type != "cuda":
+        return plain
+    try:
+        return plain.pin_memory()
+    except RuntimeError:  # the limit on pinned memory is met: the upload waits, and is right
+        return plain
 
 
 @contextmanager

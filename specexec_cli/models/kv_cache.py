@@ -135,11 +135,14 @@ class SlotCache(Cache):
         return int(self.layers[0].keys.shape[2])
 
     def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
-        """The capacity at which `grow_zeroed` makes room for `slots`: `at_least` or a doubling of
-        that, no more than is planned while that is enough, and never less than there is."""
-        capacity = max(at_least, self.zeroed_capacity)
+        """The capacity at which `grow_zeroed` makes room for `slots`: never less than there is,
+        no more than is planned while that is enough, and from `at_least` on each doubling goes
+        in four steps, since buffers stay as they are until a text has outgrown them."""
+        capacity, doubled = max(at_least, self.zeroed_capacity), at_least
         while capacity < slots:
-            capacity *= 2
+            while capacity >= 2 * doubled:
+                doubled *= 2
+            capacity = min(capacity + -(-doubled // 4), 2 * doubled)
         if slots <= self.planned_slots:
             capacity = max(min(capacity, self.planned_slots), self.zeroed_capacity)
         return capacity

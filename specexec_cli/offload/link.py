@@ -10,7 +10,10 @@ from torch import Tensor
 
 
 class Link(Protocol):
-    """Copies to one device and their order. Events are opaque."""
+    """Copies to one device and their order. Events are opaque.
+
+    One thread copies while another computes; copy(), done() and wait() may be called by both.
+    """
 
     device: torch.device
 
@@ -61,7 +64,8 @@ class CudaLink:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            # who waits for a copy sleeps: spinning would take a core from the CPU's own copies
+            event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._copies)
         return event
 

@@ -55,6 +55,7 @@ class LayerStream:
         tiers: Sequence[Tier],
         *,
         buffers: int = 3,
+        kept: int = 0,
         notice: Notice = lambda text: None,
         progress: Progress = lambda done, total: None,
         piece_bytes: int = PIECE_BYTES,
@@ -65,14 +66,16 @@ class LayerStream:
             layers: per layer, its tensors.
             tiers: per layer, where it is streamed from: 'ssd' or 'ram'.
             buffers: 'ssd' layers in memory at once, the one in use included; 2 or more.
+            kept: of those, how many stay untouched behind the one in use, for a consumer whose
+                copies from them may still be under way.
             notice: told in one line when something will be slower than it could be.
             progress: told how far the loading of the 'ram' layers is.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: ring and 'ram' layers do not fit into free memory.
         """
-        if len(layers) != len(tiers) or buffers < 2:
-            raise ValueError("one tier per layer and at least 2 buffers are needed")
+        if len(layers) != len(tiers) or buffers < 2 + kept:
+            raise ValueError("one tier per layer and at least 2 buffers beside the kept are needed")
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
         self.wait_s = 0.0  # the consumer waited for the reader, with nothing else to do
@@ -85,6 +88,7 @@ class LayerStream:
         self._views: dict[int, dict[str, Tensor]] = {}  # of those, made when first asked for
         self._files: dict[Path, DirectFile] = {}
         self._buffers: list[HugeBuffer] = []
+        self._kept = kept
         self._threads: list[threading.Thread] = []
         self._next_layer = 0
         self._in_use: object | None = None  # of each use its own
@@ -111,12 +115,13 @@ class LayerStream:
 
     def _open(self, ram: list[int], buffers: int, notice: Notice, progress: Progress) -> None:
         notice = once(notice)
-        buffers = min(buffers, max(2, len(self._streamed) + 1)) if self._streamed else 0
+        most = max(2, len(self._streamed) + 1) + self._kept
+        buffers = min(buffers, most) if self._streamed else 0
         buffer_bytes = max((self.layouts[i].buffer_bytes for i in self._streamed), default=0)
         ram_bytes = sum(self.layouts[i].buffer_bytes for i in ram)
         check_free(
             buffers * buffer_bytes + ram_bytes,
-            f"the target's {len(ram)} layers in RAM and {buffers} ring buffers",
+            "the target's layers in RAM and its ring buffers",
             "Stream it from SSD instead: `offload='ssd'`" if ram else "Use a smaller target",
         )
         open_files(self._files, self.layouts, notice)
@@ -291,7 +296,7 @@ class LayerStream:
         """Take the next piece to read; waits for a free buffer; None when the stream is closed."""
         with self._lock:
             while not self._closing:
-                free = self._read_turn < self._turn + len(self._buffers)
+                free = self._read_turn < self._turn + len(self._buffers) - self._kept
                 if free and not self._paused and self._error is None:
                     turn = self._read_turn
                     pieces = self._pieces[turn % len(self._pieces)]

@@ -1,4 +1,4 @@
-"""How fast this machine's links are: SSD, memory, arithmetic, host to device. A few seconds in all.
+"""How fast this machine is: SSD, memory, arithmetic; link_probe.py has the GPU's link.
 
 Every rate is a best of several short runs, because disturbances only ever slow a run down; the SSD
 alone is an average, because that is what a pass will get. torch is imported by what needs it.
@@ -144,7 +144,7 @@ def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
     source = torch.ones(n_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)
-    return n_bytes / _best_of(repeats, lambda: target.copy_(source))
+    return n_bytes / best_of(repeats, lambda: target.copy_(source))
 
 
 def probe_flops(
@@ -185,7 +185,7 @@ def probe_flops(
 
         linear(inputs, weights[0])  # its kernel may have to be compiled
         flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
-        points.append((n_rows, flop / _best_of(3, run, deadline)))
+        points.append((n_rows, flop / best_of(3, run, deadline)))
     return tuple(sorted(points))
 
 
@@ -209,30 +209,7 @@ def _weight(stored: dtype | int) -> Any:
     )  # fmt: skip
 
 
-def probe_link(device: Any, n_bytes: int = 256 << 20, repeats: int = 5) -> float:
-    """Bytes per second from pinned RAM to a CUDA device."""
-    import torch
-
-    rate = _link_rate(device, n_bytes, repeats)
-    torch.cuda.empty_cache()  # layers need the room
-    return rate
-
-
-def _link_rate(device: Any, n_bytes: int, repeats: int) -> float:
-    import torch
-
-    source = torch.ones(n_bytes, dtype=torch.uint8).pin_memory()
-    target = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize(device)
-
-    copy()
-    return n_bytes / _best_of(repeats, copy)
-
-
-def _best_of(repeats: int, run: Callable[[], object], deadline: float = math.inf) -> float:
+def best_of(repeats: int, run: Callable[[], object], deadline: float = math.inf) -> float:
     """Seconds of the fastest run; behind the deadline none but the first is begun."""
     best = math.inf
     for _ in range(repeats):

@@ -103,6 +103,7 @@ def test_the_kernels_of_a_gpu_match_transformers(
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     monkeypatch.delattr(attention, "_dense_attention")
     monkeypatch.delattr(attention, "_grouped")
+    monkeypatch.delattr(attention, "_split")
     attended: list[int] = []
     kernel = triton_tree_attention.tree_attention
 

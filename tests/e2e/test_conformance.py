@@ -42,6 +42,7 @@ def test_the_kernels_of_a_gpu_conform(
     monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
     monkeypatch.delattr(attention, "_dense_attention")
     monkeypatch.delattr(attention, "_grouped")
+    monkeypatch.delattr(attention, "_split")
     own = conformance_check._save(model_type, tmp_path, noise=0.0)
     with conformance_check._small_chunks():
         conformance_check._check_passes(own, tmp_path)

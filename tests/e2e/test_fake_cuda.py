@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fake_cuda as fake
 import pytest
 import torch
 from checkpoints import (
@@ -185,20 +184,29 @@ def test_a_drafter_uses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert two_trees(CUDA) == expected
 
 
+@pytest.mark.parametrize("pins_layers", [0, 4])
 def test_memory_that_cannot_be_pinned_slows_down_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pins_layers: int, tmp_path: Path
 ) -> None:
-    """A refusal is an error of CUDA's that nobody must meet later, taken for a kernel's own."""
-    monkeypatch.setattr(fake.Runtime, "most_pinned_bytes", 0)
-    notices: list[str] = []
+    """All of it, or what there is beyond slabs and a little more. A refusal is an error of CUDA's
+    that nobody must meet later, taken for a kernel's own."""
     save_checkpoint(tmp_path, architecture("llama"))
-    with fake_cuda():
-        StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram",
-            notice=notices.append,
-        ).close()  # fmt: skip
-    assert any("refuses to pin" in notice for notice in notices)
-    assert_like_the_cpu(tmp_path, False, ["ram", "ram", "ssd"])
+    model = open_float32(tmp_path)
+    expected = passes(model)
+    largest = max(sum(t.n_bytes for t in each.values()) for each in model.skeleton.layer_tensors)
+    model.close()
+    told: list[str] = []
+    with fake_cuda(pins_bytes=pins_layers * (largest + 8192)) as runtime:
+        model = StreamedModel.open(
+            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32,
+            tiers=["ram", "ram", "ssd"], notice=told.append,
+        )  # fmt: skip
+        assert runtime.refused
+        assert bool(runtime.registered) == (pins_layers > 0)
+        found = passes(model)
+        model.close()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert len([text for text in told if " pin" in text]) == 1
 
 
 def test_a_pass_that_does_not_fit_is_one_line(

@@ -39,7 +39,7 @@ def test_no_more_lives_on_the_device_than_was_planned(
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
     free = 76_000_000  # too little for all layers
     _moved_noise.cache_clear()
-    with fake_cuda() as live:
+    with fake_cuda() as runtime:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
         with Session.open(**folders, device="cuda", dtype="float32", offload="ram",
                           context_tokens=256,
@@ -48,7 +48,7 @@ def test_no_more_lives_on_the_device_than_was_planned(
             assert isinstance(session, LocalSession)
             plan = session._decision.plan
             assert {"resident", "ram"} == set(plan.tiers), "it is tight, and streams"
-            opened = live.peak
+            opened = runtime.memory.peak
             # sampled, so that noise is kept for more positions than are counted at once
             steps = session.generate(
                 "def f(x):\n" * 4, tree=TREE, sampling=SamplingConfig(temperature=0.8, seed=1),
@@ -57,8 +57,8 @@ def test_no_more_lives_on_the_device_than_was_planned(
             assert sum(len(step.tokens) for step in steps) > 1
             parts = dict(plan.vram)
             assert opened <= plan.peak_vram_bytes
-            assert live.peak <= plan.peak_vram_bytes, parts
+            assert runtime.memory.peak <= plan.peak_vram_bytes, parts
             # What captures hold is not seen here. Without the scores the rest would be too small.
             seen = plan.peak_vram_bytes - parts["draft steps"]
-            assert live.peak > seen - parts["scores of draft nodes"], parts
+            assert runtime.memory.peak > seen - parts["scores of draft nodes"], parts
     _moved_noise.cache_clear()

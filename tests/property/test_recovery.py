@@ -301,7 +301,7 @@ def test_a_session_on_a_gpu(
     seen: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Streamed through a ring on the device, drafted by captured steps whose buffers double."""
+    """Streamed through a ring on the device, drafted by captured steps whose buffers grow."""
 
     def placed(mode: str, *args: Any) -> Plan:
         *asked, _experts = args
@@ -314,5 +314,5 @@ def test_a_session_on_a_gpu(
         conversation.begin()
         conversation.say(PROMPT)
         assert session._drafter is not None
-        assert session._drafter._cache.zeroed_capacity == 28, "fourteen slots have been outgrown"
+        assert session._drafter._cache.zeroed_capacity > 14, "fourteen slots have been outgrown"
         break_everywhere(conversation, kind, all_of, every, seen)

@@ -16,11 +16,13 @@ from torch import Tensor
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
+from specexec_cli.offload import memory
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
 from specexec_cli.offload.store import TensorRange, read_checkpoint
 
 LAYERS = 5
+PIECE = 64 << 10  # a layer is three of them
 
 
 class EagerLink:
@@ -64,10 +66,12 @@ class LazyLink(EagerLink):
         super().__init__()
         self.queue: list[tuple[Tensor, Tensor]] = []
         self.performed = 0
+        self.lock = threading.Lock()
 
     def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        self.queue.append((target, source))
-        return self.performed + len(self.queue)
+        with self.lock:
+            self.queue.append((target, source))
+            return self.performed + len(self.queue)
 
     def compute_waits(self, event: Any) -> None:
         self.wait(event)
@@ -79,10 +83,30 @@ class LazyLink(EagerLink):
         return event <= self.performed
 
     def wait(self, event: Any) -> None:
-        while self.performed < event:
-            target, source = self.queue.pop(0)
-            target.copy_(source)
-            self.performed += 1
+        with self.lock:
+            while self.performed < event:
+                target, source = self.queue.pop(0)
+                target.copy_(source)
+                self.performed += 1
+
+
+class LimitedLink(LazyLink):
+    """Pins so many bytes and no more."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.pinned: dict[int, int] = {}
+        self.limit = limit
+
+    def register(self, blob: Tensor) -> bool:
+        if sum(self.pinned.values()) + blob.numel() > self.limit:
+            return False
+        self.pinned[blob.data_ptr()] = blob.numel()
+        return super().register(blob)
+
+    def unregister(self, blob: Tensor) -> None:
+        del self.pinned[blob.data_ptr()]
+        super().unregister(blob)
 
 
 @pytest.fixture(params=["eager", "lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -154,6 +178,7 @@ TIERS: list[list[Tier]] = [
 ]
 
 
+@pytest.mark.parametrize("piece_bytes", [PIECE, 16 << 20])
 @pytest.mark.parametrize("device_buffers", [2, 3])
 @pytest.mark.parametrize("tiers", TIERS)
 def test_every_pass_hands_out_the_weights(
@@ -162,8 +187,11 @@ def test_every_pass_hands_out_the_weights(
     link: Link,
     tiers: list[Tier],
     device_buffers: int,
+    piece_bytes: int,
 ) -> None:
-    with DeviceStream(layers, tiers, link, device_buffers=device_buffers) as stream:
+    with DeviceStream(
+        layers, tiers, link, device_buffers=device_buffers, piece_bytes=piece_bytes
+    ) as stream:
         for _ in range(4):
             one_pass(stream, weights, link.device)
         streamed = sum(
@@ -184,7 +212,7 @@ def test_restart_after_an_aborted_pass(
     tiers: list[Tier],
     layers_done: int,
 ) -> None:
-    with DeviceStream(layers, tiers, link) as stream:
+    with DeviceStream(layers, tiers, link, piece_bytes=PIECE) as stream:
         for layer in range(layers_done):
             with stream.layer(layer):
                 pass
@@ -233,32 +261,69 @@ def several(stream: DeviceStream, weights: dict[str, Tensor], link: Link, count:
         one_pass(stream, weights, link.device)
 
 
-def test_interrupted_while_waiting_for_the_disk(
+def test_interrupted_while_waiting_for_a_layer(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
     link: Link,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with DeviceStream(layers, ["ssd"] * LAYERS, link, device_buffers=2) as stream:
-        host = stream._host
-        assert host is not None
-        real = host._wait_for_turn
+    with DeviceStream(
+        layers, ["ssd"] * LAYERS, link, device_buffers=2, piece_bytes=PIECE
+    ) as stream:
+        copier = stream._copier
+        assert copier is not None
+        real = copier.take
         for layer in range(LAYERS):
             one_pass(stream, weights, link.device)
             left = [layer + 2]
 
-            def interrupt(left: list[int] = left) -> None:
+            def interrupt(left: list[int] = left) -> Any:
                 left[0] -= 1
                 if left[0] == 0:
                     raise KeyboardInterrupt
-                real()
+                return real()
 
-            monkeypatch.setattr(host, "_wait_for_turn", interrupt)
+            monkeypatch.setattr(copier, "take", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 several(stream, weights, link, 3)
-            monkeypatch.setattr(host, "_wait_for_turn", real)
+            monkeypatch.setattr(copier, "take", real)
             stream.restart()
             several(stream, weights, link, 2)
+
+
+@pytest.mark.parametrize("where", ["land", "_host.restart", "_copied.clear"])
+def test_a_restart_that_is_interrupted_is_begun_again(
+    layers: list[list[TensorRange]], weights: dict[str, Tensor], where: str
+) -> None:
+    link = LazyLink()
+    with DeviceStream(layers, ["ssd", "ram"] * 2 + ["ssd"], link, piece_bytes=PIECE) as stream:
+        copier = stream._copier
+        assert copier is not None
+        with stream.layer(0):
+            pass
+        owner: Any = {
+            "land": copier._uplink, "_host.restart": copier._host, "_copied.clear": copier
+        }[where]  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if where == "_copied.clear":
+                patch.setattr(owner, "_copied", Stubborn(copier._copied))
+            else:
+                patch.setattr(owner, where.rpartition(".")[2], interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                stream.restart()
+        stream.restart()
+        several(stream, weights, link, 2)
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+class Stubborn(dict[int, Any]):
+    """Cannot be emptied before Ctrl-C comes."""
+
+    def clear(self) -> None:
+        raise KeyboardInterrupt
 
 
 def test_wrong_order_is_our_bug(layers: list[list[TensorRange]], link: Link) -> None:
@@ -282,6 +347,95 @@ def test_memory_that_cannot_be_pinned_is_told_once(
     assert len([text for text in told if "refuses to pin memory" in text]) == 1
 
 
+@pytest.mark.parametrize("tiers", TIERS[1:4])
+@pytest.mark.parametrize("pieces", [0, 2, 3, 5, 12, 1000])
+def test_where_little_can_be_pinned_the_rest_goes_through_slabs(
+    layers: list[list[TensorRange]], weights: dict[str, Tensor], tiers: list[Tier], pieces: int
+) -> None:
+    link = LimitedLink(pieces * PIECE)
+    told: list[str] = []
+    with DeviceStream(layers, tiers, link, piece_bytes=PIECE, notice=told.append) as stream:
+        pinned = sum(link.pinned.values())
+        several(stream, weights, link, 3)
+    if pieces == 1000:
+        assert not told
+        return
+    assert len(told) == 1
+    if pieces < 3:  # not even the slabs
+        assert pinned == 0
+        assert "refuses to pin" in told[0]
+    else:
+        assert 3 * PIECE <= pinned < link.limit or pieces == 3
+        assert "and no more" in told[0]
+
+
+def test_a_layer_goes_in_pieces_of_which_few_are_in_flight(
+    layers: list[list[TensorRange]], weights: dict[str, Tensor]
+) -> None:
+    link = LazyLink()
+    longest: list[int] = []
+    copy = link.copy
+
+    def noted(target: Tensor, source: Tensor, after: Any) -> Any:
+        event = copy(target, source, after)
+        longest.append(len(link.queue))
+        assert source.numel() <= PIECE
+        return event
+
+    link.copy = noted  # type: ignore[method-assign]
+    with DeviceStream(layers, ["ram", "ssd"] * 2 + ["ram"], link, piece_bytes=PIECE) as stream:
+        several(stream, weights, link, 2)
+    assert max(longest) == 2
+
+
+def test_layers_are_copied_while_nobody_asks_for_one(
+    layers: list[list[TensorRange]], weights: dict[str, Tensor]
+) -> None:
+    """As while the drafter works: the ring is full before the pass begins."""
+    link = EagerLink()
+    copied = threading.Semaphore(0)
+    copy = link.copy
+
+    def noted(target: Tensor, source: Tensor, after: Any) -> Any:
+        copied.release()
+        return copy(target, source, after)
+
+    link.copy = noted  # type: ignore[method-assign]
+    with DeviceStream(layers, ["ram", "ssd"] * 2 + ["ram"], link, piece_bytes=PIECE) as stream:
+        assert stream._copier is not None
+        pieces = sum(len(cut) for cut in stream._copier._pieces[:3])
+        for _ in range(pieces):
+            assert copied.acquire(timeout=60)
+        several(stream, weights, link, 2)
+
+
+@pytest.mark.parametrize("shortage", [True, False])
+def test_an_error_of_the_copying_thread_ends_the_pass_and_no_more(
+    layers: list[list[TensorRange]], weights: dict[str, Tensor], shortage: bool
+) -> None:
+    link = EagerLink()
+    copy, left = link.copy, [7]
+
+    def fails_once(target: Tensor, source: Tensor, after: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            message = "CUDA error: launch failure\nmore of it"
+            raise torch.OutOfMemoryError(message) if shortage else RuntimeError(message)
+        return copy(target, source, after)
+
+    link.copy = fails_once  # type: ignore[method-assign]
+    with DeviceStream(layers, ["ram", "ssd"] * 2 + ["ram"], link, piece_bytes=PIECE) as stream:
+        expected: tuple[type[Exception], str] = (
+            (torch.OutOfMemoryError, "launch failure")
+            if shortage
+            else (StreamError, "copying a layer to the GPU failed: CUDA error: launch failure$")
+        )
+        with pytest.raises(expected[0], match=expected[1]):
+            several(stream, weights, link, 3)
+        stream.restart()
+        several(stream, weights, link, 2)
+
+
 def test_device_memory_that_runs_out_is_one_line(
     layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,3 +447,40 @@ def test_device_memory_that_runs_out_is_one_line(
     with pytest.raises(OutOfMemoryError, match=r"buffer on the device needs 311 kB of GPU memory"):
         DeviceStream(layers, ["ram"] * LAYERS, eager)
     assert not eager.registered
+
+
+@pytest.mark.parametrize("limit", [0, 5 * PIECE, 1 << 40])
+def test_opening_is_undone_wherever_memory_ends(
+    layers: list[list[TensorRange]],
+    weights: dict[str, Tensor],
+    limit: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """RAM for slabs and layers, memory of the device: each allocation fails once."""
+    tiers: list[Tier] = ["ram", "ssd", "resident", "ssd", "ram"]
+    mapped, empty = memory.mmap.mmap, torch.empty
+    left = [0]
+
+    def counted(make: Any, shortage: BaseException) -> Any:
+        def one(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                raise shortage
+            return make(*args, **kwargs)
+
+        return one
+
+    monkeypatch.setattr(memory.mmap, "mmap", counted(mapped, OSError(errno.ENOMEM, "no memory")))
+    monkeypatch.setattr(torch, "empty", counted(empty, torch.OutOfMemoryError("CUDA: no\nmemory")))
+    failures = 0
+    while left[0] <= 0:  # until more allocations may succeed than there are
+        left[0] = failures + 1
+        link = LimitedLink(limit)
+        try:
+            with DeviceStream(layers, tiers, link, piece_bytes=PIECE) as stream:
+                one_pass(stream, weights, link.device)
+        except OutOfMemoryError:
+            failures += 1
+        assert not link.registered
+        assert not [t for t in threading.enumerate() if t.name.startswith("specexec")]
+    assert failures > 15

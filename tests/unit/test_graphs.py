@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fake_cuda as fake
 import numpy as np
@@ -16,9 +17,10 @@ from torch import Tensor
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.models import graphs
+from specexec_cli.models import attention, graphs
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
@@ -70,12 +72,12 @@ def assert_same_trees(stepping: ModelDrafter, plain: ModelDrafter, rounds: int) 
 def test_steps_draft_the_same_trees(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "_CAPACITY", 32)  # buffers double on the way
+    monkeypatch.setattr(graphs, "_CAPACITY", 32)  # buffers grow on the way
     save_checkpoint(tmp_path, architecture(name))
     with_steps, without = opened(tmp_path), opened(tmp_path)
     stepping = drafter_of(with_steps, stepping=True)
     assert_same_trees(stepping, drafter_of(without, stepping=False), rounds=4)
-    assert stepping._cache.capacity == 128
+    assert stepping._cache.capacity == 112
     assert stepping._steps is not None
     buckets = set(stepping._steps._steps)
     assert {1, 8} <= buckets, "a bonus token and a batch of five have buckets of their own"
@@ -215,6 +217,53 @@ def test_a_step_can_be_captured(name: str, tmp_path: Path) -> None:
         assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_a_step_uploads_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows or none, whatever is asked of it."""
+    save_checkpoint(tmp_path, architecture(name))
+    uploads: list[tuple[int, ...]] = []
+    perform = fake._perform
+
+    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = perform(func, args, kwargs)
+        sources = [each for each in args if type(each) is Tensor and each.dim()]
+        if isinstance(found, fake.CudaTensor) and sources:
+            uploads.append(tuple(sources[0].shape))
+        return found
+
+    with fake_cuda():
+        stepping = drafter_of(opened(tmp_path, "cuda"), stepping=True)
+        assert stepping._steps is not None
+        stepping.grow(random_tokens(9), 6)
+        length = stepping._cache.length
+        with monkeypatch.context() as patch:
+            patch.setattr(fake, "_perform", noted)
+            for tokens, wanted in (([5, 6, 7], [0, 2]), ([8], [0])):
+                rows = PassRows.chain(tokens, stepping._cache.length)
+                assert stepping._steps.forward(rows, wanted).shape[0] == len(wanted)
+        assert stepping._cache.length == length + 4
+    assert [len(shape) for shape in uploads] == [1, 1]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_uploaded_need_not_be_pinned(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("llama"))
+    asked = []
+
+    def pin_memory(tensor: Tensor) -> Tensor:
+        asked.append(tensor.numel())
+        if refused:
+            raise RuntimeError("CUDA error: out of memory")
+        return tensor.clone()
+
+    with fake_cuda(), monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "pin_memory", pin_memory)
+        assert_graphs_draft_the_same_trees(tmp_path, rounds=1)
+    assert asked
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_experts_are_picked_by_python_so_no_graph_can_hold_them(name: str, tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture(name))
@@ -261,3 +310,30 @@ def test_a_capture_that_fails(
                 assert not stepping._steps._steps
         assert_goes_on(stepping, context)
         assert stepping._steps._steps
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (8, 1)])
+@pytest.mark.parametrize("slots", [28, 256, 768])
+@pytest.mark.parametrize("scaling", [None, 0.3])
+def test_slots_that_are_shared_out_give_the_same_attention(
+    slots: int, heads: tuple[int, int], dtype: torch.dtype, scaling: float | None
+) -> None:
+    """Over what PyTorch's own gives for the same numbers in float32."""
+    generator, rows = torch.Generator().manual_seed(slots), 5
+
+    def random(count: int, length: int) -> Tensor:
+        return torch.randn(1, count, length, 16, generator=generator).to(dtype)
+
+    query, key, value = random(heads[0], rows), random(heads[1], slots), random(heads[1], slots)
+    mask = torch.rand(1, 1, rows, slots, generator=generator) < 0.3
+    mask[..., 0] = True
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), mask, scale=scaling, enable_gqa=True
+    ).transpose(1, 2)
+    with fake_cuda():
+        given = [tensor.to("cuda") for tensor in (query, key, value, mask)]
+        found = attention._split(*given, scaling).cpu()
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=tolerance)

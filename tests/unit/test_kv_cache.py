@@ -286,17 +286,17 @@ def test_layers_that_cannot_all_grow_are_all_empty(
         keys, _ = layer.update(numbered(0, 5), -numbered(0, 5))
         assert torch.equal(keys, numbered(0, 5))
     cache.grow_zeroed(cache.zeroed_capacity_for(6, at_least=4))
-    assert {layer.keys.shape[2] for layer in cache.layers} == {8}
+    assert {layer.keys.shape[2] for layer in cache.layers} == {6}
 
 
-def test_doubling_ends_at_what_was_planned() -> None:
-    """2048 slots are followed by 4096, and those by the 4354 that memory is planned for."""
+def test_growth_ends_at_what_was_planned() -> None:
+    """2048 slots are followed by 2560, and at last by the 4354 that memory is planned for."""
     cache = SlotCache(1)
     cache.planned_slots = 4354
-    for needed, expected in ((1, 2048), (2049, 4096), (4097, 4354), (4355, 8704)):
+    for needed, expected in ((1, 2048), (2049, 2560), (4097, 4354), (4355, 5378)):
         cache.zeroed_capacity = cache.zeroed_capacity_for(needed, at_least=2048)
         assert cache.zeroed_capacity == expected
-    assert cache.zeroed_capacity_for(1, at_least=2048) == 8704, "it never shrinks"
+    assert cache.zeroed_capacity_for(1, at_least=2048) == 5378, "it never shrinks"
     small = SlotCache(1)
     small.planned_slots = 300
     assert small.zeroed_capacity_for(20, at_least=2048) == 300
@@ -373,16 +373,18 @@ def test_bytes_are_those_of_keys_and_values(layers: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "from_32", "from_40"), [(1, 32, 40), (32, 32, 40), (33, 64, 40), (41, 64, 80),
-                                      (64, 64, 80), (65, 128, 80), (200, 256, 320)]
+    ("slots", "from_32", "from_40"), [(1, 32, 40), (32, 32, 40), (33, 40, 40), (41, 48, 48),
+                                      (64, 64, 64), (65, 80, 80), (200, 224, 224), (256, 256, 256)]
 )  # fmt: skip
-def test_zeroed_capacities_double(slots: int, from_32: int, from_40: int) -> None:
+def test_zeroed_capacities_double_in_four_steps(slots: int, from_32: int, from_40: int) -> None:
     cache = SlotCache(1)
     assert cache.zeroed_capacity_for(slots, at_least=32) == from_32
     fill(cache, 0, 1)
     cache.grow_zeroed(40)
     assert cache.zeroed_capacity_for(slots, at_least=32) == from_40
     assert cache.zeroed_capacity_for(1, at_least=90) == 90
+    assert cache.zeroed_capacity_for(91, at_least=90) == 113
+    assert cache.zeroed_capacity_for(180, at_least=90) == 180, "no more than by doubling"
 
 
 def test_rows_written_to_named_slots() -> None:

@@ -78,7 +78,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
-    monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes: 25e9)
+    monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes, streamed_bytes: 25e9)
     monkeypatch.setattr(loading, "_calibrate", None)  # a plan's machine is not here to be measured
     monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
 

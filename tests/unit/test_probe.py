@@ -1,18 +1,24 @@
 import errno
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import fake_cuda as fake
 import pytest
 import torch
+from fake_cuda import fake_cuda
 from specexec_kernels import dispatch
 from specexec_kernels.packing import PackedWeight
+from torch import Tensor
 from torch.nn.functional import linear
 
 from specexec_cli.errors import StreamError
-from specexec_cli.planning import probe
+from specexec_cli.offload import uplink
+from specexec_cli.planning import link_probe, probe
 from specexec_cli.planning.arithmetic import PACKED_BITS
+from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.probe import (
     probe_flops,
     probe_folder,
@@ -144,3 +150,51 @@ def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(probe, "_WIDTH", 8)
     points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0)
     assert [rows for rows, _ in points] == [1, 128]
+
+
+@pytest.mark.parametrize(
+    ("pins_pieces", "expected"), [(0, 1e9), (5, 1 / (0.1 / 4e9 + 0.9 / 2e9)), (1000, 4e9)]
+)
+def test_the_link_is_measured_on_the_way_that_layers_will_go(
+    pins_pieces: int, expected: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pinned pieces at 4 GB/s, those through slabs at 2, those that are not pinned at 1."""
+    sent: list[float] = []
+    send = uplink.Uplink.send
+
+    def timed(self: uplink.Uplink, target: Tensor, source: Tensor, after: Any) -> Any:
+        rate = 4e9 if self.is_pinned(source) else 2e9 if self._slabs else 1e9
+        sent.append(source.numel() / rate)
+        return send(self, target, source, after)
+
+    def best_of(repeats: int, run: Callable[[], object]) -> float:
+        sent.clear()
+        run()
+        return sum(sent)
+
+    monkeypatch.setattr(uplink.Uplink, "send", timed)
+    monkeypatch.setattr(link_probe, "best_of", best_of)
+    piece = uplink.COPY_BYTES
+    with fake_cuda(pins_bytes=pins_pieces * piece) as runtime:
+        # three are slabs, one is left to others: of five, one piece of ten
+        found = probe_link(fake.CUDA, n_bytes=2 * piece, streamed_bytes=10 * piece)
+        assert not runtime.registered
+    assert found == pytest.approx(expected)
+
+
+def test_no_more_is_pinned_for_a_probe_than_the_largest_known_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned = []
+    pin = uplink.Uplink.pin
+
+    def noted(self: uplink.Uplink, blobs: list[Tensor]) -> bool:
+        pinned.append(sum(blob.numel() for blob in blobs))
+        return pin(self, blobs)
+
+    monkeypatch.setattr(uplink.Uplink, "pin", noted)
+    monkeypatch.setattr(link_probe, "_PIN_TRIAL_BYTES", 4 * uplink.COPY_BYTES)
+    with fake_cuda():
+        for streamed_bytes in (0, 3 * uplink.COPY_BYTES, 1 << 40):
+            probe_link(fake.CUDA, uplink.COPY_BYTES, streamed_bytes, repeats=1)
+    assert [n_bytes // uplink.COPY_BYTES for n_bytes in pinned] == [1, 3, 4]

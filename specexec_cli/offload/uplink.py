@@ -1,0 +1,143 @@
+"""Bytes in RAM on their way to a device: a piece at a time, pinned or by way of pinned slabs.
+
+    registered RAM ------------------> device
+    other RAM -----> pinned slab ----> device
+
+At most IN_FLIGHT pieces are handed to the device's copy engine at once: one that it copies and one
+that it goes on with, so that it is never idle, and so that what others upload meanwhile waits for
+no more than these. Where a driver pins little memory (500 MB to 1 GB under WSL2 and in containers,
+microsoft/WSL#14078), the slabs come first: any memory goes through them at the speed of a CPU's
+copy, and nobody but the copying thread waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from specexec_cli.device import format_bytes
+from specexec_cli.offload.link import Link
+from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.reader import Notice
+from specexec_cli.offload.resident import as_blob
+
+COPY_BYTES = 16 << 20  # two of them take 1.3 ms at 25 GB/s
+IN_FLIGHT = 2
+_SLABS = IN_FLIGHT + 1  # one is filled while the others are copied
+
+
+class Uplink:
+    """Copies pieces to a device in the order given. Used by one thread at a time."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._registered: dict[int, Tensor] = {}  # by address
+        self._slabs: list[Tensor] = []
+        self._staged = 0  # pieces that went through slabs
+        self._flying: deque[Any] = deque()  # events of copies that may be under way
+
+    def pin(self, blobs: Sequence[Tensor], notice: Notice = lambda text: None) -> bool:
+        """Registers memory, in the order given, as far as the driver grants it.
+
+        Args:
+            blobs: (bytes,) uint8 each, page-aligned, none larger than a piece.
+            notice: told in one line where the driver refuses.
+        Returns:
+            Whether all of it is registered.
+        Raises:
+            OutOfMemoryError: there is no RAM for the slabs.
+        """
+        blobs = [blob for blob in blobs if blob.numel()]
+        if not blobs:
+            return True
+        slabs = _new_slabs(max(blob.numel() for blob in blobs))
+        if not all(map(self._register, slabs)):
+            self._unregister(slabs)
+            notice(
+                "the driver refuses to pin memory, so copies to the GPU are slower: WSL2 and "
+                "containers have a limit of their own, close other programs that use the GPU"
+            )
+            return False
+        for number, blob in enumerate(blobs):
+            if not self._register(blob):
+                self._unregister(blobs[max(0, number - 1) : number])  # others need a little too
+                self._slabs = slabs
+                notice(
+                    f"the driver pins {format_bytes(self.pinned_bytes)} and no more, so the CPU "
+                    "copies the rest on its way to the GPU, which may be slower"
+                )
+                return False
+        self._unregister(slabs)
+        return True
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes that are registered, slabs included."""
+        return sum(blob.numel() for blob in self._registered.values())
+
+    def is_pinned(self, blob: Tensor) -> bool:
+        """Whether a blob that pin() was given goes to the device from where it lies."""
+        return blob.data_ptr() in self._registered
+
+    def send(self, target: Tensor, source: Tensor, after: Any) -> Any:
+        """Enqueues the copy of a piece, which begins once `after` is done; returns its event.
+
+        Waits for room among the pieces in flight. `source` must stay as it is until IN_FLIGHT
+        further pieces were sent, or land() was called.
+
+        Args:
+            target: (bytes,) uint8 on the device.
+            source: (bytes,) uint8, the blob that pin() was given or the beginning of it.
+        """
+        if self._slabs and not self.is_pinned(source):
+            # the copy out of it was before the IN_FLIGHT last ones, so it has been waited for
+            slab = self._slabs[self._staged % _SLABS][: source.numel()]
+            _stage(slab, source)
+            self._staged += 1
+            source = slab
+        while len(self._flying) >= IN_FLIGHT:
+            self._link.wait(self._flying.popleft())
+        event = self._link.copy(target, source, after)
+        self._flying.append(event)
+        return event
+
+    def land(self) -> None:
+        """Waits until every piece has arrived."""
+        while self._flying:
+            self._link.wait(self._flying.popleft())
+
+    def close(self) -> None:
+        """Waits for what is in flight and unregisters all memory. Idempotent."""
+        try:
+            self.land()
+        finally:
+            self._unregister(list(self._registered.values()))
+            self._slabs = []
+
+    def _register(self, blob: Tensor) -> bool:
+        if not self._link.register(blob):
+            return False
+        self._registered[blob.data_ptr()] = blob
+        return True
+
+    def _unregister(self, blobs: Sequence[Tensor]) -> None:
+        for blob in blobs:
+            if self._registered.pop(blob.data_ptr(), None) is not None:
+                self._link.unregister(blob)
+
+
+def _new_slabs(n_bytes: int) -> list[Tensor]:
+    slabs = []
+    for _ in range(_SLABS):
+        buffer = HugeBuffer(n_bytes, "a slab for copies to the GPU", "Close other programs")
+        slabs.append(as_blob(buffer))
+        buffer.close()  # the blob holds the memory from now on
+    return slabs
+
+
+def _stage(slab: Tensor, source: Tensor) -> None:
+    """The CPU's copy; PyTorch shares it among threads and lets other Python threads run."""
+    slab.copy_(source)
