@@ -198,7 +198,8 @@ def _model_json(model: ModelEntry) -> dict[str, Any]:
 def _weights(model: ModelEntry) -> str:
     if model.quantization in (None, "none"):
         return model.dtype or "-"
-    return f"{model.quantization} {model.bits}-bit" if model.bits else str(model.quantization)
+    name = {"compressed-tensors": "ct"}.get(str(model.quantization), str(model.quantization))
+    return f"{name} {model.bits}-bit" if model.bits else name
 
 
 def _billions(count: int | None) -> str:
