@@ -34,7 +34,7 @@ import torch
 from offload_report import environment
 
 from specexec_cli.device import format_bytes
-from specexec_cli.errors import ConfigError, SpecexecError
+from specexec_cli.errors import ConfigError, OutOfMemoryError, SpecexecError
 from specexec_cli.loading import this_site
 from specexec_cli.models.experts import split_layers
 from specexec_cli.models.row_checkpoint import read_packing
@@ -69,7 +69,7 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
             enough = not found.plan.expert_bytes or (
                 found.plan.expert_bytes >= share * sum(experts.layers)
             )
-        except MemoryError:
+        except OutOfMemoryError:
             enough = False
         low, high = (low, ram) if enough else (ram, high)
     settings = {**site.settings, "ram": Setting(high, "given")}
@@ -214,7 +214,8 @@ def measured(
     task = {
         "rig": str(args.rig), "draft": str(args.draft), "dtype": "auto",
         "ram_bytes": int(decision.settings["ram"].value), "whole_layers": False,
-        "tree": {"budget": args.budget, "max_depth": 16, "batch": 8},
+        "tree": {"budget": args.budget, "max_depth": min(16, args.budget),
+                 "batch": min(8, args.budget)},
         "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens // 2,
         "tokens": dict.fromkeys(METHODS, args.tokens),
     }  # fmt: skip

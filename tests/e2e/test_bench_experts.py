@@ -17,7 +17,7 @@ import make_rig
 from specexec_cli.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-SHAPE = "hidden=128,layers=4,heads=4,kv_heads=2,head_dim=8,intermediate=512"
+SHAPE = "hidden=128,layers=4,heads=4,kv_heads=2,head_dim=8,intermediate=1024"
 RATES = {"read_bytes", "bytes_per_s", "burst_bytes_per_s", "raw_bytes_per_s", "rate_of_burst",
          "rate_of_raw"}  # fmt: skip
 SHARES = {"missed_by_a_visit", "reads_of_a_visit", "read_of_needed", "reading_share",
@@ -39,7 +39,7 @@ def argv(rig: Path, draft: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("experts", "row_format"), [("experts=8,chosen=2", None), ("experts=32,chosen=4", "gpt-oss")]
+    ("experts", "row_format"), [("experts=16,chosen=2", None), ("experts=64,chosen=4", "gpt-oss")]
 )
 def test_mixtures_of_other_shapes_are_measured(
     experts: str,
