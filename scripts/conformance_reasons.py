@@ -14,8 +14,8 @@ _KINDS = [
     (
         r"Mamba|DeltaNet|DeltaAttention|ShortConv|Lightning|LinearAttention|Rwkv|LSTM|RgLru"
         r"|Recurrent|SSM|Retention|KimiDelta|SConv|Conv1d|HybridConv",
-        "layers that keep a state in place of keys and values, as recurrent and convolutional ones "
-        "do: a draft tree would need a state for each of its nodes",
+        "recurrent or convolutional layers, whose state a draft tree would need for each of its "
+        "nodes",
     ),
     (
         r"Indexer|(?<!Sequence)Compressor|HashAttention",
