@@ -146,5 +146,8 @@ def test_an_aborted_pass_leaves_every_slot_right(
                 assert model.source is not None
                 model.source.restart()
             left[0] = 0
+        assert model.source is not None
+        if model.source.failed:  # what the last pass read ahead for the next one
+            model.source.restart()
         assert_close(on_cpu(logits_of_a_text(model)), expected)
         model.close()
