@@ -4,9 +4,11 @@
     python scripts/compile_kernels.py --gpus rtx-30 --quick
 
 Triton's compiler and NVIDIA's assembler need no GPU. What they show: that a kernel compiles, that
-its shared memory is within what a block may have there (a launch fails otherwise), and whether
-registers spill. What they do not show: results and speed. Exits with 1 if a kernel does not compile
-or fit. The last line is JSON.
+its shared memory is within what a block may have there (a launch fails otherwise), whether
+registers spill, how many of its blocks a multiprocessor runs at once, and by its machine code
+whether it loads 16 bytes at once and multiplies on tensor cores. What they do not show: results and
+speed. Exits with 1 if a kernel does not compile or fit, or lacks what WANTED asks of it. The last
+line is JSON.
 """
 
 from __future__ import annotations
@@ -40,15 +42,17 @@ from specexec_kernels.row_quantize import RECIPES
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-# Compute capability, and KiB of shared memory that a block may have: CUDA programming guide, table
-# of technical specifications per compute capability.
+# Compute capability, KiB of shared memory that a block may have (a multiprocessor has one more for
+# each block), and warps that a multiprocessor holds: CUDA programming guide, table of technical
+# specifications per compute capability.
 GPUS = {
-    "a100": (80, 163),
-    "rtx-30": (86, 99),
-    "rtx-40": (89, 99),
-    "h100": (90, 227),
-    "rtx-50": (120, 99),
+    "a100": (80, 163, 64),
+    "rtx-30": (86, 99, 48),
+    "rtx-40": (89, 99, 48),
+    "h100": (90, 227, 64),
+    "rtx-50": (120, 99, 48),
 }
+REGISTERS = 65536  # of a multiprocessor, given to warps in pieces of 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
 # what attention is asked for beside plain scores, in the heads of the models that ask for it
@@ -70,12 +74,34 @@ class Compiled:
     shared_limit_bytes: int
     registers: int
     spilled_bytes: int  # of stack per thread
+    warps: int  # of a block
+    blocks: int  # that a multiprocessor runs at once
+    wide_loads: int  # instructions that load 16 bytes from global memory
+    tensor_products: int  # instructions of tensor cores
     seconds: float
     error: str = ""
 
     @property
-    def fits(self) -> bool:
-        return not self.error and self.shared_bytes <= self.shared_limit_bytes
+    def missing(self) -> str:
+        """What is wrong with it; nothing where it will do."""
+        if self.error or self.shared_bytes > self.shared_limit_bytes:
+            return f"DOES NOT FIT {self.error}"
+        for pattern, wide_loads, tensor_products in WANTED:
+            if re.search(pattern, self.case):
+                if wide_loads and not self.wide_loads:
+                    return "LOADS NOT 16 BYTES AT ONCE"
+                if tensor_products and not self.tensor_products:
+                    return "USES NO TENSOR CORES"
+        return ""
+
+
+# (cases, whether they must load 16 bytes at once, whether they must use tensor cores)
+WANTED = (
+    (r"tree attention.*(float16|bfloat16)", True, True),
+    (r"product, (float16|bfloat16)", False, True),
+    (r"bit dequantize", True, False),
+    (r"top-k, float32", True, False),
+)
 
 
 class AbsentGpu:
@@ -98,7 +124,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls of the kernels' own functions, over the shapes that decide what they need."""
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
-        for head_dim in (128, 256) if quick else (64, 80, 128, 256):
+        for head_dim in (128, 256, 512) if quick else (64, 80, 128, 256, 512):
             for rows in (1, 64):
                 yield (
                     f"tree attention, {rows} rows, heads of {head_dim}, {name}",
@@ -163,7 +189,7 @@ def attention(
 
 def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
     """Every case for one GPU. Launches become compilations: outputs hold nothing of use."""
-    capability, shared_kib = GPUS[gpu]
+    capability, shared_kib, most_warps = GPUS[gpu]
     triton.runtime.driver.set_active(AbsentGpu(capability))
     launched: list[Any] = []
     run = JITFunction.run
@@ -183,9 +209,14 @@ def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
                 error = str(failure)
             compiled = launched[0] if launched else None
             registers, spilled = usage(compiled.asm["cubin"]) if compiled else (0, 0)
+            wide, products = instructions(compiled.asm["cubin"]) if compiled else (0, 0)
+            shared = compiled.metadata.shared if compiled else 0
+            warps = compiled.metadata.num_warps if compiled else 0
             yield Compiled(
-                gpu=gpu, case=name, shared_bytes=compiled.metadata.shared if compiled else 0,
-                shared_limit_bytes=shared_kib * 1024, registers=registers, spilled_bytes=spilled,
+                gpu=gpu, case=name, shared_bytes=shared, shared_limit_bytes=shared_kib * 1024,
+                registers=registers, spilled_bytes=spilled, warps=warps,
+                blocks=blocks_at_once(registers, shared, warps, shared_kib, most_warps),
+                wide_loads=wide, tensor_products=products,
                 seconds=time.perf_counter() - start, error=error,
             )  # fmt: skip
     finally:
@@ -194,15 +225,47 @@ def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
 
 def usage(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes per thread, as cuobjdump reads them."""
+    found = dict(re.findall(r"(REG|STACK):(\d+)", _dumped(cubin, "-res-usage")))
+    return int(found["REG"]), int(found["STACK"])
+
+
+def instructions(cubin: bytes) -> tuple[int, int]:
+    """Loads of 16 bytes from global memory, to registers or shared memory; tensor cores' products.
+
+    Source: NVIDIA, CUDA binary utilities, instruction set reference (LDG, LDGSTS, HMMA, QGMMA).
+    """
+    text = _dumped(cubin, "-sass")
+    wide = re.findall(r"\b(?:LDG|LDGSTS)\.[A-Z0-9.]*\b128\b", text)
+    return len(wide), len(re.findall(r"\b(?:HMMA|HGMMA|QGMMA|OMMA|QMMA)\.", text))
+
+
+def _dumped(cubin: bytes, what: str) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name],
+        return subprocess.run(
+            [triton.knobs.nvidia.cuobjdump.path, what, file.name],
             capture_output=True, text=True, check=True,
         ).stdout  # fmt: skip
-    found = dict(re.findall(r"(REG|STACK):(\d+)", text))
-    return int(found["REG"]), int(found["STACK"])
+
+
+def blocks_at_once(
+    registers: int, shared_bytes: int, warps: int, shared_kib: int, most_warps: int
+) -> int:
+    """Blocks of a kernel that one multiprocessor runs at once.
+
+    Args:
+        registers: of a thread.
+        shared_bytes, warps: of a block.
+        shared_kib: that a block may have at most.
+        most_warps: of a multiprocessor.
+    """
+    if not warps:
+        return 0
+    of_a_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS // of_a_warp // warps if registers else most_warps
+    by_shared = (shared_kib + 1) * 1024 // (shared_bytes + 1024)  # the system takes 1 KiB of each
+    return min(by_registers, by_shared, most_warps // warps)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -211,17 +274,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="the cases that need most")
     args = parser.parse_args(argv)
     found = []
-    print(f"{'':<58}{'shared KiB':>12}{'registers':>11}{'spilled':>9}{'s':>6}")
+    print(f"{'':<58}{'shared KiB':>12}{'registers':>11}{'spilled':>9}{'blocks':>8}{'of warps':>9}"
+          f"{'LDG.128':>9}{'HMMA':>6}{'s':>6}")  # fmt: skip
     for gpu in args.gpus.split(","):
         for kernel in compile_all(gpu, args.quick):
             found.append(kernel)
             name = f"{gpu}: {kernel.case}"
             shared = f"{kernel.shared_bytes // 1024} of {kernel.shared_limit_bytes // 1024}"
-            verdict = "" if kernel.fits else f"  DOES NOT FIT {kernel.error}"
             print(f"{name:<58}{shared:>12}{kernel.registers:11}{kernel.spilled_bytes:9}"
-                  f"{kernel.seconds:6.1f}{verdict}", flush=True)  # fmt: skip
+                  f"{kernel.blocks:8}{kernel.warps:9}{kernel.wide_loads:9}"
+                  f"{kernel.tensor_products:6}{kernel.seconds:6.1f}  {kernel.missing}",
+                  flush=True)  # fmt: skip
     print(json.dumps({"triton": triton.__version__, "kernels": [asdict(k) for k in found]}))
-    return 0 if all(kernel.fits for kernel in found) else 1
+    return 1 if any(kernel.missing for kernel in found) else 0
 
 
 if __name__ == "__main__":

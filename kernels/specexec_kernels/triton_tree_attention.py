@@ -40,7 +40,8 @@ def _tree_attention_kernel(
     rows, prefix_len, tree_slots, words, scale, softcap, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_TREE: tl.constexpr,
+    CAPPED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # a program's rows are (row, query head) pairs that share one key/value head
@@ -79,15 +80,18 @@ def _tree_attention_kernel(
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
-    for start in range(0, tree_slots, 32):  # one word of ancestors per row and step
-        slot = start + tl.arange(0, 32)
+    for start in range(0, tree_slots, BLOCK_TREE):  # one word of ancestors per row and step
+        slot = start + tl.arange(0, BLOCK_TREE)
         here = (slot < tree_slots)[:, None]
         key = tl.load(keys + (prefix_len + slot)[:, None] * HEAD_DIM + d[None, :],
                       mask=here & in_key, other=0.0)  # fmt: skip
         value = tl.load(values + (prefix_len + slot)[:, None] * VALUE_DIM + v[None, :],
                         mask=here & in_value, other=0.0)  # fmt: skip
         word = tl.load(ancestors + row * words + start // 32, mask=real, other=0)
-        seen = ((word[:, None] >> tl.arange(0, 32)[None, :]) & 1) != 0
+        bit = tl.arange(0, 32)
+        if BLOCK_TREE < 32:  # a part of the word
+            bit = start % 32 + tl.arange(0, BLOCK_TREE)
+        seen = ((word[:, None] >> bit[None, :]) & 1) != 0
         seen = seen & (slot < tree_slots)[None, :]
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
@@ -123,7 +127,9 @@ def tree_attention(
     out = queries.new_empty(rows, heads, value_dim)
     group = heads // kv_heads
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
-    block_rows, block_slots = _blocks(rows * group, max(block_d, block_v), queries.element_size())
+    block_rows, block_slots, stages = _blocks(
+        rows * group, max(block_d, block_v), queries.element_size()
+    )
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
     scale = scale or 1 / math.sqrt(head_dim)
     _tree_attention_kernel[grid](
@@ -132,18 +138,24 @@ def tree_attention(
         scale if softcap is None else scale / softcap, softcap or 1.0,
         keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
-        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, CAPPED=softcap is not None, num_stages=2,
-        enable_fp_fusion=True,
+        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, BLOCK_TREE=min(block_slots, 32),
+        CAPPED=softcap is not None, num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
-def _blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int]:
-    """Rows and prefix slots of a program's tiles.
+def _blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int, int]:
+    """Rows and prefix slots of a program's tiles, and how many steps' tiles are loaded at once.
 
     The largest powers of two whose tiles spill no registers and fit into the 99 KiB of shared
     memory that GeForce cards give a block; scripts/compile_kernels.py shows both.
     """
-    if pairs <= 16 or item_bytes == 4 or block_d > 256:
+    if block_d > 256:  # Gemma-4's layers with full attention have heads of 512
+        return (16, 32, 2) if item_bytes == 2 else (16, 16, 1)
+    return *_usual_blocks(pairs, block_d, item_bytes), 2
+
+
+def _usual_blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int]:
+    if pairs <= 16 or item_bytes == 4:
         return 16, 64 if item_bytes == 2 and block_d <= 128 else 32
     return 64 if block_d <= 128 else 32, 64 if block_d <= 64 else 32
