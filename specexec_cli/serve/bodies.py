@@ -197,14 +197,20 @@ def parsed(kind: type[_B], raw: bytes) -> _B:
 
 
 def _told(error: ValidationError) -> ApiError:
-    """The first of the mistakes that belong to the field that came closest to being right."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(step) for step in first["loc"])
+    """The first mistake; where a field may be of several types, that of the type meant."""
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    first = found[0]
     if first["type"] == "extra_forbidden":
+        where = ".".join(str(step) for step in first["loc"])
         return ApiError(
             400,
             f"'{where}' is not known here: leave it out, as it would change nothing",
             param=where,
             code="unknown_parameter",
         )
+    of_field = [each for each in found if each["loc"][:1] == first["loc"][:1]]
+    first = next((each for each in of_field if not each["type"].endswith("_type")), first)
+    # pydantic names the types that a field may have among the steps to it
+    steps = [step for step in first["loc"] if isinstance(step, int) or step.isidentifier()]
+    where = ".".join(map(str, steps))
     return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)
