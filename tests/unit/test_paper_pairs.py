@@ -51,7 +51,7 @@ def test_table_4_runs_without_offloading() -> None:
     ("pair", "card", "draft"),
     [
         ("llama2-70b-chat-gptq", 16, "llama2-7b-chat-gptq"),
-        ("llama2-70b-chat-gptq-7b-gptq", 12, "tinyllama-1.1b-chat"),
+        ("llama2-70b-chat-gptq-7b-gptq", 8, "tinyllama-1.1b-chat"),
         ("llama2-70b-chat-13b", 24, "llama2-7b-chat-gptq"),
         ("gemma3-12b-it", 8, "gemma3-270m-it"),
         ("qwen3-32b-awq", 8, "qwen3-0.6b"),
