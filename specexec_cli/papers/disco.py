@@ -23,7 +23,7 @@ _ACCEPTANCES = (0.6, 0.8, 0.9)  # figure 2 has three, which its text does not na
 _LENGTHS = range(1, 31)
 _TOKENS = 128  # of a text in the full form
 _TRAINED_ON = {"humaneval": "mbpp"}  # by another set's texts (section 4)
-_SETS_NOTE = "--full takes the paper's four datasets, in the parts of table 3"
+_SETS_NOTE = "the full form takes the paper's four datasets, in the parts of table 3"
 # Texts with which no part is empty: of fifths, and in the proportions of table 3.
 _FEWEST, _FEWEST_FULL = 5, 9
 

@@ -42,7 +42,8 @@ class Screen(io.StringIO):
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     found = Screen()
     monkeypatch.setattr(live, "sys", SimpleNamespace(stdout=found, stderr=found))
-    monkeypatch.setattr(live.shutil, "get_terminal_size", lambda: terminal_size((COLUMNS, LINES)))
+    size = terminal_size((COLUMNS, LINES))
+    monkeypatch.setattr(live.shutil, "get_terminal_size", lambda fallback=(80, 24): size)
     monkeypatch.setenv("XTERM_VERSION", "1")
     monkeypatch.setattr(LiveStatus, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(LiveStatus, "_REDRAW_S", 0.0)
