@@ -37,13 +37,13 @@ generate(small, draft, "ssd")
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 limit = used + int(share)
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-tokens, settings = generate(target, draft, "auto")
 refused = {{}}
 for offload in ("ram", "none"):
     try:
         generate(target, draft, offload)
     except OutOfMemoryError as error:
         refused[offload] = with_mend(error)
+tokens, settings = generate(target, draft, "auto")
 print(json.dumps({{"tokens": tokens, "offload": settings["offload"], "refused": refused}}))
 """
 
@@ -93,9 +93,7 @@ def test_a_target_four_times_larger_than_its_memory(tmp_path: Path) -> None:
     result = json.loads(ran.stdout)
     assert result["offload"] == "ssd"
     assert set(result["refused"]) == {"ram", "none"}, "the limit does bite"
-    # what is left by then may be too little for streaming as well, and then that is not named
-    assert "--offload" in result["refused"]["ram"]
-    assert any(mend in result["refused"]["none"] for mend in ("--offload auto", "smaller"))
+    assert all("--offload auto" in told for told in result["refused"].values())
     own = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "target", dtype=torch.float32
     )
