@@ -34,6 +34,11 @@ _RUN, _CHANGED = 5, 1.5
 # A prior counts as so many iterations at first, and as less and less until so many are known.
 _PRIOR_WEIGHT, _PRIOR_UNTIL = 8.0, 24
 _PRIOR_ROWS: Floats = np.exp2(np.arange(9, dtype=np.float64))  # where it says what a pass takes
+# How many times as far off its arithmetic may be as its stream, and as how many passes the squared
+# logarithm of what each is off by counts. The stream was probed just now and alike, arithmetic long
+# ago and with nothing beside it.
+_RATIOS: Floats = np.geomspace(1 / 8, 8.0, 61)
+_STREAM_IS, _ARITHMETIC_IS = 1e-3, 1e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +127,9 @@ class IterationCost:
         """
         rows, steps, drafts_s, totals_s = seen.T
         per_step = float(drafts_s.sum() / max(steps.sum(), 1.0))
-        known_rows, known_s, weight = self._prior_points(rows, steps, totals_s)
+        prior, weight = self._prior_now(rows, np.maximum(totals_s - drafts_s, 1e-9))
+        known_rows = _PRIOR_ROWS if prior is not None else np.zeros(0)
+        known_s = prior.seconds(known_rows, 0.0) if prior is not None else np.zeros(0)
         step_weight = np.sqrt(_DOUBT) * max(float(steps.mean()), 1.0)
         noise = float(np.square(_NOISE * totals_s).sum())
         knees = [
@@ -131,6 +138,8 @@ class IterationCost:
         ]
         if self.prior is not None:
             knees.append(self.prior.knee_rows)
+        if prior is not None:
+            knees.append(prior.knee_rows)
         best, found_best = np.inf, self.model
         for knee in knees:
             beyond = np.maximum(0.0, rows - knee)
@@ -156,17 +165,42 @@ class IterationCost:
                 best, found_best = error, model
         return found_best
 
-    def _prior_points(
-        self, rows: Floats, steps: Floats, totals_s: Floats
-    ) -> tuple[Floats, Floats, float]:
-        """What the prior says at a few numbers of rows: rows, seconds, and the weight of each."""
+    def _prior_now(self, rows: Floats, passes_s: Floats) -> tuple[CostModel | None, float]:
+        """What the prior says by now, and the weight of each of its points; None at the end.
+
+        Args:
+            rows, passes_s: (n,), of passes without the draft steps before them.
+        """
         doubt = 1.0 - len(rows) / _PRIOR_UNTIL
         if self.prior is None or doubt <= 0.0:
-            return np.zeros(0), np.zeros(0), 0.0
-        level = float(np.median(totals_s / self.prior.seconds(rows, steps)))
-        seconds = level * self.prior.seconds(_PRIOR_ROWS, 0.0)
-        return _PRIOR_ROWS, seconds, float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
+            return None, 0.0
+        weight = float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
+        return _levelled(self.prior, rows, passes_s), weight
 
     def seconds(self, rows: Floats, steps: int) -> Floats:
         """Seconds of iterations over `rows` rows, (n,)."""
         return self.model.seconds(rows, steps)
+
+
+def _levelled(prior: CostModel, rows: Floats, passes_s: Floats) -> CostModel:
+    """The prior with its stream and its arithmetic each at the level that passes tell.
+
+    A pass takes the longer of both. Slow passes at the knee may be due to either: arithmetic is
+    taken to be, until passes of fewer rows, which then look better, are just as slow.
+    """
+    arithmetic_s = prior.base_s + prior.row_s * (rows - prior.knee_rows)
+    told_s = np.maximum(prior.base_s, _RATIOS[:, None] * arithmetic_s)
+    off = np.log(passes_s / told_s)
+    levels = off.mean(axis=1)  # of the stream, for each of the ratios
+    misfits = np.square(off - levels[:, None]).sum(axis=1)
+    misfits += _STREAM_IS * np.square(levels)
+    misfits += _ARITHMETIC_IS * np.square(levels + np.log(_RATIOS))
+    best = int(misfits.argmin())
+    stream = float(np.exp(levels[best]))
+    arithmetic = stream * float(_RATIOS[best])
+    base_s, row_s = stream * prior.base_s, arithmetic * prior.row_s
+    none_s = arithmetic * (prior.base_s - prior.row_s * prior.knee_rows)  # of no rows
+    knee = (base_s - none_s) / row_s if row_s else prior.knee_rows
+    if knee < 0.0:  # arithmetic takes longer whatever the rows
+        base_s, knee = none_s, 0.0
+    return CostModel(base_s=base_s, row_s=row_s, knee_rows=knee, step_s=prior.step_s)
