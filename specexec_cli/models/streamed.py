@@ -26,6 +26,7 @@ from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.quantized import QuantizedLinear
@@ -60,6 +61,7 @@ class StreamedModel:
         resident_dtype: torch.dtype | None = None,
         *,
         table_in_ram: bool = False,
+        own_rows: bool = True,
     ) -> None:
         """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
@@ -67,6 +69,8 @@ class StreamedModel:
             dtype: to compute in.
             resident_dtype: of embeddings and head; the file's unless told.
             table_in_ram: embeddings are looked up there, unless the head needs their table.
+            own_rows: whether a GPU's products and norms give a row the same bits in passes of any
+                number of rows, see own_rows.py.
         """
         self.skeleton = skeleton
         self.device = device
@@ -92,6 +96,8 @@ class StreamedModel:
         for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
         self._load_resident(resident_dtype, table_in_ram)
+        if own_rows and device.type == "cuda":
+            keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
             if isinstance(part, PreTrainedModel):
                 # their code asks the first parameter where the model is and what it computes in
@@ -110,6 +116,7 @@ class StreamedModel:
         expert_bytes: int = 0,
         device_expert_bytes: int = 0,
         copy_rows: int | None = None,
+        own_rows: bool = True,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -125,6 +132,7 @@ class StreamedModel:
             device_expert_bytes: that slots for experts on a GPU may take.
             copy_rows: on a GPU, experts of so many rows and more are copied to it; see
                 DeviceExperts.
+            own_rows: as of the constructor. A draft model needs it not: its bits choose no token.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -147,7 +155,7 @@ class StreamedModel:
             stays, on_gpu = tiers is None, device.type == "cuda"
             model = cls(
                 skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
-                table_in_ram=table_in_ram(stays, on_gpu),
+                table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows,
             )  # fmt: skip
             if tiers is None:
                 model._load_layers(progress)

@@ -15,6 +15,10 @@ GPU_LIBRARY_BYTES = 200_000_000
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
+# Rows of every product that a GPU's library is asked for in a target's pass. So many read a matrix
+# from a GPU's memory about as long as they multiply it: fewer would read it more often for trees of
+# a thousand nodes, and more would multiply zeros for longer than the link takes to bring it.
+BLOCK_ROWS = 128
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
 PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
 # A draft model that reads its target's cache rows drafts behind a prompt of so many rows at most,
@@ -155,6 +159,8 @@ def gpu_parts(
         ("CUDA context", context_bytes),
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
+        # a block is complete before what its rows need of it is taken
+        ("one block of rows", BLOCK_ROWS * target.vocab * FLOAT32_BYTES),
         ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
     )
 
