@@ -1,6 +1,7 @@
 """Experts one by one beside whole layers: tokens per second of a mixture in the same memory.
 
     python scripts/make_rig.py --shape qwen3-30b-a3b --layers 12 --bits 4 --skew 0.27 --out RIG
+    python scripts/make_rig.py --shape qwen3-30b-a3b --layers 8 --bits 4 --skew 0.33 --out RIG
     python scripts/make_rig.py --shape mixtral-8x7b --layers 8 --bits 4 --out RIG
     python scripts/make_rig.py --shape gpt-oss-20b --format gpt-oss --out RIG
     python scripts/bench_experts.py --rig RIG --share 0.25 --before CHECKOUT
