@@ -346,6 +346,11 @@ class StreamedModel:
         """Bytes of layers that came over the link so far."""
         return self.source.bytes_streamed if self.source is not None else 0
 
+    @property
+    def read_s(self) -> float:
+        """Seconds so far in which the SSD was read; 0 where layers do not come from it whole."""
+        return self.source.read_s if isinstance(self.source, LayerStream) else 0.0
+
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""
         if self.source is not None:

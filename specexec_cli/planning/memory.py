@@ -131,6 +131,12 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     return row_bytes * (prompt + work.budget + ahead + 1) + one_layer
 
 
+def _block_rows(work: Work) -> int:
+    """Rows of logits beside those that count: zeros behind few, the last block beside many."""
+    few = work.verify_rows <= BLOCK_ROWS
+    return BLOCK_ROWS - work.verify_rows if few else BLOCK_ROWS
+
+
 def gpu_parts(
     target: ModelBytes,
     draft: ModelBytes | None,
@@ -159,8 +165,7 @@ def gpu_parts(
         ("CUDA context", context_bytes),
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
-        # a block is complete before what its rows need of it is taken
-        ("one block of rows", BLOCK_ROWS * target.vocab * FLOAT32_BYTES),
+        ("one block of rows", _block_rows(work) * target.vocab * FLOAT32_BYTES),
         ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
     )
 
