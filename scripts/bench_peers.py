@@ -65,9 +65,8 @@ from specexec_cli.models.tokenizer import load_tokenizer
 HERE = Path(__file__).parent
 DEMO_DRAFT = HERE.parent / "specexec_cli" / "demo" / "draft"
 BASELINE = "accelerate"
-_PROGRAM_BYTES = (
-    500_000_000  # that specexec has taken before it plans, PyTorch's libraries included
-)
+# that specexec has taken before it plans, PyTorch's libraries included
+_PROGRAM_BYTES = 500_000_000
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 

@@ -79,6 +79,8 @@ def _linears(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrix]]:
         if len(parts) == len(LEAVES):
             packed = GptqLinear(**waiting.pop(linear))
             yield f"{linear}.weight", packed.shape, packed
+    if waiting:
+        raise SystemExit(f"{next(iter(waiting))} of {rig} lacks one of {', '.join(LEAVES)}")
 
 
 def _stored(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:

@@ -3,8 +3,9 @@
 
 Slots are walked over in blocks of one size that begin at its multiples, wherever the prefix ends
 and however many rows there are. A block of which a row sees nothing leaves its sums as they are, so
-a committed row has the same bits in a pass by itself and among others. A node of a tree has not:
-its ancestors lie in other slots than they will once they are committed.
+a committed row's sums are made of the same blocks in a pass by itself and among others; how a
+block's sum is shared among threads still follows the tile, which is smaller for few rows. A node's
+ancestors lie in other slots than they will once they are committed.
 """
 
 from __future__ import annotations

@@ -34,12 +34,13 @@ _RUN, _CHANGED = 5, 1.5
 # A prior counts as so many iterations at first, and as less and less until so many are known.
 _PRIOR_WEIGHT, _PRIOR_UNTIL = 8.0, 24
 _PRIOR_ROWS: Floats = np.exp2(np.arange(9, dtype=np.float64))  # where it says what a pass takes
-# How many times as far off its arithmetic may be as its stream, and as how many passes the squared
-# logarithm of what each is off by counts. The stream was probed just now and alike, arithmetic long
-# ago and with nothing beside it.
+# The prior may be off by one factor for its stream and by another for its arithmetic. These
+# quotients of the second over the first are tried.
 _RATIOS: Floats = np.geomspace(1 / 8, 8.0, 61)
-_STREAM_IS, _ARITHMETIC_IS = 1e-3, 1e-4
-_STREAM_WAS = 8.0  # of a stream that was measured as the passes ran
+# What speaks against each factor: the square of its logarithm, as much as so many passes whose
+# seconds are off by it. The stream was probed just now, arithmetic long ago and alone.
+_STREAM_WEIGHT, _ARITHMETIC_WEIGHT = 1e-3, 1e-4
+_MEASURED_WEIGHT = 8.0  # of a stream that was measured while the passes ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +66,8 @@ class IterationCost:
     """A cost model that follows what iterations take.
 
     Args:
-        prior: what was measured before the first iteration. How the seconds grow with the rows is
-            believed until iterations tell; at which level, they say themselves.
+        prior: what was measured before the first iteration. Its shape is believed until iterations
+            tell; how fast its stream and its arithmetic are, they say themselves.
     """
 
     def __init__(self, prior: CostModel | None = None) -> None:
@@ -199,8 +200,8 @@ def _levelled(
     """The prior with its stream and its arithmetic each at the level that passes tell.
 
     A pass takes the longer of both. Slow passes at the knee may be due to either: where nobody
-    knows what their stream took, arithmetic is taken to be, until passes of fewer rows, which then
-    look better, are just as slow.
+    knows what their stream took, arithmetic is taken to be the cause, until passes of fewer rows,
+    which then look better, are just as slow.
 
     Args:
         rows, passes_s: (n,), see `_prior_now`.
@@ -208,15 +209,15 @@ def _levelled(
     """
     none_s = prior.base_s - prior.row_s * prior.knee_rows  # arithmetic of no rows
     arithmetic_s = none_s + prior.row_s * rows
-    stream_is, link_s = _STREAM_IS, prior.base_s
+    stream_weight, link_s = _STREAM_WEIGHT, prior.base_s
     if stream_s is not None:
-        stream_is, link_s = _STREAM_WAS, stream_s
+        stream_weight, link_s = _MEASURED_WEIGHT, stream_s
     told_s = np.maximum(link_s, _RATIOS[:, None] * arithmetic_s)
     off = np.log(passes_s / told_s)
     levels = off.mean(axis=1)  # of the stream, for each of the ratios
     misfits = np.square(off - levels[:, None]).sum(axis=1)
-    misfits += stream_is * np.square(levels)
-    misfits += _ARITHMETIC_IS * np.square(levels + np.log(_RATIOS))
+    misfits += stream_weight * np.square(levels)
+    misfits += _ARITHMETIC_WEIGHT * np.square(levels + np.log(_RATIOS))
     best = int(misfits.argmin())
     stream = float(np.exp(levels[best]))
     arithmetic = stream * float(_RATIOS[best])

@@ -74,7 +74,7 @@ class Servers:
 
         Raises:
             WorkerError: no server is left.
-            SpecexecError: what made the last of those rest that are left.
+            SpecexecError: the error of the last server that rests, where all that are left do.
         """
         while True:
             if not self._running and self._resting:

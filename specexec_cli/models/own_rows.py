@@ -3,7 +3,8 @@
 A target's texts must not depend on how many rows a pass has (docs/architecture.md). On a CPU our
 own kernels see to that. On a GPU PyTorch multiplies, and is asked for products of BLOCK_ROWS rows
 alone. Its sums over a row (the mean in a norm) are shared out among a block's threads by how many
-rows there are, up to 16 of them, so norms are never given fewer than BLOCK_ROWS.
+rows there are, up to 16 of them, so norms are never given fewer than BLOCK_ROWS. A mixture's
+experts are no part of it: where one lies decides which device computes it.
 Source of the latter: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh of pytorch/pytorch.
 """
 

@@ -348,7 +348,7 @@ class StreamedModel:
 
     @property
     def read_s(self) -> float:
-        """Seconds so far in which the SSD was read; 0 where layers do not come from it whole."""
+        """Seconds so far in which the SSD was read; 0 beside a GPU, and for experts one by one."""
         return self.source.read_s if isinstance(self.source, LayerStream) else 0.0
 
     def close(self) -> None:

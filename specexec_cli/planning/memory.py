@@ -15,9 +15,10 @@ GPU_LIBRARY_BYTES = 200_000_000
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
-# Rows of every product that a GPU's library is asked for in a target's pass. So many read a matrix
-# from a GPU's memory about as long as they multiply it: fewer would read it more often for trees of
-# a thousand nodes, and more would multiply zeros for longer than the link takes to bring it.
+# Rows of every product that a GPU's library is asked for in a target's pass. To read a matrix from
+# a GPU's memory takes about as long as to multiply it by so many rows: with fewer it would be read
+# more often for trees of a thousand nodes, and with more, zeros would be multiplied for longer than
+# the link takes to bring it.
 BLOCK_ROWS = 128
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
 PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
@@ -147,8 +148,9 @@ def gpu_parts(
 ) -> Parts:
     """What must lie in a GPU's memory besides decoder layers.
 
-    Weights stored in another form than they are multiplied in are converted one matrix at a time;
-    packed ones where a pass has more rows than the fused kernels take.
+    Weights stored in another form than they are multiplied in are converted one matrix at a time: a
+    target's packed ones in every pass, a draft model's where a pass has more rows than the fused
+    kernels take.
 
     Args:
         context_bytes: that the CUDA context and its libraries have yet to take.
