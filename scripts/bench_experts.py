@@ -56,7 +56,11 @@ WITHOUT_PAUSE = 256  # reads of a burst so long that its ends do not count
 
 
 def decision_for(rig: Path, draft: Path, share: float) -> Decision:
-    """What is planned with the least memory that gives experts this share of their bytes."""
+    """What is planned with the least memory that gives experts this share of their bytes.
+
+    Raises:
+        ConfigError: the rig is no mixture.
+    """
     request = Request(target=str(rig), draft=str(draft))
     site = replace(this_site([torch.device("cpu")]), measure=None)
     low, high, found = 0, 1 << 38, None
@@ -66,7 +70,8 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
         try:
             found = resolve(request, replace(site, settings=settings))
             experts = found.target.sizes.experts
-            assert experts is not None, f"{rig} is no mixture"
+            if experts is None:
+                raise ConfigError(f"{rig} is no mixture: a share of experts needs one")
             enough = not found.plan.expert_bytes or (
                 found.plan.expert_bytes >= share * sum(experts.layers)
             )

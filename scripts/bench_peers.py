@@ -307,15 +307,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options, checked.
 
     Raises:
-        ConfigError: an unknown peer, or numbers that make no sense.
+        ConfigError: an unknown peer, numbers that make no sense, or a share of the experts of
+            a rig that has none.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rig", type=Path, required=True)
     parser.add_argument("--draft", type=Path, default=DEMO_DRAFT)
-    parser.add_argument("--cap", default="0", help="memory of each program, e.g. 4GB; 0: no limit")
-    parser.add_argument("--expert-share", type=float, metavar="SHARE",
-                        help="in place of --cap: of a mixture's experts, which specexec has room "
-                             "for under the limit of all programs")  # fmt: skip
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--cap", default="0", help="memory of each program, e.g. 4GB; 0: no limit")
+    memory.add_argument("--expert-share", type=float, metavar="SHARE",
+                        help="of a mixture's experts, which specexec has room for under the limit "
+                             "of all programs")  # fmt: skip
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "specexec-peers")
     parser.add_argument("--gguf", type=Path, help="default: RIG.gguf beside the rig")

@@ -11,7 +11,6 @@ Source of the latter: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh of
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -32,15 +31,19 @@ def keep_rows_apart(model: nn.Module) -> None:
 
 
 def _of_many_rows(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The norm of (1, rows, ...) or (rows, hidden), computed with at least BLOCK_ROWS rows."""
+    """The norm of (1, rows, ...) or (rows, hidden), computed with at least BLOCK_ROWS rows.
 
-    def forward(hidden: Tensor, *args: Any) -> Tensor:
+    A norm that is gated by a second tensor has it in the same shape.
+    """
+
+    def forward(hidden: Tensor, *others: Tensor) -> Tensor:
         rows_dim = 1 if hidden.ndim > 2 else 0
         rows = hidden.shape[rows_dim]
-        if args or rows >= BLOCK_ROWS:
-            return norm(hidden, *args)
+        if rows >= BLOCK_ROWS:
+            return norm(hidden, *others)
         # padding is told from the last dimension on
         behind = (0, 0) * (hidden.ndim - 1 - rows_dim) + (0, BLOCK_ROWS - rows)
-        return norm(functional.pad(hidden, behind)).narrow(rows_dim, 0, rows)
+        padded = (functional.pad(each, behind) for each in (hidden, *others))
+        return norm(*padded).narrow(rows_dim, 0, rows)
 
     return forward

@@ -159,7 +159,7 @@ def gpu_parts(
     if table_in_ram:
         target = replace(target, resident=target.resident - target.table, table=0)
     matrices = [target.largest_matrix] if target.layers_differ_from(work.item_bytes) else []
-    if matrices and not target.packed:
+    if target.packed_head or (matrices and not target.packed):
         matrices.append(target.vocab * target.hidden)
     if draft is not None and draft.packed:
         matrices.append(draft.largest_matrix)
