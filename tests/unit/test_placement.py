@@ -206,7 +206,7 @@ def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
 def test_packed_weights_count_as_what_they_unpack_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Models below 1 GB compute in float32; 0.9 GB in 4 bits are 1.5 billion weights, and do not."""
+    """Small models compute in float32; 0.9 GB in 4 bits are 1.5 billion weights, and do not."""
     _, folder = save_quantized(tmp_path)
     monkeypatch.setattr(planner, "cpu_info", lambda: CpuInfo("A CPU", 2, ("avx512_bf16",)))
     sizes = decided(folder, site(1 << 30, 0)).target.sizes
