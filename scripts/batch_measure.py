@@ -173,7 +173,8 @@ def at_once(config: Config, count: int, alone: Sequence[Alone], passes: Passes) 
         engine = Batched(session, slots=count + 1, most_waiting=1)
         try:
             tell("to warm up:")  # by the engine: a text that `generate` writes takes every node
-            _asked(engine, passes, replace(requests[0], generation=_FEW)).wait()
+            other = tuple(reversed(requests[0].prompt))  # no text is to find its prompt there
+            _asked(engine, passes, replace(requests[0], prompt=other, generation=_FEW)).wait()
             first, started = passes.begin(), time.perf_counter()
             texts = [_asked(engine, passes, request) for request in requests]
             for text in texts:

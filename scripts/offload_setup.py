@@ -106,7 +106,9 @@ class Setup:
         prompts = [list(words.encode(text)) for text in _prompts(config.seed)]
         context = most_tokens(config, prompts)
         plan = plan_for(config, sizes, dtype, context)
-        draft = StreamedModel.open(draft_checkpoint, device=device, dtype=dtype, tiers=None)
+        draft = StreamedModel.open(
+            draft_checkpoint, device=device, dtype=dtype, tiers=None, own_rows=False
+        )
         target = StreamedModel.open(
             checkpoint, device=device, dtype=dtype, tiers=plan.tiers,
             buffers=max(2, plan.ssd_buffers), device_buffers=max(2, plan.device_buffers),

@@ -18,7 +18,7 @@ from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
@@ -99,19 +99,20 @@ class Prepared:
         if obstacle is not None:
             notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
         buffers, device_buffers = self.ring_buffers
-        return StreamedModel.open(
-            self.target,
-            device=self.device,
-            dtype=self.dtype,
-            tiers=self.decision.tiers,
-            buffers=buffers,
-            device_buffers=device_buffers,
-            expert_bytes=self.decision.plan.expert_bytes,
-            device_expert_bytes=self.decision.plan.device_expert_bytes,
-            copy_rows=self.decision.plan.copy_rows,
-            notice=notice,
-            progress=progress,
-        )
+        with clear_shortage(f"{self.target.folder.name} does not fit into it"):
+            return StreamedModel.open(
+                self.target,
+                device=self.device,
+                dtype=self.dtype,
+                tiers=self.decision.tiers,
+                buffers=buffers,
+                device_buffers=device_buffers,
+                expert_bytes=self.decision.plan.expert_bytes,
+                device_expert_bytes=self.decision.plan.device_expert_bytes,
+                copy_rows=self.decision.plan.copy_rows,
+                notice=notice,
+                progress=progress,
+            )
 
     def open_draft(self, notice: Notice) -> StreamedModel | None:
         """Loads the draft model to stay.
@@ -129,9 +130,11 @@ class Prepared:
                 f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
                 "Were `target` and `draft` swapped?"
             )
-        return StreamedModel.open(
-            self.draft, device=self.device, dtype=self.dtype, tiers=None, notice=notice
-        )
+        with clear_shortage(f"{self.draft.folder.name} does not fit into it"):
+            return StreamedModel.open(
+                self.draft, device=self.device, dtype=self.dtype, tiers=None, own_rows=False,
+                notice=notice,
+            )  # fmt: skip
 
     def check_tokenizers(self) -> None:
         """Makes sure that target and draft model speak of the same tokens.

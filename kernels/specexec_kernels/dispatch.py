@@ -21,12 +21,10 @@ from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
 from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.packing import PackedWeight
+from specexec_kernels.row_blocks import in_row_blocks
 from specexec_kernels.tree_attention import tree_attention_ref
 
 GPU_FUSED_ROWS = 16
-# The fused top-k picks its candidates one by one; beyond this PyTorch's selection is taken. Chosen
-# by reasoning, not measured: no GPU was at hand.
-GPU_FUSED_TOPK = 64
 OLDEST_CAPABILITY = (8, 0)  # of a GPU for Triton, as its documentation says
 
 
@@ -58,30 +56,37 @@ def uses_triton(device: torch.device) -> bool:
 
 
 def quantized_matmul(
-    x: Tensor, weight: PackedWeight | RowWeight, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: PackedWeight | RowWeight,
+    out_dtype: torch.dtype | None = None,
+    block_rows: int | None = None,
 ) -> Tensor:
     """x (rows, inputs) @ W (inputs, outputs); sums in float32 or better.
 
     Args:
         out_dtype: of the result, x's unless told; float32 is the other choice, on a GPU.
+        block_rows: on a GPU, rows of every product that PyTorch is asked for, so that a row has
+            the same bits among any number of others (see row_blocks). Without it few rows take a
+            fused kernel.
     """
     out_dtype = out_dtype or x.dtype
+    few = block_rows is None and x.shape[0] <= GPU_FUSED_ROWS
     if isinstance(weight, RowWeight):
         if uses_triton(x.device) and weight.format.has_triton():
             from specexec_kernels import triton_rows
 
-            if x.shape[0] <= GPU_FUSED_ROWS:
+            if few:
                 return triton_rows.quantized_matmul(x, weight, out_dtype)
-            return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype)
+            return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype, block_rows)
         if x.device.type == "cpu":
             return cpu_rows.matmul(x, weight).to(out_dtype)
-        return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype)
+        return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype, block_rows)
     if uses_triton(x.device):
         from specexec_kernels import triton_quant
 
-        if x.shape[0] <= GPU_FUSED_ROWS:
+        if few:
             return triton_quant.quantized_matmul(x, weight, out_dtype)
-        return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype)
+        return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype, block_rows)
     if x.device.type == "cpu":
         if not cpu_quant.supports(weight):
             dense = dequantize_ref(weight).t().contiguous()
@@ -89,11 +94,13 @@ def quantized_matmul(
         if x.dtype == torch.bfloat16 and cpu_dot.supports(weight):
             return cpu_dot.matmul(x, weight).to(out_dtype)
         return cpu_quant.matmul(x, weight).to(out_dtype)
-    return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype)
+    return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype, block_rows)
 
 
-def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype, block_rows: int | None) -> Tensor:
     """x @ dense on a GPU, whose sums in float32 may be kept."""
+    if block_rows is not None:
+        return in_row_blocks(x, block_rows, lambda own: _matmul(own, dense, out_dtype, None))
     return x @ dense if out_dtype == x.dtype else torch.mm(x, dense, out_dtype=out_dtype)
 
 
@@ -124,7 +131,7 @@ def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
         logits: (rows, vocab); of equal ones any order.
         k: 1 to vocab.
     """
-    if uses_triton(logits.device) and k <= GPU_FUSED_TOPK:
+    if uses_triton(logits.device):
         from specexec_kernels import triton_topk
 
         return triton_topk.log_softmax_topk(logits, k)

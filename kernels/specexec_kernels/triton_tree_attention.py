@@ -1,5 +1,11 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Tree attention in Triton; reference and formula: specexec_kernels.tree_attention."""
+"""Tree attention in Triton; reference and formula: specexec_kernels.tree_attention.
+
+Slots are walked over in blocks of one size that begin at its multiples, wherever the prefix ends
+and however many rows there are. A block of which a row sees nothing leaves its sums as they are, so
+a committed row has the same bits in a pass by itself and among others. A node of a tree has not:
+its ancestors lie in other slots than they will once they are committed.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +46,7 @@ def _tree_attention_kernel(
     rows, prefix_len, tree_slots, words, scale, softcap, key_head_stride, value_head_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_TREE: tl.constexpr,
-    CAPPED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_SLOTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
     # a program's rows are (row, query head) pairs that share one key/value head
@@ -65,34 +70,34 @@ def _tree_attention_kernel(
     begin = 0
     if first_seen is not None:  # slots that none of the rows sees are not read
         first = tl.load(first_seen + row, mask=real, other=prefix_len)
-        begin = tl.min(first)
+        begin = tl.min(first) // BLOCK_SLOTS * BLOCK_SLOTS
 
-    for start in range(begin, prefix_len, BLOCK_SLOTS):
+    whole = prefix_len // BLOCK_SLOTS * BLOCK_SLOTS
+    for start in range(begin, whole, BLOCK_SLOTS):
         slot = start + tl.arange(0, BLOCK_SLOTS)
-        here = (slot < prefix_len)[:, None]
+        key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :], mask=in_key, other=0.0)
+        value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :], mask=in_value, other=0.0)
+        scores = _scores(query, key, scale, softcap, CAPPED)
+        if first_seen is not None:
+            scores = tl.where(slot[None, :] >= first[:, None], scores, float("-inf"))
+        top, total, output = _accumulate(scores, value, top, total, output)
+
+    for start in range(whole, prefix_len + tree_slots, BLOCK_SLOTS):
+        slot = start + tl.arange(0, BLOCK_SLOTS)
+        here = (slot < prefix_len + tree_slots)[:, None]
         key = tl.load(keys + slot[:, None] * HEAD_DIM + d[None, :],
                       mask=here & in_key, other=0.0)  # fmt: skip
         value = tl.load(values + slot[:, None] * VALUE_DIM + v[None, :],
                         mask=here & in_value, other=0.0)  # fmt: skip
-        seen = (slot < prefix_len)[None, :]
+        node = slot - prefix_len
+        in_tree = (node >= 0) & (node < tree_slots)
+        word = tl.load(ancestors + row[:, None] * words + node[None, :] // 32,
+                       mask=real[:, None] & in_tree[None, :], other=0)  # fmt: skip
+        seen = ((word >> (node[None, :] % 32)) & 1) != 0
+        in_prefix = (slot < prefix_len)[None, :]
         if first_seen is not None:
-            seen = seen & (slot[None, :] >= first[:, None])
-        scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
-        top, total, output = _accumulate(scores, value, top, total, output)
-
-    for start in range(0, tree_slots, BLOCK_TREE):  # one word of ancestors per row and step
-        slot = start + tl.arange(0, BLOCK_TREE)
-        here = (slot < tree_slots)[:, None]
-        key = tl.load(keys + (prefix_len + slot)[:, None] * HEAD_DIM + d[None, :],
-                      mask=here & in_key, other=0.0)  # fmt: skip
-        value = tl.load(values + (prefix_len + slot)[:, None] * VALUE_DIM + v[None, :],
-                        mask=here & in_value, other=0.0)  # fmt: skip
-        word = tl.load(ancestors + row * words + start // 32, mask=real, other=0)
-        bit = tl.arange(0, 32)
-        if BLOCK_TREE < 32:  # a part of the word
-            bit = start % 32 + tl.arange(0, BLOCK_TREE)
-        seen = ((word[:, None] >> bit[None, :]) & 1) != 0
-        seen = seen & (slot < tree_slots)[None, :]
+            in_prefix = in_prefix & (slot[None, :] >= first[:, None])
+        seen = in_prefix | (in_tree[None, :] & seen)
         scores = tl.where(seen, _scores(query, key, scale, softcap, CAPPED), float("-inf"))
         top, total, output = _accumulate(scores, value, top, total, output)
 
@@ -127,9 +132,7 @@ def tree_attention(
     out = queries.new_empty(rows, heads, value_dim)
     group = heads // kv_heads
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
-    block_rows, block_slots, stages = _blocks(
-        rows * group, max(block_d, block_v), queries.element_size()
-    )
+    block_rows, block_slots, stages = _blocks(max(block_d, block_v), queries.element_size())
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
     scale = scale or 1 / math.sqrt(head_dim)
     _tree_attention_kernel[grid](
@@ -138,24 +141,22 @@ def tree_attention(
         scale if softcap is None else scale / softcap, softcap or 1.0,
         keys.stride(0), values.stride(0),
         GROUP=group, HEAD_DIM=head_dim, VALUE_DIM=value_dim, BLOCK_D=block_d, BLOCK_V=block_v,
-        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots, BLOCK_TREE=min(block_slots, 32),
+        BLOCK_ROWS=block_rows, BLOCK_SLOTS=block_slots,
         CAPPED=softcap is not None, num_stages=stages, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
-def _blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int, int]:
-    """Rows and prefix slots of a program's tiles, and how many steps' tiles are loaded at once.
+def _blocks(block_d: int, item_bytes: int) -> tuple[int, int, int]:
+    """Rows and slots of a program's tiles, and how many steps' tiles are loaded at once.
 
-    The largest powers of two whose tiles spill no registers and fit into the 99 KiB of shared
-    memory that GeForce cards give a block; scripts/compile_kernels.py shows both.
+    Powers of two whose tiles spill no registers and fit into the 99 KiB of shared memory that
+    GeForce cards give a block; scripts/compile_kernels.py shows both. They follow from heads and
+    dtype alone: a tile of another shape would share a block's sum out among threads otherwise, and
+    sums are to be the same in passes of few rows and many.
     """
     if block_d > 256:  # Gemma-4's layers with full attention have heads of 512
         return (16, 32, 2) if item_bytes == 2 else (16, 16, 1)
-    return *_usual_blocks(pairs, block_d, item_bytes), 2
-
-
-def _usual_blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int]:
-    if pairs <= 16 or item_bytes == 4:
-        return 16, 64 if item_bytes == 2 and block_d <= 128 else 32
-    return 64 if block_d <= 128 else 32, 64 if block_d <= 64 else 32
+    if item_bytes == 4:
+        return 16, 32, 2
+    return 64 if block_d <= 128 else 32, 32, 2

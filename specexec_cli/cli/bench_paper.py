@@ -62,6 +62,8 @@ def paper(
         raise ConfigError(f"--prompts must be 2 or more, not {prompts}")
     if max_tokens is not None and max_tokens < 1:
         raise ConfigError(f"--max-tokens must be 1 or more, not {max_tokens}")
+    if max_tokens is not None and not full:
+        raise ConfigError("--max-tokens is for the full form: add --full, or leave it out")
     if not name:
         _list(output)
         return

@@ -195,9 +195,12 @@ def evaluate(
         oracle_length=float(iterations.mean()),
         oracle_deviation=float(iterations.std()),
         by_text=[
-            (latency([text], [fixed], costs) * count, latency([text], [own], costs) * count, count)
+            (
+                latency([text], [fixed], costs) * len(text.accepted),
+                latency([text], [own], costs) * len(text.accepted),
+                len(text.accepted),
+            )
             for text, fixed, own in zip(texts, static, lengths, strict=True)
-            for count in (len(text.accepted),)
         ],
     )
 

@@ -302,10 +302,10 @@ def load_target(spec: ModelSpec) -> ModelTarget:
 
 def load_drafter(spec: ModelSpec) -> ModelDrafter:
     """Loads the draft model, in the process of the worker that drafts with it."""
-    return ModelDrafter(_load(spec), spec.vocab_size)
+    return ModelDrafter(_load(spec, own_rows=False), spec.vocab_size)
 
 
-def _load(spec: ModelSpec) -> StreamedModel:
+def _load(spec: ModelSpec, *, own_rows: bool = True) -> StreamedModel:
     import torch
 
     torch.set_num_threads(spec.threads)
@@ -317,4 +317,5 @@ def _load(spec: ModelSpec) -> StreamedModel:
         expert_bytes=spec.expert_bytes,
         buffers=spec.buffers,
         device_buffers=spec.device_buffers,
+        own_rows=own_rows,
     )

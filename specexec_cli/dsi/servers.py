@@ -74,7 +74,7 @@ class Servers:
 
         Raises:
             WorkerError: no server is left.
-            SpecexecError: what made the last of those rest that are left.
+            SpecexecError: the error of the last server that rests, where all that are left do.
         """
         while True:
             if not self._running and self._resting:
@@ -112,12 +112,20 @@ class Servers:
                 self._cached[server] = min(known, rows), drafter
 
     def rest(self, server: int, error: SpecexecError) -> None:
-        """Until the next text."""
+        """A server gets no more tasks until the next text begins, since its cache may be wrong.
+
+        Args:
+            error: what its last task ended with.
+        """
         self._idle.discard(server)
         self._resting[server] = error
 
     def lose(self, server: int) -> Verify | None:
-        """For good; the task that it held, if it held one."""
+        """Forget a server that will not answer again.
+
+        Returns:
+            the task that it held, for another server to run, or None.
+        """
         self._idle.discard(server)
         self._resting.pop(server, None)
         self._cached.pop(server, None)

@@ -6,10 +6,10 @@ prefix, to the kernel, and the masks of captured draft steps to PyTorch's attent
 kernel attends whose sums run in one order: a row's bits are its own there. Both kernels know sinks,
 soft-capped scores, and values of another size than their keys.
 
-The GPU's kernel walks over slots in blocks that begin at the first slot any row of a program sees
-and at the prefix's end, so a row's sums are grouped differently in passes of different shape: on
-such a device tokens may differ between methods where two candidates are nearly tied, as with any
-half-precision arithmetic.
+The GPU's kernel sums over blocks of slots. Committed tokens lie in the same slots in every pass, so
+their rows' sums are made of the same blocks in each. The ancestors of a node lie in other slots
+than they will once they are committed, and its sums are grouped differently: on a GPU tokens may
+differ between methods where two candidates are nearly tied, as with any half-precision arithmetic.
 """
 
 from __future__ import annotations

@@ -68,9 +68,9 @@ class DecoderLayer(nn.Module):
         replace_activations(layer)
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
         self._kept = _parameters(layer, _is_linear)
-        self._wide = _parameters(layer, _is_norm)
+        self._wide = _parameters(layer, is_norm)
         for module in layer.modules():
-            if _is_norm(module):
+            if is_norm(module):
                 module.register_forward_hook(
                     lambda module, args, output: _in_dtype(output, context.dtype)
                 )
@@ -197,7 +197,8 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, MixedLinear | QuantizedLinear)
 
 
-def _is_norm(module: nn.Module) -> bool:
+def is_norm(module: nn.Module) -> bool:
+    """Whether it is a norm, of transformers' many."""
     return isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__
 
 

@@ -15,17 +15,23 @@ from typing import Any, cast
 import torch
 from specexec_kernels import cpu_activation, cpu_linear
 from specexec_kernels.cpu_half import Transposed
+from specexec_kernels.row_blocks import in_row_blocks
 from torch import Tensor, nn
 from torch.nn import functional
 
+from specexec_cli.planning.memory import BLOCK_ROWS
 
-def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+
+def mixed_linear(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, block_rows: int | None = None
+) -> Tensor:
     """rows @ weight.T + bias, computed in the dtype of `rows`.
 
     Args:
         rows: (..., in_features) in the compute dtype.
         weight: (out_features, in_features) in any float dtype.
         bias: (out_features,) in any float dtype, or None.
+        block_rows: on a GPU, rows of every product that PyTorch is asked for; see row_blocks.
     Returns:
         (..., out_features) in the compute dtype.
     """
@@ -36,11 +42,18 @@ def mixed_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
     if bias is not None:
         bias = bias.to(rows.dtype)
-    return functional.linear(rows, weight.to(rows.dtype), bias)
+    weight = weight.to(rows.dtype)
+    if block_rows is None or rows.device.type == "cpu":
+        return functional.linear(rows, weight, bias)
+    flat = rows.reshape(-1, rows.shape[-1])
+    out = in_row_blocks(flat, block_rows, lambda own: functional.linear(own, weight, bias))
+    return out.view(*rows.shape[:-1], weight.shape[0])
 
 
 class MixedLinear(nn.Module):
     """nn.Linear whose weight may be of another dtype than its input."""
+
+    block_rows: int | None = None  # see own_rows.py
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -56,7 +69,7 @@ class MixedLinear(nn.Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        return mixed_linear(rows, self.weight, self.bias)
+        return mixed_linear(rows, self.weight, self.bias, self.block_rows)
 
     def stored_weight(self) -> Tensor | Transposed:
         """The weight that is bound to this module now."""
@@ -65,7 +78,13 @@ class MixedLinear(nn.Module):
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
         flat = rows.reshape(-1, self.in_features)
-        output = torch.mm(flat, self.weight.to(rows.dtype).t(), out_dtype=torch.float32)
+        columns = self.weight.to(rows.dtype).t()
+
+        def product(own: Tensor) -> Tensor:
+            return torch.mm(own, columns, out_dtype=torch.float32)
+
+        blocks = self.block_rows
+        output = product(flat) if blocks is None else in_row_blocks(flat, blocks, product)
         if self.bias is not None:
             output += self.bias
         return output.view(*rows.shape[:-1], self.out_features)
@@ -83,7 +102,7 @@ class TransposedLinear(MixedLinear):
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
         if not cpu_linear.takes(rows.dtype, self.weight):
-            return mixed_linear(rows, self.weight.t(), self.bias)
+            return mixed_linear(rows, self.weight.t(), self.bias, self.block_rows)
         out = cpu_linear.transposed_product(rows.reshape(-1, self.in_features), self.weight)
         if self.bias is not None:
             out += self.bias
@@ -111,7 +130,7 @@ class _With:
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """functional.linear, as modelling code calls it."""
-    return mixed_linear(rows, weight, bias)
+    return mixed_linear(rows, weight, bias, BLOCK_ROWS)
 
 
 _FUNCTIONAL = _With(functional, linear=_linear)

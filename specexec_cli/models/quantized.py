@@ -21,6 +21,7 @@ class QuantizedLinear(nn.Module, ABC):
     """nn.Linear over a packed weight, whose tensors are parameters."""
 
     bias: nn.Parameter | None
+    block_rows: int | None = None  # see own_rows.py
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     def _product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         flat = rows.reshape(-1, self.in_features)
-        output = dispatch.quantized_matmul(flat, self.packed_weight(), dtype)
+        output = dispatch.quantized_matmul(flat, self.packed_weight(), dtype, self.block_rows)
         if self.bias is not None:
             output += self.bias.to(output.dtype)
         return output.view(*rows.shape[:-1], self.out_features)

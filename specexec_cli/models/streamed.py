@@ -23,6 +23,7 @@ from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.layer_sources import open_experts, open_source
+from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.resident_parts import frozen, load_layers, load_resident
@@ -52,6 +53,7 @@ class StreamedModel:
         resident_dtype: torch.dtype | None = None,
         *,
         table_in_ram: bool = False,
+        own_rows: bool = True,
     ) -> None:
         """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
@@ -59,6 +61,8 @@ class StreamedModel:
             dtype: to compute in.
             resident_dtype: of embeddings and head; the file's unless told.
             table_in_ram: embeddings are looked up there, unless the head needs their table.
+            own_rows: whether a GPU's products and norms give a row the same bits in passes of any
+                number of rows, see own_rows.py.
         """
         self.skeleton = skeleton
         self.device = device
@@ -85,6 +89,8 @@ class StreamedModel:
             skeleton.layers[index] = layer
         self._head = load_resident(skeleton, device, dtype, resident_dtype, table_in_ram)
         self._embeddings = skeleton.model.get_input_embeddings()
+        if own_rows and device.type == "cuda":
+            keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
             if isinstance(part, PreTrainedModel):
                 # their code asks the first parameter where the model is and what it computes in
@@ -103,6 +109,7 @@ class StreamedModel:
         expert_bytes: int = 0,
         device_expert_bytes: int = 0,
         copy_rows: int | None = None,
+        own_rows: bool = True,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -118,6 +125,7 @@ class StreamedModel:
             device_expert_bytes: that slots for experts on a GPU may take.
             copy_rows: on a GPU, experts of so many rows and more are copied to it; see
                 DeviceExperts.
+            own_rows: as of the constructor. A draft model needs it not: its bits choose no token.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -140,7 +148,7 @@ class StreamedModel:
             stays, on_gpu = tiers is None, device.type == "cuda"
             model = cls(
                 skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
-                table_in_ram=table_in_ram(stays, on_gpu),
+                table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows,
             )  # fmt: skip
             if tiers is None:
                 load_layers(model._layers, skeleton, device, dtype, progress)
@@ -337,6 +345,11 @@ class StreamedModel:
     def bytes_streamed(self) -> int:
         """Bytes of layers that came over the link so far."""
         return self.source.bytes_streamed if self.source is not None else 0
+
+    @property
+    def read_s(self) -> float:
+        """Seconds so far in which the SSD was read; 0 beside a GPU, and for experts one by one."""
+        return self.source.read_s if isinstance(self.source, LayerStream) else 0.0
 
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""

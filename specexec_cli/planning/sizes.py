@@ -103,6 +103,11 @@ class ModelBytes:
             return 0
         return few if 16 * sum(self.layers) < (few + many) * self.layer_params else many
 
+    @property
+    def packed_head(self) -> bool:
+        """Whether the head is quantized, as a GGUF file's is; GPTQ and AWQ leave it as it was."""
+        return (self.head or self.resident) < 1.5 * self.vocab * self.hidden
+
     def layers_differ_from(self, item_bytes: int) -> bool:
         """Whether weights of decoder layers are stored in another size than this."""
         return abs(sum(self.layers) - self.layer_params * item_bytes) > 0.25 * self.layer_params

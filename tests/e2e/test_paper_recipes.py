@@ -207,8 +207,9 @@ def test_texts_of_the_full_form_may_be_shorter() -> None:
 
     asked = [(True, None), (True, 32), (True, 500), (False, 8)]
     assert [lab(*one).tokens(128, 16) for one in asked] == [128, 32, 128, 16]
-    ran = run_cli("bench", "paper", "specexec-figure-3", "--max-tokens", "0")
-    assert (ran.code, "--max-tokens must be 1 or more" in ran.error) == (2, True)
+    for given, said in (("0", "--max-tokens must be 1 or more"), ("8", "add --full")):
+        ran = run_cli("bench", "paper", "specexec-figure-3", "--max-tokens", given)
+        assert (ran.code, said in ran.error) == (2, True)
 
 
 def test_too_few_prompts_for_a_classifier_get_one_line(lab: Lab) -> None:

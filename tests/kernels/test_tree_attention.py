@@ -77,6 +77,36 @@ def test_pending_rows_are_a_chain_in_the_same_mask(device: torch.device) -> None
     torch.testing.assert_close(found, tree_attention_ref(*tensors, words, 10), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 512])
+@pytest.mark.parametrize("window", [None, 24])
+def test_a_committed_row_has_the_same_bits_in_any_company(
+    window: int | None, head_dim: int, device: torch.device
+) -> None:
+    """Row by row, and as parts of one prompt that begin and end where no block does."""
+    from specexec_kernels.triton_tree_attention import tree_attention
+
+    total = 65 + 7
+    queries, keys, values = inputs(total, 0, head_dim, 4, 2, torch.float16)
+
+    def attended(start: int, stop: int) -> torch.Tensor:
+        rows = torch.arange(start, stop)
+        seen = rows <= rows[:, None]
+        first: torch.Tensor | None = None
+        if window is not None:
+            seen &= rows > rows[:, None] - window
+            first = (rows - window + 1).clamp(min=0).int().to(device)
+        words = pack_ancestors(seen)
+        found = tree_attention(
+            *(t.to(device) for t in (queries[start:stop], keys[:, :stop], values[:, :stop], words)),
+            start, first_seen=first,
+        )  # fmt: skip
+        return found.cpu()
+
+    for start, stop in ((0, 1), (3, 20), (31, 33), (7, total)):
+        alone = torch.cat([attended(row, row + 1) for row in range(start, stop)])
+        assert torch.equal(attended(start, stop), alone), (start, stop)
+
+
 def test_half_precision(device: torch.device) -> None:
     """Error against float32 is at most twice that of PyTorch in the same dtype."""
     from specexec_kernels.triton_tree_attention import tree_attention

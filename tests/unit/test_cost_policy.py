@@ -91,6 +91,17 @@ def test_one_slow_pass_at_the_knee_makes_the_next_trees_smaller() -> None:
     assert min(sizes[1:]) >= 100
 
 
+def test_what_the_ssd_took_reaches_the_cost_model() -> None:
+    cost, text = IterationCost(PRIOR), Text([0.79, 0.113, 0.0517], seed=1)
+    policy = Cost(TreeConfig(budget=64, max_depth=16, batch=8, policy="cost"), cost)
+    tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+    step = outcome(tree, text.accepted(tree), 0.01 * text.steps, 1.0 + 0.01 * text.steps)
+    policy.observe(replace(step, read_s=0.5))
+    few_s, many_s = cost.seconds(np.array([1.0, 59.0]), 0)
+    assert few_s == pytest.approx(0.5, rel=0.1)
+    assert many_s == pytest.approx(1.0, rel=0.1)
+
+
 def test_a_prior_allows_the_whole_budget_at_once_and_experience_half_as_much_again() -> None:
     free = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
     cost, text = IterationCost(free), Text([0.5, 0.4], seed=1)

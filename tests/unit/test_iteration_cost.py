@@ -122,6 +122,16 @@ def test_one_slow_iteration_tells_of_arithmetic_and_those_of_fewer_rows_of_the_s
     np.testing.assert_array_equal(nothing.seconds(ROWS, 3), 1.0)  # of one there is nothing to tell
 
 
+def test_what_the_ssd_took_tells_where_the_knee_is() -> None:
+    """A pass of 64 rows as slow as expected, over a link that is twice as fast as expected."""
+    cost = IterationCost(PRIOR)
+    expected_s = seconds(PRIOR, 64, 4)
+    cost.observe(64, 4, 4 * PRIOR.step_s, expected_s, read_s=PRIOR.base_s / 2)
+    arithmetic = PRIOR.base_s + PRIOR.row_s * (ROWS - PRIOR.knee_rows)
+    wanted = np.maximum(PRIOR.base_s / 2, arithmetic)
+    np.testing.assert_allclose(cost.seconds(ROWS, 0), wanted, rtol=0.03)
+
+
 def test_a_slower_stream_hides_more_rows() -> None:
     """Its arithmetic is as fast as the prior says, so what took twice as long is the link."""
     cost = IterationCost(PRIOR)

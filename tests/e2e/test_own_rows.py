@@ -1,0 +1,140 @@
+"""On a GPU a committed row has the same bits in a pass by itself and in one of many rows.
+
+Held on a stand-in for a GPU: by the shapes that PyTorch is asked to multiply and to sum, and bit by
+bit with our kernels in Triton's interpreter; on a GPU bit by bit (pytest -m gpu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fake_cuda as fake
+import pytest
+import torch
+from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
+from fake_cuda import CUDA, fake_cuda
+from quantized_checkpoints import save_quantized
+from torch import Tensor
+
+from specexec_cli.config import Tier
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.memory import BLOCK_ROWS
+from specexec_cli.verify.masks import verification_rows
+
+TIERS: list[Tier] = ["resident", "ram", "ssd"]
+aten = torch.ops.aten
+
+
+def opened(folder: Path, dtype: torch.dtype) -> StreamedModel:
+    return StreamedModel.open(read_checkpoint(folder), device=CUDA, dtype=dtype, tiers=TIERS)
+
+
+@contextmanager
+def rows_asked_for(found: set[tuple[str, int]]) -> Iterator[None]:
+    """Notes of every product and mean on the device how many rows it is given."""
+    perform = fake._perform
+
+    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        packet = func.overloadpacket
+        if packet in (aten.mm, aten.linear):
+            found.add(("product", args[0].shape[0]))
+        elif packet is aten.addmm:
+            found.add(("product", args[1].shape[0]))
+        elif packet is aten.mean:
+            found.add(("mean", args[0].shape[1]))
+        return perform(func, args, kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fake, "_perform", noted)
+        yield
+
+
+def passes_of_many_sizes(model: StreamedModel) -> None:
+    for count in (1, 65, 2 * BLOCK_ROWS + 3):
+        rows = PassRows.chain(random_tokens(count), 0)
+        model.forward(rows, model.new_cache(), [*range(min(count, 9))])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3", "qwen3-moe", "gpt-bigcode", "packed"])
+def test_pytorch_is_asked_for_one_number_of_rows(
+    name: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = tmp_path
+    if name == "packed":
+        _, folder = save_quantized(tmp_path, lm_head=True)
+    else:
+        save_checkpoint(tmp_path, architecture(name), dtype=dtype)
+    found: set[tuple[str, int]] = set()
+    with fake_cuda():
+        model = opened(folder, dtype)
+        with rows_asked_for(found):
+            passes_of_many_sizes(model)
+        model.close()
+    assert {rows for what, rows in found if what == "product"} == {BLOCK_ROWS}
+    means = {rows for what, rows in found if what == "mean"}
+    # a LayerNorm is a kernel of its own, which takes each row by itself
+    assert (min(means) >= BLOCK_ROWS) if name != "gpt-bigcode" else not means
+
+
+def test_a_draft_model_computes_no_more_rows_than_it_has(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, architecture("llama"), dtype=torch.float16)
+    found: set[tuple[str, int]] = set()
+    with fake_cuda():
+        model = StreamedModel.open(
+            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float16, tiers=None, own_rows=False
+        )
+        with rows_asked_for(found):
+            model.forward(PassRows.chain(random_tokens(5), 0), model.new_cache(), [0, 4])
+    assert found == {("product", 5), ("product", 2), ("mean", 5)}
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
+    """Of two bytes; Triton's interpreter multiplies bfloat16 as if it were an integer."""
+    if request.param == "gpu":
+        yield torch.bfloat16
+        return
+    with fake_cuda(triton=True):
+        yield torch.float16
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "packed"])
+def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Logits and cache rows of a text in one pass, in parts, with single rows, before a tree."""
+    folder = tmp_path
+    if kind == "packed":
+        _, folder = save_quantized(tmp_path)
+    else:
+        name = "llama" if kind == "plain" else "mistral"
+        save_checkpoint(tmp_path, architecture(name), dtype=torch.float16)
+    tokens = random_tokens(65)
+
+    def run(parts: list[int], tree_nodes: int) -> tuple[Tensor, list[Tensor]]:
+        cache, logits, start = model.new_cache(), [], 0
+        for count in parts:
+            own = tokens[start : start + count]
+            rows = PassRows.chain(own, start)
+            if tree_nodes and start + count == len(tokens):
+                rows = verification_rows(own, random_tree(tree_nodes, seed=1), start)
+            logits.append(model.forward(rows, cache, range(count)).cpu())
+            start += count
+        kept = [
+            each[:, :, : len(tokens)].cpu()
+            for layer in cache.layers
+            for each in (layer.keys, layer.values)
+        ]
+        return torch.cat(logits), kept
+
+    model = opened(folder, dtype)
+    expected, expected_rows = run([65], 0)
+    for parts, nodes in (([40, 1, 1, 1, 22], 0), ([1, 33, 31], 0), ([50, 15], 20)):
+        found, rows = run(parts, nodes)
+        assert torch.equal(found, expected), parts
+        assert all(map(torch.equal, rows, expected_rows)), parts
+    model.close()
