@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import NoisyCopy, ToyDrafter, ToyLM, ToyTarget
-from uncounted import uncounted
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.autoregressive import autoregressive
@@ -53,7 +52,6 @@ def tokens_of(steps: object) -> list[int]:
     max_tokens=st.integers(1, 20),
     eos_ids=st.sets(st.integers(0, 7), max_size=2),
 )
-@uncounted
 def test_any_draft_yields_the_autoregressive_tokens(
     target, draft, noise, sampling, tree, max_tokens, eos_ids
 ):
@@ -75,7 +73,6 @@ def test_any_draft_yields_the_autoregressive_tokens(
     prompt=st.lists(st.integers(0, 3), min_size=1, max_size=40),
     max_tokens=st.integers(1, 20),
 )
-@uncounted
 def test_the_texts_own_past_yields_the_autoregressive_tokens(
     target, order, sampling, tree, prompt, max_tokens
 ):
