@@ -249,16 +249,24 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
 class _Mode(TorchDispatchMode):
     """Sees what makes tensors on the device from none that are there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and PyTorch's guard takes as long as many an operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not types and not (kwargs and "device" in kwargs):  # in ordinary memory, and stays there
+            return func(*args, **(kwargs or {}))
         return _perform(func, args, kwargs or {})
 
 
+_NAMES_OF_DEVICES = (str, torch.device)
+
+
 def _numbered(value: Any) -> Any:
-    if isinstance(value, str | torch.device) and str(value) == "cuda":
-        return CUDA
-    return value
+    return CUDA if type(value) in _NAMES_OF_DEVICES and str(value) == "cuda" else value
 
 
 class _NumberedDevices(TorchFunctionMode):
@@ -268,8 +276,12 @@ class _NumberedDevices(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not torch.device:
-            args = tuple(map(_numbered, args))
-            kwargs = {name: _numbered(value) for name, value in (kwargs or {}).items()}
+            if kwargs:
+                kwargs = {name: _numbered(value) for name, value in kwargs.items()}
+            for value in args:
+                if type(value) in _NAMES_OF_DEVICES:
+                    args = tuple(map(_numbered, args))
+                    break
         return func(*args, **(kwargs or {}))
 
 

@@ -68,6 +68,11 @@ class _At:
 class NoMemory(_At, TorchDispatchMode):
     """The allocation at the point fails as PyTorch's do: on a GPU, or on the CPU."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and PyTorch's guard takes as long as many an operation."""
+        return False
+
     def __init__(self, point: Point | None = None) -> None:
         TorchDispatchMode.__init__(self)
         _At.__init__(self, point)
