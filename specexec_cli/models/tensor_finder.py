@@ -82,8 +82,8 @@ class TensorFinder:
         """Tensors that nobody asked for, and why; to be asked for last.
 
         Raises:
-            CheckpointError: one is of the part that reads and writes text, or of a model that has
-                no other, and nothing says why it would be of no use.
+            CheckpointError: one is of the part that reads and writes text, and nothing says why
+                it would be of no use.
         """
         places = {name: place for place, name in self._names.plain.items()}
         for conversion in self._names.conversions:
@@ -108,8 +108,7 @@ class TensorFinder:
             return f"tied to {self._tied[place]}"
         if any(not path or place.startswith(f"{path}.") for path in self._text_paths):
             return _LEAF if name in self._leaves else None
-        whole = self._model.config
-        return None if whole.get_text_config(decoder=True) is whole else OTHER_PART
+        return OTHER_PART
 
     def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
         """An expert's tensor inside one of all experts, None where it has one of its own.

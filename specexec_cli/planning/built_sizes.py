@@ -253,7 +253,9 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def text_paths(model: PreTrainedModel) -> list[str]:
-    """Names of the modules that read and write text; empty for the model itself."""
+    """Names of the modules that read and write text; "" is the model itself, all of it."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return [""]
     text = [path_of(model, text_decoder(model))]
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         text += [path_of(model, module)] if module is not None else []

@@ -30,11 +30,22 @@ import conformance_report  # noqa: E402
 from conformance_check import check, check_unused, check_variant  # noqa: E402
 from conformance_configs import VARIANTS, tiny_config  # noqa: E402
 from conformance_logits import NotConforming  # noqa: E402
+from conformance_reasons import by_error, kind_among  # noqa: E402
 
 # each has what the others have not: sinks and windows, chunks and layers without rotary positions,
 # shared keys and pictures, compressed keys and experts in groups, an older way to call layers,
-# experts in one tensor, queries that the model scales by position for its layers
-_TRIED = ("gpt_oss", "llama4", "gemma4", "deepseek_v3", "falcon", "granitemoe", "beam")
+# experts in one tensor, queries that the model scales by position for its layers, a head of several
+# layers
+_TRIED = (
+    "gpt_oss",
+    "llama4",
+    "gemma4",
+    "deepseek_v3",
+    "falcon",
+    "granitemoe",
+    "beam",
+    "modernbert-decoder",
+)
 
 
 def _built(config: PretrainedConfig) -> PreTrainedModel:
@@ -115,6 +126,13 @@ def test_every_refusal_has_its_reason() -> None:
     assert raw == []
 
 
+def test_a_kind_of_layer_that_the_tiny_model_has_not_is_the_reason() -> None:
+    found = kind_among(["Lfm2ShortConv"])
+    assert found is not None
+    assert by_error(found) == found
+    assert by_error("CheckpointError: x").startswith("fails when it is tried")
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe", "deepseek_v3", "dbrx", "llama"])
 def test_the_table_says_how_experts_move(model_type: str) -> None:
     assert conformance_report.how_experts_move(model_type) == EXPERTS.get(model_type)
@@ -191,20 +209,14 @@ def test_a_tied_tensor_that_is_stored_too_is_unused(tmp_path: Path) -> None:
     model.close()
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_a_part_that_is_not_run_is_refused(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_that_is_not_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a text-only model nothing but tied tensors may be left over."""
     save_checkpoint(tmp_path, architecture("mixtral"))
-    paths, tensors = tensor_finder.text_paths, tensor_finder.text_tensors
+    tensors = tensor_finder.text_tensors
     monkeypatch.setattr(
         tensor_finder, "text_tensors",
         lambda model: [each for each in tensors(model) if each[0] != "model.norm.weight"],
     )  # fmt: skip
-    monkeypatch.setattr(
-        tensor_finder, "text_paths", lambda model: paths(model) if known else ["lm_head"]
-    )
     with pytest.raises(CheckpointError, match=r"tensor 'model.norm.weight' is 'model.norm.weight'"):
         open_float32(tmp_path)
 
