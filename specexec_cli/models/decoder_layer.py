@@ -23,7 +23,8 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.quantized import QuantizedLinear
-from specexec_cli.models.skeleton import Skeleton, is_piece
+from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.offload.resident import StayingTensors
 
 # Rows that go through a layer together: bounds activations and masks of a long prompt.

@@ -152,7 +152,9 @@ def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:
             return int(keys.out_features + (values or keys).out_features)
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if getattr(config, "multi_query", False):
+    if getattr(config, "new_decoder_architecture", False):
+        kv_heads = heads  # Falcon's code gives each query head a copy, and caches the copies
+    elif getattr(config, "multi_query", False):
         kv_heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 2 * kv_heads * int(head_dim)
@@ -250,11 +252,19 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{leaf}" if path else leaf, buffer
 
 
-def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """own_tensors of the parts that read and write text."""
+def text_paths(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that read and write text; "" is the model itself, all of it."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return [""]
     text = [path_of(model, text_decoder(model))]
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         text += [path_of(model, module)] if module is not None else []
+    return text
+
+
+def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """own_tensors of the parts that read and write text."""
+    text = text_paths(model)
     for name, tensor in own_tensors(model):
         if any(not path or name.startswith(f"{path}.") for path in text):
             yield name, tensor
