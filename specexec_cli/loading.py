@@ -10,13 +10,14 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError, clear_shortage
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
@@ -30,7 +31,7 @@ from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
 from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
-from specexec_cli.planning.pair import ChosenPair
+from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.probe import probe_ssd
 from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
 from specexec_cli.planning.request import Request
@@ -174,14 +175,16 @@ def prepare(
         return tokenizers[folder]
 
     site = this_site([pick_device(name) for name in devices or [request.device]], copies)
+    request = with_best_draft(request, site, notice, copy_obstacle)
+    _check_before_download(request, site)
     decision = resolve(
-        with_best_draft(request, site, notice, copy_obstacle),
+        request,
         site,
         fetch_weights=True,
         check=load_config,
         count_tokens=lambda folder, text: len(words_of(folder).encode(text)),
     )
-    check_own_copy(decision, notice, request.models_file)
+    check_own_copy(decision, notice, request.models_file, copy_obstacle)
     target = decision.target.checkpoint
     assert target is not None, "its weights have been fetched"
     config = load_config(target)
@@ -199,6 +202,19 @@ def prepare(
         tokenizer=tokenizer,
         eos_ids=eos_token_ids(target.folder, config, tokenizer),
     )
+
+
+def _check_before_download(request: Request, site: Site) -> None:
+    """Refuses a target's own copy that cannot pay, as far as is known before the target is here.
+
+    Raises:
+        ConfigError: it cannot pay.
+    """
+    if choose_pair(load_registry(request.models_file), request).own_bits is None:
+        return
+    known = resolve(request.with_estimated_prompt(), replace(site, measure=None))
+    if known.target.checkpoint is None:
+        check_own_copy(known, models_file=request.models_file)
 
 
 def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:

@@ -9,7 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoints import architecture, save_checkpoint
+import torch
+from checkpoints import VOCAB, architecture, save_checkpoint
 from quantized_checkpoints import is_linear
 from safetensors.torch import load_file, save_file
 from specexec_kernels.formats import METHODS
@@ -18,13 +19,13 @@ from specexec_kernels.row_quantize import RECIPES, fp8_blocks
 from torch import Tensor
 
 # tiles of 128 would be larger than the matrices
-SMALL = {
-    **RECIPES,
-    "fp8": replace(
-        RECIPES["fp8"],
-        settings={**RECIPES["fp8"].settings, "weight_block_size": [32, 32]},
-        pack=partial(fp8_blocks, size=32),
-    ),
+SMALL = RECIPES | {
+    name: replace(
+        RECIPES[name],
+        settings={**RECIPES[name].settings, "weight_block_size": [32, 32]},
+        pack=partial(fp8_blocks, size=32, dtype=dtype),
+    )
+    for name, dtype in (("fp8", torch.float8_e4m3fn), ("fp8-e5m2", torch.float8_e5m2))
 }
 
 
@@ -38,9 +39,11 @@ def unpacked(
     return RowWeight(fmt, shape[1], shape[0], tensors).unpack()
 
 
-def save_row_packed(folder: Path, recipe: str, name: str = "llama") -> tuple[Path, Path]:
+def save_row_packed(
+    folder: Path, recipe: str, name: str = "llama", **options: Any
+) -> tuple[Path, Path]:
     """Write `folder`/plain and `folder`/packed, which compute the same; as save_quantized."""
-    return save_packed_by(folder, SMALL[recipe].pack, SMALL[recipe].settings, name)
+    return save_packed_by(folder, SMALL[recipe].pack, SMALL[recipe].settings, name, **options)
 
 
 def save_packed_by(
@@ -48,12 +51,15 @@ def save_packed_by(
     pack: Callable[[Tensor], dict[str, Tensor]],
     settings: Mapping[str, Any],
     name: str = "llama",
+    vocab_size: int = VOCAB,
+    std: float = 0.3,
 ) -> tuple[Path, Path]:
     """As save_row_packed, with what packs a weight and the quantization_config given."""
     plain, packed = folder / "plain", folder / "packed"
     config = architecture(name)
     config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
-    save_checkpoint(plain, config)
+    config.vocab_size = vocab_size
+    save_checkpoint(plain, config, std=std)
     tensors = load_file(plain / "model.safetensors")
     stored: dict[str, Tensor] = {}
     for key, tensor in tensors.items():

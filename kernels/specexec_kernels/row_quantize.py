@@ -18,6 +18,8 @@ from specexec_kernels.formats.fp4 import E2M1
 from specexec_kernels.packing import pack_rows, unpack_rows
 
 _E4M3_MAX = 448.0
+_NESTED_RUN = 256  # scales of bitsandbytes' 4-bit codes that share one of their own
+_STATE_BYTES = 192  # of the JSON that says how they are meant: as long whatever its numbers are
 # quantiles of a normal distribution, the largest 1 (QLoRA, arXiv:2305.14314, appendix E)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -42,22 +44,30 @@ class Recipe:
     pack: Callable[[Tensor], dict[str, Tensor]]
 
 
-def fp8_blocks(weight: Tensor, size: int = 128) -> dict[str, Tensor]:
-    """E4M3 with a float32 scale for each size x size tile, as DeepSeek-V3 has."""
+def fp8_blocks(
+    weight: Tensor, size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
+) -> dict[str, Tensor]:
+    """float8 with a float32 scale for each size x size tile, as DeepSeek-V3 has in E4M3."""
     outputs, inputs = weight.shape
     rows, columns = -(-outputs // size), -(-inputs // size)
     padded = torch.zeros(rows * size, columns * size)
     padded[:outputs, :inputs] = weight
     tiles = padded.view(rows, size, columns, size)
-    scales = _positive(tiles.abs().amax((1, 3)) / _E4M3_MAX)
+    scales = _positive(tiles.abs().amax((1, 3)) / torch.finfo(dtype).max)
     codes = (tiles / scales[:, None, :, None]).view(padded.shape)[:outputs, :inputs]
-    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
+    return {"weight": codes.to(dtype), "weight_scale_inv": scales}
 
 
 def fp8_channels(weight: Tensor) -> dict[str, Tensor]:
     """E4M3 with a scale for each output."""
     scales = _positive(weight.abs().amax(1, keepdim=True) / _E4M3_MAX)
     return {"weight": (weight / scales).to(torch.float8_e4m3fn), "weight_scale": scales}
+
+
+def fp8_tensor(weight: Tensor) -> dict[str, Tensor]:
+    """E4M3 with one scale for the whole weight."""
+    scale = _positive(weight.abs().amax().reshape(1) / _E4M3_MAX)
+    return {"weight": (weight / scale).to(torch.float8_e4m3fn), "weight_scale": scale}
 
 
 def mxfp4(weight: Tensor) -> dict[str, Tensor]:
@@ -79,6 +89,15 @@ def nvfp4(weight: Tensor) -> dict[str, Tensor]:
     return {
         "weight_packed": _nibbles(codes.view(weight.shape)), "weight_scale": stored,
         "weight_global_scale": factor,
+    }  # fmt: skip
+
+
+def nvfp4_modelopt(weight: Tensor) -> dict[str, Tensor]:
+    """The same as modelopt names it, with a factor by which the scales are multiplied."""
+    packed = nvfp4(weight)
+    return {
+        "weight": packed["weight_packed"], "weight_scale": packed["weight_scale"],
+        "weight_scale_2": (1.0 / packed["weight_global_scale"]).reshape(()),
     }  # fmt: skip
 
 
@@ -143,28 +162,52 @@ def int8_channels(weight: Tensor) -> dict[str, Tensor]:
     return {"weight": torch.round(weight / scales).to(torch.int8), "weight_scale": scales}
 
 
-def table4(weight: Tensor, kind: str) -> dict[str, Tensor]:
-    """bitsandbytes' 4-bit codes, absmax in float32 for each 64 inputs where they are whole runs."""
+def table4(weight: Tensor, kind: str, nested: bool = False) -> dict[str, Tensor]:
+    """bitsandbytes' 4-bit codes, absmax in float32 for each 64 inputs where they are whole runs.
+
+    Args:
+        nested: quantize these again, to 8 bits ("double quantization").
+    """
     run, table = 32 if weight.shape[1] % 64 else 64, {"nf4": NF4, "fp4": FP4}[kind]
     groups = weight.reshape(-1, run)
     scales = _positive(groups.abs().amax(1))
     codes = _nearest(groups / scales[:, None], table).view(-1, 2)
     state = {"quant_type": kind, "blocksize": run, "dtype": "bfloat16",
              "shape": list(weight.shape)}  # fmt: skip
+    absmax = {"weight.absmax": scales}
+    if nested:
+        absmax, offset = _nested(scales)
+        state |= {"nested_blocksize": _NESTED_RUN, "nested_offset": offset,
+                  "nested_dtype": "float32"}  # fmt: skip
     return {
         "weight": ((codes[:, 0] << 4) | codes[:, 1]).byte()[:, None],
-        "weight.absmax": scales,
+        **absmax,
         "weight.quant_map": torch.tensor(table),
         f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(
-            list(json.dumps(state).encode()), dtype=torch.uint8
+            list(json.dumps(state).ljust(_STATE_BYTES).encode()), dtype=torch.uint8
         ),
     }
 
 
-def _bitsandbytes(kind: str) -> Recipe:
+def _nested(absmax: Tensor) -> tuple[dict[str, Tensor], float]:
+    """Scales as codes of evenly spaced values, times a float32 for each run of them, plus an
+    offset. The file holds the values; bitsandbytes itself has more of them near 0."""
+    offset = float(absmax.mean())
+    padded = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % _NESTED_RUN))
+    runs = padded.view(-1, _NESTED_RUN)
+    outer = _positive(runs.abs().amax(1))
+    values = torch.linspace(-1.0, 1.0, 256)
+    codes = torch.round((runs / outer[:, None] + 1.0) * 127.5).byte().view(-1)
+    return {
+        "weight.absmax": codes[: len(absmax)], "weight.nested_absmax": outer,
+        "weight.nested_quant_map": values,
+    }, offset  # fmt: skip
+
+
+def _bitsandbytes(kind: str, nested: bool = False) -> Recipe:
     settings = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
-                "bnb_4bit_use_double_quant": False}  # fmt: skip
-    return Recipe(settings, lambda weight: table4(weight, kind))
+                "bnb_4bit_use_double_quant": nested}  # fmt: skip
+    return Recipe(settings, lambda weight: table4(weight, kind, nested))
 
 
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
@@ -179,8 +222,15 @@ RECIPES: dict[str, Recipe] = {
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
         fp8_blocks,
     ),
+    "fp8-e5m2": Recipe(
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+         "fmt": "e5m2"}, lambda weight: fp8_blocks(weight, dtype=torch.float8_e5m2),
+    ),
     "fp8-channels": Recipe(
         _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channels
+    ),
+    "fp8-tensor": Recipe(
+        _compressed("float-quantized", num_bits=8, type="float", strategy="tensor"), fp8_tensor
     ),
     "mxfp4": Recipe(
         _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group",
@@ -190,9 +240,14 @@ RECIPES: dict[str, Recipe] = {
         _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group",
                     group_size=16), nvfp4,
     ),
+    "nvfp4-modelopt": Recipe({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_modelopt),
     "w4a16": Recipe(
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
         lambda weight: packed_integers(weight, 4, 32),
+    ),
+    "w4a16-channels": Recipe(
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+        lambda weight: packed_integers(weight, 4, weight.shape[1]),
     ),
     "w4a16-zeros": Recipe(
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32,
@@ -212,6 +267,7 @@ RECIPES: dict[str, Recipe] = {
         _compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8_channels
     ),
     "nf4": _bitsandbytes("nf4"),
+    "nf4-double": _bitsandbytes("nf4", nested=True),
     "fp4": _bitsandbytes("fp4"),
     "int8": Recipe({"quant_method": "bitsandbytes", "load_in_8bit": True}, int8_vectors),
 }  # fmt: skip

@@ -17,6 +17,7 @@ from specexec_cli.planning.fetching import check_room, models_of, to_fetch
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import described_site
+from specexec_cli.planning.weighing import check_own_copy
 
 _CHUNK_BYTES = 1 << 20
 
@@ -29,6 +30,7 @@ def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
         quiet: show nothing but errors and the question.
     Raises:
         OutOfMemoryError: the models would not fit this machine; nothing has been fetched.
+        ConfigError: the target's own copy is to draft, and cannot pay.
         UnknownModelError: a model is not known, not reachable, or its licence not accepted.
         NotFetchedError: nobody agreed, or the disk is too small.
     """
@@ -36,6 +38,8 @@ def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
     if not downloads:
         return
     decision = planned(request)
+    if decision is not None:
+        check_own_copy(decision, models_file=request.models_file)
     agree(downloads, fit_line(decision), yes=yes, quiet=quiet)
     fetch_all(downloads, quiet=quiet)
 

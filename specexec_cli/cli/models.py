@@ -16,6 +16,7 @@ import typer
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.others import FoundFile, found_files
+from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import machine, option_groups
 from specexec_cli.cli.complete import names
@@ -66,6 +67,7 @@ def list_command(
             "pairs": [{**asdict(fit.pair), **_fit_json(fit)} for fit in found],
             "models": [_model_json(model) for model in registry.models.values()],
             "found": [{**asdict(each), "path": str(each.path)} for each in found_files()],
+            "own_copies": [{**asdict(each), "folder": str(each.folder)} for each in own_copies()],
             "user_models_file": str(user_models_file()),
         }
         typer.echo(json.dumps(content, indent=2))
@@ -79,6 +81,9 @@ def list_command(
     if files := found_files():
         typer.echo("GGUF files that other programs brought here, each a --target or --draft:")
         _print_table([_found_row(each) for each in files])
+    if copies := own_copies():
+        typer.echo("Targets' own copies, made for --draft self; `specexec rm NAME` deletes one:")
+        _print_table([_copy_row(each) for each in copies])
     state = "" if user_models_file().is_file() else " (not there yet)"
     typer.echo(f"Your own entries: {user_models_file()}{state}")
 
@@ -233,6 +238,10 @@ def _model_row(model: ModelEntry, columns: int) -> dict[str, str]:
 
 def _found_row(found: FoundFile) -> dict[str, str]:
     return {"file": found.name, "of": found.program, "GB": _gigabytes(found.size_bytes)}
+
+
+def _copy_row(each: OwnCopy) -> dict[str, str]:
+    return {"copy": each.name, "GB": _gigabytes(each.size_bytes)}
 
 
 def _pair_row(fit: Fit, columns: int) -> dict[str, str]:

@@ -13,6 +13,7 @@ from specexec_cli.cli.render import notice
 from specexec_cli.config import Method
 from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
+from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.outlook import Outlook, Richer, cache_share, outlook, with_more_ram
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.reached import Run, load_runs, runs_file
@@ -59,13 +60,13 @@ def plan(
         tree=TreeRequest(budget=budget), context_tokens=context,
     )  # fmt: skip
     site = machine.site(ram, vram, ssd, link)
-    decision = resolve(with_best_draft(request, site, notice), site)
-    check_own_copy(decision, notice, models_file)
+    decision = resolve(with_best_draft(request, site, notice, _copy_obstacle), site)
+    check_own_copy(decision, notice, models_file, _copy_obstacle)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     speed, runs = predicted(decision, models_file), _runs(decision)
     if as_json:
         told = {"prediction": asdict(speed), "reached": [asdict(run) for run in runs], "dsi": dsi,
-                "experts": _experts_json(decision)}  # fmt: skip
+                "experts": _experts_json(decision, request)}  # fmt: skip
         typer.echo(json.dumps({**_as_json(decision), **told}))
         return
     from specexec_cli.cli.plan_view import show_plan
@@ -74,20 +75,30 @@ def plan(
     more = without_ssd(
         decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan
     )
-    show_plan(decision, more, dsi, speed, runs, *expert_outlook(decision))
+    show_plan(decision, more, dsi, speed, runs, *expert_outlook(decision, request))
 
 
-def expert_outlook(decision: Decision) -> tuple[tuple[Outlook, ...], tuple[Richer, ...]]:
+def _copy_obstacle(target: Checkpoint, bits: int) -> str:
+    """Why a target that is here can have no copy of itself. Only then torch is loaded."""
+    from specexec_cli.models.own_copy import copy_obstacle
+
+    return copy_obstacle(target, bits)
+
+
+def expert_outlook(
+    decision: Decision, request: Request
+) -> tuple[tuple[Outlook, ...], tuple[Richer, ...]]:
     """What the cache of experts is expected to bring; nothing where there is none."""
     if not decision.plan.expert_bytes:
         return (), ()
     sizes, work, site = decision.target.sizes, decision.work, decision.machine
     draft = decision.draft.sizes if decision.draft else None
-    return outlook(sizes, work, site, decision.plan), with_more_ram(sizes, draft, work, site)
+    more = with_more_ram(sizes, draft, work, site, request.offload, request.experts)
+    return outlook(sizes, work, site, decision.plan), more
 
 
-def _experts_json(decision: Decision) -> dict[str, Any] | None:
-    by_rows, richer = expert_outlook(decision)
+def _experts_json(decision: Decision, request: Request) -> dict[str, Any] | None:
+    by_rows, richer = expert_outlook(decision, request)
     experts = decision.target.sizes.experts
     if not by_rows or experts is None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 
 from specexec_cli.catalog.downloads import cached, missing, remove, survey
 from specexec_cli.catalog.models_file import ModelEntry
+from specexec_cli.catalog.own_copies import PREFIX, copies_folder, own_copies, remove_copy
 from specexec_cli.catalog.registry import Registry, load_registry
 from specexec_cli.cli import options
 from specexec_cli.cli.complete import names
@@ -54,12 +56,25 @@ def pull(
 
 
 def rm(
-    name: Name,
+    name: Annotated[
+        str,
+        typer.Argument(
+            help="A pair or model of models.toml, a hub id: org/name or org/name@revision, or what "
+            "the names of own copies begin with: self:NAME.",
+            autocompletion=names,
+        ),
+    ],
     yes: options.Yes = False,
     models_file: options.ModelsFile = None,
     quiet: options.Quiet = False,
 ) -> None:
-    """Delete a pair's two models, or one model, from the hub's cache."""
+    """Delete a pair's two models, or one model, from the hub's cache; or copies for --draft self.
+
+    `specexec models list` names the copies. `self:` alone are all of them.
+    """
+    if name.startswith(PREFIX):
+        _remove_copies(name, yes=yes, quiet=quiet)
+        return
     entries = _entries(load_registry(models_file), name)
     for entry in entries:
         if entry.folder is not None:
@@ -69,18 +84,45 @@ def rm(
     found = [item for entry in entries if (item := cached(entry)) is not None]
     if not found:
         raise UnknownModelError(f"nothing of {name} is in the hub's cache")
-    amount = format_bytes(sum(item.size_bytes for item in found))
-    named = " and ".join(f"{item.repo} ({format_bytes(item.size_bytes)})" for item in found)
-    if not yes:
-        if sys.stdin is None or not sys.stdin.isatty():
-            raise NotFetchedError(f"{named} would be deleted: agree with --yes")
-        print(f"In the hub's cache: {named}.", file=sys.stderr)
-        if not said_yes(f"Delete {amount}?"):
-            raise NotFetchedError("nothing was deleted")
+    sizes = {item.repo: item.size_bytes for item in found}
+    named = _agreed(sizes, "In the hub's cache", yes=yes)
     for item in found:
         remove(item)
     if not quiet:
         print(f"deleted {named}", file=sys.stderr)
+
+
+def _remove_copies(name: str, *, yes: bool, quiet: bool) -> None:
+    found = own_copies(name)
+    if not found:
+        raise UnknownModelError(
+            f"no own copy's name begins with '{name}': `specexec models list` names those there are"
+        )
+    sizes = {item.name: item.size_bytes for item in found}
+    named = _agreed(sizes, f"In {copies_folder()}", yes=yes)
+    for item in found:
+        remove_copy(item)
+    if not quiet:
+        print(f"deleted {named}", file=sys.stderr)
+
+
+def _agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
+    """Names what is to be deleted, once somebody has agreed to it.
+
+    Args:
+        sizes: bytes of each, by name.
+        where: they are, in words.
+    Raises:
+        NotFetchedError: nobody did.
+    """
+    named = " and ".join(f"{name} ({format_bytes(size)})" for name, size in sizes.items())
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise NotFetchedError(f"{named} would be deleted: agree with --yes")
+        print(f"{where}: {named}.", file=sys.stderr)
+        if not said_yes(f"Delete {format_bytes(sum(sizes.values()))}?"):
+            raise NotFetchedError("nothing was deleted")
+    return named
 
 
 def _entries(registry: Registry, name: str) -> list[ModelEntry]:

@@ -15,9 +15,10 @@ from specexec_cli.cli import options
 from specexec_cli.cli.complete import model_names
 from specexec_cli.cli.fetching import agree, fetch_all
 from specexec_cli.device import format_bytes
-from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, CheckpointError, ConfigError
 
 _BITS = (2, 3, 4, 8)
+_NO_TEXT = "none"  # of --calibration; a file of that name is ./none
 
 
 def quantize(
@@ -34,9 +35,13 @@ def quantize(
         int, typer.Option(min=8, help="Inputs that share a scale and a zero point.")
     ] = 64,
     calibration: Annotated[
-        Path | None,
-        typer.Option(help="A text file on which errors are kept low (GPTQ)."),
-    ] = None,
+        str,
+        typer.Option(
+            metavar="FILE|none",
+            help="A text file on which GPTQ keeps errors low; without one, Python's standard "
+            "library. none: fit to the weights alone.",
+        ),
+    ] = "",
     models_file: options.ModelsFile = None,
     offline: options.Offline = False,
     yes: options.Yes = False,
@@ -44,8 +49,8 @@ def quantize(
 ) -> None:
     """Write a quantized copy of a checkpoint, in the format of GPTQModel (gptq_v2).
 
-    The linears of its layers are read, fitted and written one after another, so that a model need
-    not fit into memory. No text is needed. The folder appears when it is whole.
+    A text goes through the layers one after another, and each layer's linears are quantized so that
+    errors on it stay low; a model need not fit into memory. The folder appears when it is whole.
     """
     if bits not in _BITS:
         raise ConfigError(f"--bits {bits} is not one of {', '.join(map(str, _BITS))}")
@@ -59,7 +64,6 @@ def quantize(
     folder = fetch(entry, offline=offline)
 
     from specexec_cli.cli.render import LoadingBar
-    from specexec_cli.models.calibration_text import calibration_pieces
     from specexec_cli.models.quantize import plan_quantization, write_quantized
     from specexec_cli.offload.store import read_checkpoint
 
@@ -67,7 +71,7 @@ def quantize(
         plan = plan_quantization(read_checkpoint(folder), bits, group_size)
     except ConfigError as error:
         raise ConfigError(f"{error}: choose other --bits, or a --group-size that suits") from error
-    pieces = calibration_pieces(folder, calibration) if calibration is not None else []
+    pieces = _pieces(folder, calibration)
     bar = LoadingBar(shown=not quiet, title="quantizing")
     try:
         write_quantized(plan, out, bar, pieces=pieces)
@@ -84,3 +88,32 @@ def quantize(
             f"{out}: {len(plan.linears)} linears in {bits} bits, {sizes[0]} -> {sizes[1]}",
             file=sys.stderr,
         )
+
+
+def _pieces(folder: Path, calibration: str) -> list[list[int]]:
+    """The calibration text as tokens; none where the weights alone are fitted.
+
+    Raises:
+        CheckpointError: the model has no tokenizer that can be read.
+        ConfigError: there is no such text.
+    """
+    from specexec_cli.models.calibration_text import calibration_pieces, standard_pieces
+    from specexec_cli.models.tokenizer import load_tokenizer
+
+    if calibration == _NO_TEXT:
+        return []
+    try:
+        if calibration:
+            return calibration_pieces(folder, Path(calibration))
+        pieces = standard_pieces(load_tokenizer(folder))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be read, which a calibration text needs: copy the "
+            "original model's, or fit to the weights alone, --calibration none"
+        ) from error
+    if not pieces:
+        raise ConfigError(
+            "Python's standard library is not installed as text files here: give another text, "
+            "--calibration FILE, or none, --calibration none"
+        )
+    return pieces

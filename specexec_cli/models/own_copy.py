@@ -1,6 +1,7 @@
 """Makes and keeps the low-bit copy of a target that drafts for it (`draft='self'`).
 
 The folder under its final name is whole or not there: it is written under another name and renamed.
+One that was damaged later is made anew.
 One process makes it while others that want the same one wait for its lock, which the system lets go
 of when a process ends, however it ends; what a killed one left behind is removed then.
 """
@@ -12,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 
+from specexec_cli.catalog.own_copies import PARTIAL, lock_of
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
 from specexec_cli.models.quantize import Progress, plan_quantization, write_quantized
-from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.offload.store import Checkpoint, read_checkpoint, read_config
 from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
 
 Notice = Callable[[str], None]
@@ -36,32 +38,55 @@ def own_copy(
         notice: told that it is made, or that another process is waited for.
         progress: told (done, total) bytes of the target while it is made.
     Raises:
-        ConfigError: the target's weights cannot be quantized.
+        CheckpointError, ConfigError: the target's weights cannot be quantized, see copy_obstacle.
         NotFetchedError: the cache folder cannot be written, or its disk is too small.
     """
     folder = own_folder(target, bits)
-    if folder.is_dir():
-        return read_checkpoint(folder)
-    try:
-        plan = plan_quantization(target, bits, GROUP_SIZE)
-    except (CheckpointError, ConfigError) as error:
-        raise ConfigError(
-            f"the target has no {bits}-bit copy to draft with: {error}. Give another `draft`"
-        ) from error
+    if (kept := _kept(folder, lambda text: None)) is not None:
+        return kept
+    plan = plan_quantization(target, bits, GROUP_SIZE)
     with _alone(folder, notice):
-        if folder.is_dir():  # made while this process waited
-            return read_checkpoint(folder)
-        for left in folder.parent.glob(f"{folder.name}.partial-*"):
-            shutil.rmtree(left, ignore_errors=True)
+        if (kept := _kept(folder, notice)) is not None:  # made while this process waited
+            return kept
+        _clear(folder)
         notice(f"making a {bits}-bit copy of the target, once, in {folder}")
         write_quantized(plan, folder, progress, pieces=pieces())
     return read_checkpoint(folder)
 
 
+def _kept(folder: Path, notice: Notice) -> Checkpoint | None:
+    """The copy in this folder; None where there is none, or a damaged one, which is told."""
+    if not folder.is_dir():
+        return None
+    try:
+        read_config(folder)
+        return read_checkpoint(folder)
+    except CheckpointError as error:
+        notice(f"the copy in {folder} is damaged, and made anew: {error}")
+        return None
+
+
+def _clear(folder: Path) -> None:
+    """Removes a damaged copy, and what killed processes left of one.
+
+    Raises:
+        NotFetchedError: a file cannot be deleted.
+    """
+    for left in [folder, *folder.parent.glob(f"{folder.name}{PARTIAL}*")]:
+        try:
+            shutil.rmtree(left)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise NotFetchedError(
+                f"{left} cannot be deleted ({error.strerror}): remove it, or give another `draft`"
+            ) from error
+
+
 @contextmanager
 def _alone(folder: Path, notice: Notice) -> Iterator[None]:
     """No other process makes this folder meanwhile."""
-    lock = FileLock(folder.parent / f"{folder.name}.lock")
+    lock = lock_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -80,7 +105,9 @@ def _alone(folder: Path, notice: Notice) -> Iterator[None]:
 
 
 def copy_obstacle(target: Checkpoint, bits: int) -> str:
-    """Why a target can have no copy of itself in so many bits; empty where it can."""
+    """Why a target can have no copy of itself in so many bits; empty where it can, or has one."""
+    if own_folder(target, bits).is_dir():
+        return ""
     try:
         plan_quantization(target, bits, GROUP_SIZE)
     except (CheckpointError, ConfigError) as error:

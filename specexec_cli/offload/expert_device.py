@@ -3,6 +3,10 @@
     take():  those in VRAM at once; of the others, as they come into RAM, those of many rows are
              copied to the GPU, and those of few are handed out in RAM, to be computed by the CPU
 
+An expert that the CPU computes is copied as well only where that will pay: into a slot that nothing
+is in, or where its rows were so many more than those of the expert whose slot it takes that the CPU
+takes longer for the difference than a copy.
+
 A slot on the GPU is written only by copies that are ordered behind all work enqueued before, so no
 expert is overwritten while the GPU still multiplies by it.
 """
@@ -11,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.expert_files import ExpertTensors
+from specexec_cli.offload.expert_slots import FREE
 from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.link import Link
 
@@ -49,6 +56,7 @@ class DeviceExperts:
             raise ValueError(f"no slot of {self._slot_bytes} bytes fits into {cap_bytes}")
         self._scratch = slots - 1  # the slot of what is not worth keeping
         self._slot_of: dict[int, int] = {}  # expert -> slot; never the scratch slot
+        self._held: NDArray[np.int64] = np.full(max(slots - 1, 0), FREE)  # slot -> expert
         self._free = list(range(slots - 1))
         self._copying: object | None = None  # the event of a copy that was not waited for
         try:
@@ -79,32 +87,66 @@ class DeviceExperts:
             if self._copy_rows is None:
                 yield batch
                 continue
-            many = {expert for expert, _ in batch if wanted[expert] >= self._copy_rows}
+            many = [expert for expert, _ in batch if wanted[expert] >= self._copy_rows]
             if few := [(expert, tensors) for expert, tensors in batch if expert not in many]:
-                yield few
-            for expert, _ in batch:
-                key, copied = first + expert, expert in many
-                slot = self._slot_for(key)
-                if copied or slot != self._scratch:
-                    self._copy(key, slot)
-                if copied:
-                    self._link.compute_waits(self._copying)
-                    yield [(expert, self._tensors(key, slot))]
-                self._wait_for_copy()  # the store may then read another expert into its slot
-                if slot != self._scratch:
-                    self._slot_of[key] = slot
-                    self.store.elsewhere(key, True)
+                copying = self._copy_what_pays([first + expert for expert, _ in few])
+                yield few  # the CPU computes while the copies are under way
+                self._now_here(copying)
+            for expert in many:
+                key = first + expert
+                slot = self._slot_for(key, self.store.scores.worth.ravel())
+                slot = self._scratch if slot is None else slot
+                self._copy(key, slot)
+                self._link.compute_waits(self._copying)
+                yield [(expert, self._tensors(key, slot))]
+                self._now_here({key: slot} if slot != self._scratch else {})
 
-    def _slot_for(self, key: int) -> int:
-        """The slot to copy an expert into: one that nothing is in, or the scratch slot."""
+    def _copy_what_pays(self, keys: list[int]) -> dict[int, int]:
+        """Enqueue copies of experts that the CPU computes; returns their slots.
+
+        For `copy_rows` rows the CPU takes as long as a copy, and a count remembers as many rows as
+        make it a fair guess of those to come. So a copy pays where the counts differ by more.
+        """
+        assert self._copy_rows is not None, "else nothing is copied"
+        slots, counts = {}, self.store.scores.counts.ravel()
+        for key in keys:
+            slot = self._slot_for(key, counts, self._copy_rows)
+            if slot is not None:
+                self._copy(key, slot)
+                slots[key] = slot
+        return slots
+
+    def _now_here(self, slots: Mapping[int, int]) -> None:
+        """Wait for copies, whose slots are then those experts'.
+
+        Not before: the store may read other experts into the memory that is copied from.
+        """
+        self._wait_for_copy()
+        for key, slot in slots.items():
+            self._slot_of[key] = slot
+            self._held[slot] = key
+            self.store.elsewhere(key, True)
+
+    def _slot_for(self, key: int, worth: NDArray[np.float64], margin: float = 0.0) -> int | None:
+        """The slot to copy an expert into, which nothing is in any more; None where none is.
+
+        Args:
+            worth: by expert.
+            margin: that the expert must be worth more than the one whose slot it takes.
+        """
         if self._free:
             return self._free.pop()
-        worth = self.store.scores.worth.ravel()
-        last = min(self._slot_of, key=worth.__getitem__, default=None)
-        if last is None or worth[last] >= worth[key]:
-            return self._scratch
+        if not len(self._held):
+            return None
+        by_slot = np.where(self._held == FREE, np.inf, worth[self._held])
+        slot = int(np.argmin(by_slot))
+        if by_slot[slot] + margin >= worth[key]:
+            return None
+        last = int(self._held[slot])
+        self._held[slot] = FREE
+        del self._slot_of[last]
         self.store.elsewhere(last, False)
-        return self._slot_of.pop(last)
+        return slot
 
     def _copy(self, key: int, slot: int) -> None:
         """Enqueue the copy of an expert that the store has handed out."""
@@ -132,8 +174,7 @@ class DeviceExperts:
         was under way is free again.
         """
         self._wait_for_copy()
-        used = set(self._slot_of.values())
-        self._free = [slot for slot in range(self._scratch) if slot not in used]
+        self._free = np.flatnonzero(self._held == FREE).tolist()
         self.store.restart()
 
     def close(self) -> None:
@@ -143,5 +184,6 @@ class DeviceExperts:
             self._wait_for_copy()
             self._link.unregister(self.store.blob)
         self._slot_of.clear()
+        self._held[:] = FREE
         self._blob = torch.empty(0, dtype=torch.uint8)
         self.store.close()

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from platformdirs import user_cache_path
-
+from specexec_cli.catalog.own_copies import copies_folder
 from specexec_cli.config import SELF, SELF_DRAFTS
 from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name
@@ -70,5 +69,13 @@ def own_folder(target: Checkpoint, bits: int) -> Path:
         real = path.resolve()
         status = real.stat()
         told.update(f"{path.name} {real} {status.st_size} {status.st_mtime_ns}\n".encode())
-    name = file_name(target.folder.name, told.hexdigest()[:16], f"{bits}bit-v{_FORMAT_VERSION}")
-    return user_cache_path("specexec", appauthor=False) / "self" / name
+    name = file_name(_readable(target), told.hexdigest()[:16], f"{bits}bit-v{_FORMAT_VERSION}")
+    return copies_folder() / name
+
+
+def _readable(target: Checkpoint) -> str:
+    """What a person calls it: in the hub's cache the repository, not the snapshot's hash."""
+    folder = target.folder
+    if folder.parent.name == "snapshots":
+        return folder.parents[1].name.removeprefix("models--")
+    return folder.name

@@ -64,7 +64,8 @@ def gpu_mixture_plan(
     """The same beside a GPU: dense parts in VRAM first, experts in what is left of it and of RAM.
 
     Whole layers move where all of them fit into VRAM, and where a row needs a large share of the
-    experts (Mixtral: two of eight): large copies that are begun early are then worth more.
+    experts (Mixtral: two of eight): large copies that are begun early are then worth more. Not
+    where the CPU is to compute the experts.
 
     Args:
         where: experts are computed.
@@ -73,11 +74,12 @@ def gpu_mixture_plan(
     """
     experts = target.experts
     assert experts is not None, "only mixtures have experts"
-    if experts.chosen * _COARSE >= experts.count:
-        return make_plan(target, draft, work, machine)
-    beside = plan_of(target, draft, work, machine, ["resident"] * len(target.layers), 0, 0)
-    if beside.peak_vram_bytes <= machine.usable(machine.vram_bytes):
-        return beside
+    if where != "cpu":
+        if experts.chosen * _COARSE >= experts.count:
+            return make_plan(target, draft, work, machine)
+        beside = plan_of(target, draft, work, machine, ["resident"] * len(target.layers), 0, 0)
+        if beside.peak_vram_bytes <= machine.usable(machine.vram_bytes):
+            return beside
     outputs, slot = _outputs(target, experts, work), experts.largest + HUGE_PAGE_BYTES // 8
     copy_rows = _copy_rows(target, experts, machine, where)
     kept_back = outputs + (2 * slot if copy_rows is not None else 0)
@@ -96,7 +98,8 @@ def gpu_mixture_plan(
     ssd_bytes = sum(
         size for size, tier in zip(target.dense.layers, plan.tiers, strict=True) if tier == "ssd"
     ) + _missing(experts, cap + on_device, rows)
-    copied = _missing(experts, on_device, rows) if copy_rows == 1 else 0
+    # what is copied to be kept, of experts that the CPU computes, is little: see expert_device.py
+    copied = _missing(experts, on_device, rows, copy_rows) if copy_rows is not None else 0
     link_bytes = plan.link_bytes + copied
     return replace(
         plan,
@@ -160,10 +163,14 @@ def stream_seconds(
     return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
 
 
-def _missing(experts: ExpertBytes, cap_bytes: int, rows: int) -> int:
-    """Bytes of the experts that so many rows ask for and the cache does not hold."""
+def _missing(experts: ExpertBytes, cap_bytes: int, rows: int, least: int = 1) -> int:
+    """Bytes of the experts that so many rows ask for and the cache does not hold.
+
+    Args:
+        least: count only experts that so many of the rows, or more, are routed to.
+    """
     kept = min(1.0, cap_bytes / max(1, sum(experts.layers)))
-    return round((1.0 - kept) * experts.asked_for(rows))
+    return round((1.0 - kept) * experts.asked_for(rows, least))
 
 
 def _whole_layers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from specexec_cli.config import ExpertPlace, OffloadMode
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
@@ -56,13 +57,22 @@ def cache_share(experts: ExpertBytes, plan: Plan) -> float:
 
 
 def with_more_ram(
-    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    mode: OffloadMode = "auto",
+    where: ExpertPlace = "auto",
 ) -> tuple[Richer, ...]:
-    """What more RAM would bring, up to where all experts stay."""
+    """What more RAM would bring, up to where all experts stay.
+
+    Args:
+        mode, where: of the plan that it is more RAM than.
+    """
     found = []
     for times in _MORE:
         richer = replace(machine, ram_bytes=round(times * machine.ram_bytes))
-        plan = place("auto", target, draft, work, richer)
+        plan = place(mode, target, draft, work, richer, where)
         assert target.experts is not None, "only mixtures have experts"
         share = cache_share(target.experts, plan)
         each = _outlook(target, work, richer, plan, 1)

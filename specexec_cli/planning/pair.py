@@ -69,6 +69,11 @@ def choose_pair(registry: Registry, request: Request) -> ChosenPair:
     if bits is not None:
         if request.method == "dsi":
             raise ConfigError(f"`draft='{draft}'` is not for `method='dsi'`: give a draft model")
+        if target_entry.file is not None:  # known before the file is here
+            raise ConfigError(
+                f"`draft='{draft}'`: the target is a GGUF file, of which no copy is made. Give "
+                "another `draft`, such as `draft='suffix'`"
+            )
         # it has no folder before the target's files are here
         own = ModelEntry(name=draft, repo=f"{SELF}-{bits}")
         return ChosenPair(name, target_entry, own, tree, own_bits=bits)

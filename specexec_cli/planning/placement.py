@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
+from specexec_cli.errors import ConfigError
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
@@ -109,7 +110,10 @@ def place(
         experts: beside a GPU, where a mixture's are computed.
     Raises:
         DoesNotFitError: what was asked for does not fit.
+        ConfigError: a place was named for experts that do not come one by one.
     """
+    if experts != "auto":
+        _check_experts(mode, target, machine, experts)
     plan = _placed(mode, target, draft, work, machine, experts)
     usable = machine.usable(machine.ram_bytes)
     if plan.peak_ram_bytes > usable:  # a named mode takes what it takes
@@ -118,6 +122,21 @@ def place(
             plan.peak_ram_bytes, usable, tuple(sorted(plan.ram, key=lambda part: -part[1])),
         )  # fmt: skip
     return plan
+
+
+def _check_experts(
+    mode: OffloadMode, target: ModelBytes, machine: Machine, experts: ExpertPlace
+) -> None:
+    """Refuses a place that no plan would heed."""
+    reason = ""
+    if target.experts is None:
+        reason = "the target is no mixture of experts"
+    elif not machine.vram_bytes:
+        reason = "no GPU computes here, so the CPU has all experts"
+    elif mode != "auto":
+        reason = f"`offload='{mode}'` moves whole layers"
+    if reason:
+        raise ConfigError(f"`experts='{experts}'`: {reason}. Leave it at `experts='auto'`")
 
 
 def _placed(

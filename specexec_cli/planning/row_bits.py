@@ -64,6 +64,8 @@ def _compressed_tensors(quantization: Mapping[str, Any], inputs: int) -> float:
     weights = (groups[0].get("weights") or {}) if groups else {}
     bits = int(weights.get("num_bits") or 16)
     group = int(weights.get("group_size") or inputs)
+    if weights.get("strategy") == "tensor":
+        return bits  # and one scale for all
     if weights.get("type") == "float" and bits == 4:
         return bits + 8 / group  # MXFP4 and NVFP4 have scales of one byte
     return bits + (16 + (0 if weights.get("symmetric", True) else bits)) / group

@@ -6,6 +6,7 @@ Knows no device.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -47,10 +48,18 @@ class ExpertBytes:
         """Experts of all layers."""
         return self.count * sum(size > 0 for size in self.layers)
 
-    def asked_for(self, rows: int) -> float:
-        """Bytes of the experts that so many rows need, if all experts are chosen equally often."""
-        share = 1.0 - (1.0 - self.chosen / self.count) ** rows
-        return share * sum(self.layers)
+    def asked_for(self, rows: int, least: int = 1) -> float:
+        """Bytes of the experts that so many rows need, if all experts are chosen equally often.
+
+        Args:
+            least: count only experts that so many of the rows, or more, are routed to.
+        """
+        chance = self.chosen / self.count
+        fewer = sum(
+            math.comb(rows, n) * chance**n * (1.0 - chance) ** (rows - n)
+            for n in range(min(least, rows + 1))
+        )
+        return (1.0 - fewer) * sum(self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,17 +74,24 @@ def check_own_copy(
     decision: Decision,
     notice: Callable[[str], None] = lambda text: None,
     models_file: Path | None = None,
+    obstacle: CopyObstacle = lambda target, bits: "",
 ) -> None:
-    """Says so where the target's own copy was asked for, and is not expected to pay.
+    """Says so where the target's own copy was asked for, and cannot be or is not expected to pay.
 
     Args:
         notice: told where it might pay after all: with the most tokens per pass that copies
             reached, or because the target is small, and what is predicted of it little worth.
+        obstacle: asked where the target is on this machine.
     Raises:
-        ConfigError: it cannot pay, so it is not worth making.
+        ConfigError: it cannot be made, or cannot pay, so it is not worth making.
     """
-    if decision.pair.own_bits is None:
+    bits, target = decision.pair.own_bits, decision.target.checkpoint
+    if bits is None:
         return
+    if target is not None and (reason := obstacle(target, bits)):
+        raise ConfigError(
+            f"the target has no {bits}-bit copy to draft with: {reason}. Give another `draft`"
+        )
     speed = predicted(decision, models_file)
     if speed.drafting_pays:
         return

@@ -5,9 +5,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from cli_runner import run_cli
 from typer.testing import CliRunner
 
 from specexec_cli.cli import plan as plan_module
@@ -197,6 +199,48 @@ def test_an_unreachable_hub_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(constants, "is_offline_mode", lambda: True)
     with pytest.raises(UnknownModelError, match=r"org/name is not .* in the cache"):
         run("--target", "org/name", "--method", "autoregressive", "--offline")
+
+
+@pytest.mark.parametrize(
+    ("target", "memory", "offload", "reason"),
+    [
+        ("llama2-7b-chat", ("--vram", "8GB"), "auto", "the target is no mixture of experts"),
+        ("qwen3-30b-a3b", ("--vram", "0GB"), "auto", "no GPU computes here, so the CPU has all"),
+        ("qwen3-30b-a3b", ("--vram", "8GB"), "ssd", "--offload ssd moves whole layers"),
+        ("qwen3-30b-a3b", ("--vram", "8GB"), "ram", "--offload ram moves whole layers"),
+        ("qwen3-30b-a3b", ("--vram", "80GB"), "none", "--offload none moves whole layers"),
+    ],
+)
+@pytest.mark.parametrize("place", ["gpu", "cpu"])
+def test_a_place_for_experts_that_no_plan_would_heed_is_refused(
+    place: str, target: str, memory: tuple[str, str], offload: str, reason: str
+) -> None:
+    asked = ("plan", "--target", target, "--method", "autoregressive", "--ram", "128GB", *memory,
+             "--offload", offload)  # fmt: skip
+    ran = run_cli(*asked, "--experts", place)
+    assert ran.code == 2
+    assert ran.error.startswith(f"--experts {place}: {reason}")
+    assert ran.error.endswith("Leave it at --experts auto")
+    assert run_cli(*asked).code == 0
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [("--vram", "0GB", "--offload", "ssd"), ("--vram", "0GB"), ("--vram", "12GB"),
+     ("--vram", "12GB", "--experts", "cpu"), ("--vram", "12GB", "--experts", "gpu")],
+)  # fmt: skip
+def test_what_more_ram_brings_is_what_a_plan_with_it_says(asked: tuple[str, ...]) -> None:
+    def experts(ram: str) -> dict[str, Any]:
+        found = as_json("--target", "qwen3-30b-a3b", "--method", "autoregressive", "--ram", ram,
+                        *asked)["experts"]  # fmt: skip
+        assert isinstance(found, dict)
+        return found
+
+    here, richer = experts("20GB"), experts("30GB")
+    more = here["more_ram"][0]
+    assert more["ram_bytes"] == 30 * GB
+    assert more["cache_share"] == pytest.approx(richer["cache_share"])
+    assert more["tokens_per_s"] == pytest.approx(richer["by_rows"][0]["tokens_per_s"])
 
 
 def test_what_does_not_fit_names_the_mend() -> None:

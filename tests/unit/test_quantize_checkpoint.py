@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
-from specexec_cli.models.calibration_text import run_calibration
+from specexec_cli.models.calibration_text import run_calibration, standard_pieces
 from specexec_cli.models.quantize import plan_quantization, write_quantized
+from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
@@ -174,6 +176,33 @@ def test_a_calibration_text_that_is_none_is_one_line(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
+def test_without_a_word_errors_are_kept_low_on_python_s_standard_library(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    save_checkpoint(plain, byte_llama(hidden_size=64, intermediate_size=96, num_hidden_layers=1))
+    save_byte_tokenizer(plain)
+    plan = plan_quantization(read_checkpoint(plain), 4, GROUP)
+    for said, pieces in (([], standard_pieces(load_tokenizer(plain))),
+                         (["--calibration", "none"], [])):  # fmt: skip
+        out, expected = (tmp_path / f"{name}-{len(said)}" for name in ("out", "expected"))
+        assert run_cli("quantize", plain, "--out", out, "--group-size", GROUP, *said).code == 0
+        write_quantized(plan, expected, pieces=pieces)
+        ours, theirs = (load_file(each / "model.safetensors") for each in (out, expected))
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    first, second = (load_file(tmp_path / f"out-{n}" / "model.safetensors") for n in (0, 2))
+    assert not all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_without_the_standard_library_another_text_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path / "plain", byte_llama(hidden_size=64, num_hidden_layers=1))
+    save_byte_tokenizer(tmp_path / "plain")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    ran = run_cli("quantize", tmp_path / "plain", "--out", tmp_path / "out", "--group-size", GROUP)
+    assert (ran.code, ran.error.endswith("or none, --calibration none")) == (2, True)
+
+
 def test_what_is_not_a_linear_of_a_layer_is_copied(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "plain", _config("qwen2-moe"), dtype=torch.bfloat16)
     save_byte_tokenizer(tmp_path / "plain")
@@ -248,7 +277,10 @@ def test_mistakes_are_one_line_each(tmp_path: Path) -> None:
     )
     refused = run_cli("quantize", plain, "--out", out, "--bits", 5)
     assert (refused.code, refused.error) == (2, "--bits 5 is not one of 2, 3, 4, 8")
-    made = run_cli("quantize", plain, "--out", out, "--group-size", GROUP)
+    no_words = run_cli("quantize", plain, "--out", out, "--group-size", GROUP)
+    assert "no tokenizer that can be read, which a calibration text needs" in no_words.error
+    assert not out.exists()
+    made = run_cli("quantize", plain, "--out", out, "--group-size", GROUP, "--calibration", "none")
     assert made.code == 0
     assert "21 linears in 4 bits" in made.err
     again = run_cli("quantize", out, "--out", tmp_path / "again")

@@ -35,7 +35,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 # scales of one matrix of these may be for all of it, or the tensors say everything
-READ_FROM_TENSORS = ("fp8", "nf4", "fp4", "int8")
+READ_FROM_TENSORS = ("fp8", "fp8-e5m2", "nvfp4-modelopt", "nf4", "nf4-double", "fp4", "int8")
 
 
 def refusal(act: Callable[..., object], *args: object) -> str:
