@@ -70,7 +70,11 @@ class NoMemory(_At, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _allocates(func) and self._reached(_site(sys._getframe(1), str(func))):
+        if (
+            _allocates(func)
+            and not _on_meta(args, kwargs)
+            and self._reached(_site(sys._getframe(1), str(func)))
+        ):
             raise _shortage(args, kwargs)
         return func(*args, **kwargs)
 
@@ -82,10 +86,18 @@ def _allocates(func: Any) -> bool:
     return any(str(each.type).startswith("Tensor") and each.alias_info is None for each in returns)
 
 
-def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+def _on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what comes back has no memory at all."""
+    return _device(args, kwargs).type == "meta"
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     given = [value.device for value in args if isinstance(value, torch.Tensor)]
-    device = kwargs.get("device") or (given[0] if given else "cpu")
-    if torch.device(device).type == "cuda":
+    return torch.device(kwargs.get("device") or (given[0] if given else "cpu"))
+
+
+def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    if _device(args, kwargs).type == "cuda":
         return torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ..."
         )

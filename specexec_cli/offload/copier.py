@@ -20,10 +20,11 @@ from torch import Tensor
 from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
-from specexec_cli.offload.reader import Extent, Layout, Notice, Progress
+from specexec_cli.offload.reader import Extent, Layout, Notice, Progress, as_range
+from specexec_cli.offload.slabs import IN_FLIGHT, READ_SLABS
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
-from specexec_cli.offload.uplink import IN_FLIGHT, Uplink
+from specexec_cli.offload.uplink import Uplink
 
 
 class Copier:
@@ -72,9 +73,9 @@ class Copier:
         for layout, tier in zip(layouts, tiers, strict=True):
             cut = layout.pieces(piece_bytes)
             self._pieces.append(list(enumerate(cut, start=len(ranges))))
-            ranges += [[_as_tensor(piece)] for piece in cut]
+            ranges += [[as_range(piece)] for piece in cut]
             each += [tier] * len(cut)
-        slabs = max(IN_FLIGHT + 2, host_bytes // piece_bytes)
+        slabs = max(READ_SLABS, host_bytes // piece_bytes)
         self._host = LayerStream(
             ranges, each, buffers=slabs, kept=IN_FLIGHT, notice=notice, progress=progress
         )
@@ -206,9 +207,3 @@ class Copier:
                 target = self._buffers[buffer][start : start + blob.numel()]
                 event = self._uplink.send(target, blob, after)
         return event
-
-
-def _as_tensor(piece: Extent) -> TensorRange:
-    """The piece as the bytes of a file that a LayerStream hands out."""
-    n_bytes = piece.stop - piece.start
-    return TensorRange("piece", piece.path, "U8", (n_bytes,), piece.start, piece.stop)

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from specexec_cli.config import Tier
-from specexec_cli.device import format_bytes
-from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
-from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out
-from specexec_cli.offload.resident import read_tensors, views
+from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
+from specexec_cli.offload.resident import views
+from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.offload.store import TensorRange
-from specexec_cli.offload.uplink import COPY_BYTES
+from specexec_cli.offload.upload import device_shortage, upload
 
 # What kernels need to load 16 bytes at once; safetensors promises 8, and disk blocks keep them.
 _ALIGNED_BYTES = 16
@@ -57,6 +56,7 @@ class DeviceStream:
         """
         if len(layers) != len(tiers) or device_buffers < 2:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
+        notice = once(notice)
         self.bytes_streamed = 0  # handed out from ring buffers so far
         self._link = link
         self._count = len(layers)
@@ -64,13 +64,12 @@ class DeviceStream:
         self._in_use: object | None = None  # of each use its own
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
-        # where in a buffer a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES
-        self._shifts = [-layout.places[0][1] % _ALIGNED_BYTES for layout in self._layouts]
+        self._shifts = [_shift(layout) for layout in self._layouts]
         self._resident: dict[int, dict[str, Tensor]] = {}
         self._buffers: list[Tensor] = []
         self._copier: Copier | None = None
         try:
-            self._load_resident(layers, tiers, progress)
+            self._load_resident(layers, tiers, piece_bytes, notice, progress)
             if self._streamed:
                 self._take_buffers(device_buffers)
                 host_tiers = [tiers[i] for i in self._streamed]
@@ -88,19 +87,19 @@ class DeviceStream:
         self,
         layers: Sequence[Sequence[TensorRange]],
         tiers: Sequence[Tier],
+        piece_bytes: int,
+        notice: Notice,
         progress: Progress,
     ) -> None:
         chosen = [i for i, tier in enumerate(tiers) if tier == "resident"]
-        total = sum(tensor.n_bytes for i in chosen for tensor in layers[i])
-        done = 0
-        for index in chosen:
-            with _clear_shortage("a resident layer", sum(t.n_bytes for t in layers[index])):
-                loaded = read_tensors(layers[index])
-                self._resident[index] = {
-                    name: tensor.to(self._link.device) for name, tensor in loaded.items()
-                }
-            done += sum(tensor.n_bytes for tensor in layers[index])
-            progress(done, total)
+        if not chosen:
+            return
+        layouts = [lay_out(layers[i]) for i in chosen]
+        loaded = upload(
+            layouts, [_shift(layout) for layout in layouts], self._link,
+            spare_bytes=_ALIGNED_BYTES, piece_bytes=piece_bytes, notice=notice, progress=progress,
+        )  # fmt: skip
+        self._resident = dict(zip(chosen, loaded, strict=True))
 
     def _largest(self, chosen: Sequence[bool]) -> int:
         """Bytes that the largest of the chosen layers takes in a buffer."""
@@ -110,7 +109,7 @@ class DeviceStream:
     def _take_buffers(self, device_buffers: int) -> None:
         size = self._largest([True] * len(self._layouts)) + _ALIGNED_BYTES
         for _ in range(min(device_buffers, len(self._streamed) + 1)):
-            with _clear_shortage("a ring buffer on the device", size):
+            with device_shortage("a ring buffer on the device", size):
                 self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._link.device))
 
     @property
@@ -183,13 +182,6 @@ class DeviceStream:
         self.close()
 
 
-@contextmanager
-def _clear_shortage(purpose: str, n_bytes: int) -> Iterator[None]:
-    """Device memory running out becomes one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise OutOfMemoryError(
-            f"{purpose} needs {format_bytes(n_bytes)} of GPU memory, which is not free. "
-            "Close what else runs on the GPU, or use a smaller draft model: `draft`"
-        ) from None
+def _shift(layout: Layout) -> int:
+    """Where in a buffer a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES."""
+    return -layout.places[0][1] % _ALIGNED_BYTES if layout.places else 0

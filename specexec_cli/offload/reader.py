@@ -79,6 +79,12 @@ def lay_out(ranges: Sequence[TensorRange]) -> Layout:
     return Layout(tuple(extents), tuple(places), size)
 
 
+def as_range(piece: Extent) -> TensorRange:
+    """The piece as a tensor of bytes, for those who are given tensors to read."""
+    n_bytes = piece.stop - piece.start
+    return TensorRange("piece", piece.path, "U8", (n_bytes,), piece.start, piece.stop)
+
+
 class DirectFile:
     """One open checkpoint file, read without the page cache. Safe to read from several threads."""
 

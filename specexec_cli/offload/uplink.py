@@ -23,10 +23,7 @@ from specexec_cli.offload.link import Link
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import Notice
 from specexec_cli.offload.resident import as_blob
-
-COPY_BYTES = 16 << 20  # two of them take 1.3 ms at 25 GB/s
-IN_FLIGHT = 2
-_SLABS = IN_FLIGHT + 1  # one is filled while the others are copied
+from specexec_cli.offload.slabs import IN_FLIGHT, STAGING_SLABS
 
 
 class Uplink:
@@ -94,7 +91,7 @@ class Uplink:
         """
         if self._slabs and not self.is_pinned(source):
             # the copy out of it was before the IN_FLIGHT last ones, so it has been waited for
-            slab = self._slabs[self._staged % _SLABS][: source.numel()]
+            slab = self._slabs[self._staged % STAGING_SLABS][: source.numel()]
             _stage(slab, source)
             self._staged += 1
             source = slab
@@ -131,7 +128,7 @@ class Uplink:
 
 def _new_slabs(n_bytes: int) -> list[Tensor]:
     slabs = []
-    for _ in range(_SLABS):
+    for _ in range(STAGING_SLABS):
         buffer = HugeBuffer(n_bytes, "a slab for copies to the GPU", "Close other programs")
         slabs.append(as_blob(buffer))
         buffer.close()  # the blob holds the memory from now on

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexec_cli.device import free_ram_bytes
 from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning.probe import best_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def probe_link(
     import torch
 
     from specexec_cli.offload.link import CudaLink
-    from specexec_cli.offload.uplink import COPY_BYTES, Uplink
+    from specexec_cli.offload.uplink import Uplink
 
     link = CudaLink(device)
     uplink = Uplink(link)
