@@ -24,6 +24,7 @@ from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
 
+_FEW = GenerationConfig(max_tokens=5)  # to warm up
 _LATE = 1  # in which pass of the others a newcomer comes, their first being 0
 
 
@@ -77,7 +78,7 @@ def requests_of(session: LocalSession, config: Config, count: int) -> list[TextR
 def _warm_up(session: LocalSession, request: TextRequest) -> None:
     """Kernels are compiled, and the cost of passes is known from the first text on."""
     tell("to warm up:")
-    list(session.generate(request.prompt, generation=GenerationConfig(max_tokens=5)))
+    list(session.generate(request.prompt, generation=_FEW))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +170,11 @@ def at_once(config: Config, count: int, alone: Sequence[Alone], passes: Passes) 
     """
     with opened(config, count + 1) as session:
         *requests, late = requests_of(session, config, count + 1)
-        _warm_up(session, requests[0])
         engine = Batched(session, slots=count + 1, most_waiting=1)
         try:
+            tell("to warm up:")  # by the engine: a text that `generate` writes takes every node
+            other = tuple(reversed(requests[0].prompt))  # no text is to find its prompt there
+            _asked(engine, passes, replace(requests[0], prompt=other, generation=_FEW)).wait()
             first, started = passes.begin(), time.perf_counter()
             texts = [_asked(engine, passes, request) for request in requests]
             for text in texts:

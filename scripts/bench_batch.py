@@ -13,25 +13,17 @@ until its first token is counted, that one included. Prints a table; the last li
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from batch_measure import Config, at_once, one_after_another
 from batch_passes import recorded
-from memory_cap import KIND_VARIABLE, cgroup_peak_bytes, run_capped
+from capped_bench import cap_bytes, rig_parser, run_and_show
+from memory_cap import cgroup_peak_bytes
 from offload_report import environment
-from offload_setup import DEMO
 from rich.console import Console
 from rich.table import Table
-
-from specexec_cli.cli.machine import parse_bytes
-from specexec_cli.cli.main import wait_briefly
-from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 
 SCHEMA = 2
 
@@ -96,9 +88,7 @@ def _per_pass(found: dict[str, Any]) -> tuple[str, str, str]:
 
 def parse(argv: list[str]) -> Config:
     """Options as a Config."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rig", type=Path, required=True, metavar="DIR", help="of make_rig.py")
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="DIR")
+    parser = rig_parser(__doc__, "of make_rig.py")
     parser.add_argument("--cap", default="4GB", metavar="SIZE", help="RAM limit, or none")
     parser.add_argument("--texts", default="4,16", metavar="N,...")
     parser.add_argument("--alone", type=int, default=4, help="texts one after another")
@@ -111,11 +101,10 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--policy", help="default: cost")
     parser.add_argument("--no-past", action="store_true")
     parser.add_argument("--batch", type=int, help="nodes of a draft step")
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     return Config(
         rig=args.rig, draft=args.draft,
-        cap_bytes=None if args.cap == "none" else parse_bytes(args.cap, "--cap"),
+        cap_bytes=cap_bytes(args.cap),
         texts=tuple(int(part) for part in args.texts.split(",")), alone=args.alone,
         max_tokens=args.max_tokens, prompt_tokens=args.prompt_tokens,
         context_tokens=args.context, temperature=args.temperature,
@@ -125,20 +114,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        config = parse(argv)
-        if config.cap_bytes and KIND_VARIABLE not in os.environ:
-            wait_briefly()  # as the program does; it is read where torch is loaded, by the child
-            return run_capped([sys.executable, __file__, *argv], config.cap_bytes)
-        report = run(config)
-    except SpecexecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT_CODE
-    show(report)
-    print(json.dumps(report))
-    return 0
+    return run_and_show(__file__, argv, parse, run, show)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Experts one by one beside whole layers: tokens per second of a mixture in the same memory.
 
     python scripts/make_rig.py --shape qwen3-30b-a3b --layers 12 --bits 4 --skew 0.27 --out RIG
+    python scripts/make_rig.py --shape qwen3-30b-a3b --layers 8 --bits 4 --skew 0.33 --out RIG
     python scripts/make_rig.py --shape mixtral-8x7b --layers 8 --bits 4 --out RIG
     python scripts/make_rig.py --shape gpt-oss-20b --format gpt-oss --out RIG
     python scripts/bench_experts.py --rig RIG --share 0.25 --before CHECKOUT
@@ -55,7 +56,11 @@ WITHOUT_PAUSE = 256  # reads of a burst so long that its ends do not count
 
 
 def decision_for(rig: Path, draft: Path, share: float) -> Decision:
-    """What is planned with the least memory that gives experts this share of their bytes."""
+    """What is planned with the least memory that gives experts this share of their bytes.
+
+    Raises:
+        ConfigError: the rig is no mixture.
+    """
     request = Request(target=str(rig), draft=str(draft))
     site = replace(this_site([torch.device("cpu")]), measure=None)
     low, high, found = 0, 1 << 38, None
@@ -65,7 +70,8 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
         try:
             found = resolve(request, replace(site, settings=settings))
             experts = found.target.sizes.experts
-            assert experts is not None, f"{rig} is no mixture"
+            if experts is None:
+                raise ConfigError(f"{rig} is no mixture: a share of experts needs one")
             enough = not found.plan.expert_bytes or (
                 found.plan.expert_bytes >= share * sum(experts.layers)
             )

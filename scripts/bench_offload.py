@@ -12,26 +12,22 @@ with the raw rate measured just before and just after. Prints a table; the last 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from memory_cap import KIND_VARIABLE, cgroup_peak_bytes, run_capped
+from capped_bench import cap_bytes, rig_parser, run_and_show
+from memory_cap import KIND_VARIABLE, cgroup_peak_bytes
 from offload_report import Samples, environment, results, show
-from offload_setup import DEMO, Config, Setup, tell
+from offload_setup import Config, Setup, tell
 
 from specexec_cli.cli.machine import parse_bytes
-from specexec_cli.cli.main import wait_briefly
 from specexec_cli.config import Method
 from specexec_cli.device import peak_ram_bytes
-from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic
 
 Measured = TypeVar("Measured")
@@ -132,10 +128,7 @@ def run(config: Config) -> dict[str, Any]:
 
 def parse(argv: list[str]) -> Config:
     """Options as a Config."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rig", type=Path, required=True, metavar="DIR",
-                        help="of make_rig.py, in any of its formats, or a GGUF file")  # fmt: skip
-    parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="DIR")
+    parser = rig_parser(__doc__, "of make_rig.py, in any of its formats, or a GGUF file")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tier", choices=("ssd", "ram"), default="ssd",
                         help="where a GPU's layers are streamed from")  # fmt: skip
@@ -155,7 +148,6 @@ def parse(argv: list[str]) -> Config:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--raw-memory", default="16MB", metavar="SIZE",
                         help="memory that raw reads go through; a ring has more")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="few rows, two repeats")
     args = parser.parse_args(argv)
     if args.quick:
@@ -169,7 +161,7 @@ def parse(argv: list[str]) -> Config:
     return Config(
         rig=args.rig, draft=args.draft, device=args.device, tier=args.tier, keep=args.keep,
         dtype=args.dtype, rows=rows,
-        cap_bytes=None if args.cap == "none" else parse_bytes(args.cap, "--cap"),
+        cap_bytes=cap_bytes(args.cap),
         repeats=args.repeats, steps=args.steps, budget=args.budget, depth=args.depth,
         batch=args.batch, seed=args.seed,
         raw_memory_bytes=parse_bytes(args.raw_memory, "--raw-memory"),
@@ -177,20 +169,7 @@ def parse(argv: list[str]) -> Config:
 
 
 def main(argv: list[str]) -> int:
-    try:
-        config = parse(argv)
-        if config.cap_bytes and KIND_VARIABLE not in os.environ:
-            wait_briefly()  # as the program does; it is read where torch is loaded, by the child
-            return run_capped([sys.executable, __file__, *argv], config.cap_bytes)
-        report = run(config)
-    except SpecexecError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        return INTERRUPTED_EXIT_CODE
-    show(report)
-    print(json.dumps(report))
-    return 0
+    return run_and_show(__file__, argv, parse, run, show)
 
 
 if __name__ == "__main__":

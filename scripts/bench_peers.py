@@ -23,6 +23,12 @@ Like for like, specexec and llama.cpp on the very same file, in RAM and under ha
     python scripts/bench_peers.py --rig RIG.Q4_K_M.gguf --cap HALF \
         --peers "llama.cpp mmap,llama.cpp draft 16,specexec autoregressive,specexec"
 
+A mixture whose experts do not fit, the same weights for both (gguf_gptq.py):
+
+    python scripts/make_rig.py --shape qwen3-30b-a3b --layers 8 --bits 4 --skew 0.27 --out RIG4
+    python scripts/bench_peers.py --rig RIG4 --offload auto --expert-share 0.25 \
+        --peers "llama.cpp mmap,llama.cpp direct,specexec autoregressive,specexec"
+
 Beside a GGUF file the draft model of all programs is the GGUF of it that this script writes, in
 --home: what such a file says of its tokenizer, llama.cpp's rule for splitting text included, is
 then the same on both sides.
@@ -43,6 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench_experts import decision_for
 from memory_cap import run_capped
 
 from specexec_cli.bench.adapters import Prompt
@@ -58,6 +65,8 @@ from specexec_cli.models.tokenizer import load_tokenizer
 HERE = Path(__file__).parent
 DEMO_DRAFT = HERE.parent / "specexec_cli" / "demo" / "draft"
 BASELINE = "accelerate"
+# that specexec has taken before it plans, PyTorch's libraries included
+_PROGRAM_BYTES = 500_000_000
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
@@ -69,7 +78,7 @@ class Peer:
     program: str  # in peer_worker.PROGRAMS
     needs: tuple[str, ...] = ()
     drafts: bool = False
-    direct: bool = False  # llama.cpp without mmap
+    load: str = "mmap"  # how llama.cpp comes by its weights, see peer_worker.py
     length: int = 0  # llama.cpp's speculation length
 
 
@@ -79,7 +88,8 @@ PEERS: Mapping[str, Peer] = {
     "accelerate assisted": Peer("assisted", _TRANSFORMERS, drafts=True),
     "airllm": Peer("airllm", ("torch==2.13.0", "airllm==4.0.0")),
     "llama.cpp mmap": Peer("llama_cpp", _LLAMA_CPP),
-    "llama.cpp read": Peer("llama_cpp", _LLAMA_CPP, direct=True),
+    "llama.cpp read": Peer("llama_cpp", _LLAMA_CPP, load="read"),
+    "llama.cpp direct": Peer("llama_cpp", _LLAMA_CPP, load="direct"),
     "llama.cpp draft 4": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=4),
     "llama.cpp draft 8": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=8),
     "llama.cpp draft 16": Peer("llama_cpp", _LLAMA_CPP, drafts=True, length=16),
@@ -200,7 +210,9 @@ class PeerBench:
         draft = self._draft_gguf if self._reads_gguf(peer) else options.draft
         return {
             "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
-            "draft": str(draft) if peer.drafts else None, "direct": peer.direct,
+            "draft": str(draft) if peer.drafts else None, "load": peer.load,
+            # llama.cpp's copy of weights in an order that suits the CPU is as large as they are
+            "repack": not options.cap,
             "length": peer.length, "prompts": [list(prompt) for prompt in self.prompts],
             "tokens": options.tokens if peer.drafts else options.baseline_tokens,
             "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
@@ -295,12 +307,17 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Options, checked.
 
     Raises:
-        ConfigError: an unknown peer, or numbers that make no sense.
+        ConfigError: an unknown peer, numbers that make no sense, or a share of the experts of
+            a rig that has none.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rig", type=Path, required=True)
     parser.add_argument("--draft", type=Path, default=DEMO_DRAFT)
-    parser.add_argument("--cap", default="0", help="memory of each program, e.g. 4GB; 0: no limit")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--cap", default="0", help="memory of each program, e.g. 4GB; 0: no limit")
+    memory.add_argument("--expert-share", type=float, metavar="SHARE",
+                        help="of a mixture's experts, which specexec has room for under the limit "
+                             "of all programs")  # fmt: skip
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "specexec-peers")
     parser.add_argument("--gguf", type=Path, help="default: RIG.gguf beside the rig")
@@ -330,6 +347,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.in_ram:
         options.offload = "auto"
     options.rig, options.draft = options.rig.resolve(), options.draft.resolve()
+    if options.expert_share is not None:
+        decision = decision_for(options.rig, options.draft, options.expert_share)
+        options.cap = int(decision.settings["ram"].value) + _PROGRAM_BYTES
     if options.rig.is_file():
         options.gguf = options.rig
     options.gguf = options.gguf or options.rig.with_name(options.rig.name + ".gguf")

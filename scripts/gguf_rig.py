@@ -4,7 +4,9 @@
 
 BITS is 16 (bfloat16, unless told), 8 (Q8_0) or 4 (Q4_0): layers in so many bits, embeddings and
 head in bfloat16, as rigs of packed weights have them. Q4_K_M, or another mixture that llama.cpp has
-(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file.
+(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file. A rig of
+`make_rig.py --bits 4` becomes Q4_0 without rounding (gguf_gptq.py): the very same weights, for
+which BITS is left away.
 
 The vocabulary is the rig's own, where it has a tokenizer.json of a byte-level BPE.
 """
@@ -21,6 +23,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf_gptq import LEAVES, GptqLinear
 
 _NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
@@ -33,6 +36,7 @@ _EXPERTS = {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
 
 
 _DTYPES = {"BF16": np.uint16, "F32": np.float32}
+_PACKED = {"I32": np.uint32, "F16": np.float16}
 
 
 def _wide(words: np.ndarray) -> np.ndarray:
@@ -42,13 +46,14 @@ def _wide(words: np.ndarray) -> np.ndarray:
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-Words = list[np.ndarray]  # of one matrix, or of each expert's
+Matrix = np.ndarray | GptqLinear  # bf16 words, float32, or packed weights
+Matrices = list[Matrix]  # a tensor's own, or each expert's
 
 
-def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Words]]:
-    """(name in the GGUF, shape, bf16 words or float32) of every tensor; experts are stacked."""
-    stacks: dict[str, dict[int, tuple[tuple[int, ...], np.ndarray]]] = {}
-    for name, shape, words in _stored(rig):
+def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrices]]:
+    """(name in the GGUF, shape, what it holds) of every tensor; experts are stacked."""
+    stacks: dict[str, dict[int, tuple[tuple[int, ...], Matrix]]] = {}
+    for name, shape, words in _linears(rig):
         place = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(w\d)\.weight", name)
         if place is None:
             yield _renamed(name), shape, [words]
@@ -61,8 +66,25 @@ def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Words]]:
         yield name, (len(stack), *shape), [stack[expert][1] for expert in range(len(stack))]
 
 
+def _linears(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrix]]:
+    """(name, shape, what it holds) of every weight; the tensors of a packed one are one."""
+    waiting: dict[str, dict[str, np.ndarray]] = {}
+    for name, shape, words in _stored(rig):
+        linear, _, leaf = name.rpartition(".")
+        if leaf not in LEAVES:
+            yield name, shape, words
+            continue
+        parts = waiting.setdefault(linear, {})
+        parts[leaf] = words.reshape(shape)
+        if len(parts) == len(LEAVES):
+            packed = GptqLinear(**waiting.pop(linear))
+            yield f"{linear}.weight", packed.shape, packed
+    if waiting:
+        raise SystemExit(f"{next(iter(waiting))} of {rig} lacks one of {', '.join(LEAVES)}")
+
+
 def _stored(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
-    """(name, shape, bf16 words or float32) of every tensor in the checkpoint's files."""
+    """(name, shape, the numbers as they are stored) of every tensor in the checkpoint's files."""
     for path in sorted(rig.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -70,10 +92,13 @@ def _stored(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
         words = np.memmap(path, np.uint8, "r", offset=8 + length)
         for name, entry in header.items():
             if name != "__metadata__":
-                if entry["dtype"] not in _DTYPES:
-                    raise SystemExit(f"{path}: {name} is {entry['dtype']}, expected BF16 or F32")
+                packed = LEAVES.get(name.rpartition(".")[2])
+                known = _DTYPES if packed is None else {packed: _PACKED[packed]}
+                if entry["dtype"] not in known:
+                    raise SystemExit(f"{path}: {name} is {entry['dtype']}, expected "
+                                     f"{' or '.join(known)}")  # fmt: skip
                 start, stop = entry["data_offsets"]
-                yield name, tuple(entry["shape"]), words[start:stop].view(_DTYPES[entry["dtype"]])
+                yield name, tuple(entry["shape"]), words[start:stop].view(known[entry["dtype"]])
 
 
 def _renamed(name: str) -> str:
@@ -84,10 +109,10 @@ def _renamed(name: str) -> str:
     return f"{_NAMES[stem]}.weight"
 
 
-def _interleaved(words: np.ndarray, shape: tuple[int, ...], heads: int) -> np.ndarray:
+def _interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Query and key rows in llama.cpp's order: rotary pairs beside each other."""
-    rows = words.reshape(heads, 2, shape[0] // heads // 2, shape[1])
-    return rows.swapaxes(1, 2).reshape(shape)
+    pairs = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 _KINDS = {
@@ -173,8 +198,10 @@ def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantization
     return _KINDS[bits if name.startswith("blk.") else 16][0]
 
 
-def _as(kind: gguf.GGMLQuantizationType, words: np.ndarray) -> np.ndarray:
-    """bf16 words in another type, as bytes."""
+def _as(kind: gguf.GGMLQuantizationType, words: Matrix) -> np.ndarray:
+    """A matrix in a type of GGUF, as bytes; packed ones stay what they are."""
+    if isinstance(words, GptqLinear):
+        return words.q4_0()
     if kind == gguf.GGMLQuantizationType.BF16:
         return np.ascontiguousarray(words).view(np.uint8)
     if kind == gguf.GGMLQuantizationType.F32:
@@ -182,9 +209,22 @@ def _as(kind: gguf.GGMLQuantizationType, words: np.ndarray) -> np.ndarray:
     return gguf.quants.quantize(_wide(words), kind)
 
 
-def write(rig: Path, out: Path, bits: int) -> None:
+def _layer_bits(rig: Path, config: dict[str, Any], asked: int | None) -> int:
+    """Bits of the layers' weights: what packed ones have, or what is asked for."""
+    packed = config.get("quantization_config")
+    if packed is None:
+        return 16 if asked is None else asked
+    if packed["quant_method"] != "gptq" or packed["bits"] != 4 or packed["desc_act"]:
+        raise SystemExit(f"{rig}: of packed rigs those of make_rig.py --bits 4 can be converted")
+    if asked not in (None, 4):
+        raise SystemExit(f"{rig} has 4 bits already: leave BITS away")
+    return 4
+
+
+def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
     """Converts, matrix by matrix."""
     config = json.loads((rig / "config.json").read_text())
+    bits = _layer_bits(rig, config, asked_bits)
     if config["model_type"] not in ("llama", "mixtral"):
         raise SystemExit(f"{rig}: Llama and Mixtral rigs can be converted, not "
                          f"{config['model_type']}")  # fmt: skip
@@ -207,15 +247,17 @@ def write(rig: Path, out: Path, bits: int) -> None:
         count = next((config[key] for part, key in heads.items() if part in name), None)
         made = []
         for words in parts:
-            matrix = words.reshape(shape[-2:])
-            made.append(_as(kind, _interleaved(matrix, shape, count) if count else matrix))
+            rows = _as(kind, words if isinstance(words, GptqLinear) else words.reshape(shape[-2:]))
+            made.append(_interleaved(rows, count) if count else rows)
         writer.write_tensor_data(made[0] if len(made) == 1 else np.stack(made))
     writer.close()
 
 
 if __name__ == "__main__":
-    rig, out, width = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or ["16"])[0]
-    if width.isdigit():
+    rig, out, width = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [None])[0]
+    if width is None:
+        write(rig, out)
+    elif width.isdigit():
         if int(width) not in _KINDS:
             raise SystemExit(f"{width} bits: there are {', '.join(map(str, _KINDS))}, and Q4_K_M")
         write(rig, out, int(width))

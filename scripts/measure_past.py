@@ -53,6 +53,7 @@ class KnownText:
     def __init__(self, text: Sequence[int], vocab_size: int) -> None:
         self.tokens: list[int] = []
         self.bytes_streamed = 0
+        self.read_s = 0.0
         self._text, self._vocab_size = text, vocab_size
         self._pending: list[int] = []
         self._tree = DraftTree.empty()

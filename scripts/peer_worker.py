@@ -90,12 +90,13 @@ def airllm(task: dict[str, Any]) -> Generate:
 
 
 def llama_cpp(task: dict[str, Any]) -> Generate:
-    """llama.cpp with a bf16 GGUF; with a draft model, its speculative mode."""
+    """llama.cpp with a GGUF; with a draft model, its speculative mode."""
     from llama_cpp import Llama
 
+    _set_loading(task)
     cores = len(os.sched_getaffinity(0))  # its own default is half of them
     model = Llama(
-        model_path=task["gguf"], n_ctx=1024, n_batch=512, use_mmap=not task["direct"],
+        model_path=task["gguf"], n_ctx=1024, n_batch=512, use_mmap=task["load"] == "mmap",
         n_threads=cores, n_threads_batch=cores, verbose=False, draft_model=_llama_cpp_draft(task),
     )  # fmt: skip
 
@@ -110,6 +111,27 @@ def llama_cpp(task: dict[str, Any]) -> Generate:
         return tokens
 
     return generate
+
+
+def _set_loading(task: dict[str, Any]) -> None:
+    """Sets what llama-cpp-python has no options for: reads past the page cache, and no repacking.
+
+    Of the load modes, mmap, read (into memory of its own) and direct (likewise, O_DIRECT), it knows
+    the first two. Weights that are repacked are copied, so a mapped file is in memory twice.
+    """
+    from llama_cpp import llama_cpp as api
+
+    if task["load"] == "direct":  # what it hands on where mmap is not wanted
+        api.LLAMA_LOAD_MODE_NONE = api.LLAMA_LOAD_MODE_DIRECT_IO
+    if not task["repack"]:
+        defaults = api.llama_model_default_params
+
+        def without_repacking() -> Any:
+            params = defaults()
+            params.use_extra_bufts = False
+            return params
+
+        api.llama_model_default_params = without_repacking
 
 
 def _llama_cpp_draft(task: dict[str, Any]) -> Any:

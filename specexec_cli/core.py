@@ -80,6 +80,7 @@ class StepResult:
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
     draft_hidden_s: float = 0.0  # of verify_s, while the pass waited for weights
+    read_s: float = 0.0  # in which the SSD was read; 0 where that is not known
     text: str = ""  # what may be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token where they were asked for

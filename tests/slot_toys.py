@@ -60,6 +60,7 @@ class SlotToy:
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     passes: int = 0
     bytes_streamed: int = 0
+    read_s: float = 0.0
     waits: int = 0
     work: Callable[[], bool] | None = None
 

@@ -64,6 +64,7 @@ class ToyTarget:
     model: ToyLM
     tokens: list[int] = field(default_factory=list)
     bytes_streamed: int = 0
+    read_s: float = 0.0
     passes: int = 0
 
     def verify(

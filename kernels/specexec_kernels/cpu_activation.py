@@ -15,7 +15,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_module
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
@@ -121,7 +121,7 @@ def apply(activation: Activation, x: Tensor) -> Tensor:
         Arg.BLOCKS: blocks,
     }
     args = torch.tensor([values[arg] for arg in Arg], dtype=torch.int64)
-    cpu_jit.run(_kernel(spec), args.data_ptr(), blocks)
+    cpu_team.run(_kernel(spec), args.data_ptr(), blocks)
     return out[: x.numel()].view(x.shape)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_attention_ir import Arg, AttentionSpec, build
 from specexec_kernels.cpu_ir_emit import ScaleType
 
@@ -101,7 +101,7 @@ def attend(
         Arg.SOFTCAP: _bits(softcap or 0.0),
     }
     args = torch.tensor([values_of[arg] for arg in Arg], dtype=torch.int64)
-    cpu_jit.run(_kernel(spec), args.data_ptr(), kv_heads * tiles)
+    cpu_team.run(_kernel(spec), args.data_ptr(), kv_heads * tiles)
     attended = out[:, :each].reshape(heads, rows, value_dim)
     return attended.transpose(0, 1).to(queries.dtype)
 

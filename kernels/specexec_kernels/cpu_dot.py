@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_quant
+from specexec_kernels import cpu_jit, cpu_quant, cpu_team
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
 from specexec_kernels.cpu_dot_packed_ir import build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
@@ -106,7 +106,7 @@ class Stored:
 
     @staticmethod
     def _at_once(spec: StoredSpec, strips: int) -> int:
-        return cpu_jit.strips_at_once(strips) if spec.few else 1
+        return cpu_team.strips_at_once(strips) if spec.few else 1
 
 
 class Packed(cpu_quant.Packed):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_half_ir import Arg, KernelSpec, Stored, build
 from specexec_kernels.cpu_products import product
 
@@ -116,7 +116,7 @@ class Half:
     @staticmethod
     def _at_once(spec: KernelSpec, weight: Tensor | Transposed) -> int:
         """Strips of one claim: transposed, those whose weights of an input share pages."""
-        return cpu_jit.strips_at_once(weight.shape[0] // spec.strip) if spec.transposed else 1
+        return cpu_team.strips_at_once(weight.shape[0] // spec.strip) if spec.transposed else 1
 
 
 HALF = Half()

@@ -1,10 +1,4 @@
-"""Compile LLVM IR to native code and run it on the threads torch already has.
-
-A second thread pool (numba's, or Python's) fights with torch's: OpenMP workers spin for
-milliseconds after each parallel region, on the very cores the other pool wants. GOMP_parallel of
-the OpenMP runtime that torch is linked with runs the kernel in torch's own team instead. Where
-torch has no such symbol (macOS, Windows) a small pool of Python threads does.
-"""
+"""Compile LLVM IR to native code for this CPU."""
 
 from __future__ import annotations
 
@@ -13,9 +7,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import llvmlite
@@ -25,15 +17,11 @@ from llvmlite import binding as llvm
 from specexec_kernels import kernel_files
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-Launcher = Callable[[Any, int, int], None]
 # LLVM's names of instructions that multiply in a dtype, on x86-64 and on Arm.
 _MULTIPLY = {
     torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
     torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
 }
-# A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
-# bits are a page of it (docs/experiments.md).
-_MOST_STRIPS_AT_ONCE = 16
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -135,44 +123,3 @@ def compiled(kind: str, spec: object, build: Callable[[str], str]) -> Any:
     """
     with _compiling:
         return _compiler().kernel(kind, spec, build)
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="specexec-kernel")
-
-
-def _run_in_pool(kernel: Any, address: int, threads: int) -> None:
-    helpers = [_pool().submit(kernel, address) for _ in range(threads - 1)]
-    kernel(address)
-    for helper in helpers:
-        helper.result()
-
-
-@cache
-def launcher() -> Launcher:
-    """How kernels are run on several threads."""
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        parallel = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        return _run_in_pool
-    parallel.argtypes = [Kernel, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    parallel.restype = None
-    return lambda kernel, address, threads: parallel(kernel, address, threads, 0)
-
-
-def strips_at_once(strips: int) -> int:
-    """How many strips a thread claims: few enough that all threads have equal shares."""
-    threads = torch.get_num_threads()
-    rounds = -(-strips // (_MOST_STRIPS_AT_ONCE * threads))
-    return max(-(-strips // (rounds * threads)), 1) if strips else 1
-
-
-def run(kernel: Any, address: int, tiles: int) -> None:
-    """Run `kernel` on the int64 arguments at `address`, on torch's threads, at most `tiles`."""
-    threads = min(torch.get_num_threads(), tiles)
-    if threads <= 1:
-        kernel(address)
-    else:
-        launcher()(kernel, address, threads)

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_jit, cpu_team
 
 
 class Form(Protocol):
@@ -131,7 +131,7 @@ def product(form: Form, x: Tensor, weight: Any) -> Tensor:
     values[x_place], values[out_place] = arranged.data_ptr(), sums.data_ptr()
     values[chunks_place] = chunks
     table = array("q", values)
-    cpu_jit.run(call.kernel, table.buffer_info()[0], call.tiles)
+    cpu_team.run(call.kernel, table.buffer_info()[0], call.tiles)
     del kept
     found = form.flat(sums, spec, weight)
     return found if len(found) == rows else found[:rows]
@@ -282,7 +282,7 @@ class _Launch:
     def run(self) -> None:
         calls = np.concatenate([np.array([0]), *(each.ravel() for each in self._calls)])
         calls[0] = calls.size // 2
-        cpu_jit.run(_each_kernel(), calls.ctypes.data, self._tiles)
+        cpu_team.run(_each_kernel(), calls.ctypes.data, self._tiles)
         self._kept.clear()
 
 

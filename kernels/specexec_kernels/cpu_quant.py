@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_ir import build
 from specexec_kernels.cpu_ir_emit import ScaleType
 from specexec_kernels.cpu_ir_unpack import Arg, KernelSpec, Mode
@@ -72,7 +72,7 @@ class Packed:
 
     def tiles(self, spec: KernelSpec, weight: PackedWeight) -> int:
         strips = strip_count(spec, weight)
-        return -(-strips // cpu_jit.strips_at_once(strips))
+        return -(-strips // cpu_team.strips_at_once(strips))
 
 
 class Fused(Packed):
@@ -234,7 +234,7 @@ def run(spec: KernelSpec, weight: PackedWeight, out: Tensor, strips: range) -> N
         values[arg] = tensor.data_ptr()
     table = array("q", values)
     tiles = -(-len(strips) // values[Arg.STRIPS_AT_ONCE])
-    cpu_jit.run(_kernel(spec), table.buffer_info()[0], tiles)
+    cpu_team.run(_kernel(spec), table.buffer_info()[0], tiles)
 
 
 def _groups_and_scratch(spec: KernelSpec, weight: PackedWeight, strips: int) -> dict[int, Tensor]:
@@ -256,7 +256,7 @@ def arguments(spec: KernelSpec, weight: PackedWeight, out_stride: int, strips: r
         Arg.N_GROUPS: weight.scales.shape[0],
         Arg.FIRST_STRIP: strips.start,
         Arg.END_STRIP: strips.stop,
-        Arg.STRIPS_AT_ONCE: cpu_jit.strips_at_once(len(strips)),
+        Arg.STRIPS_AT_ONCE: cpu_team.strips_at_once(len(strips)),
     }
     return [values.get(arg, 0) for arg in Arg]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_linear
+from specexec_kernels import cpu_jit, cpu_linear, cpu_team
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_rows_ir import build_rows
 from specexec_kernels.cpu_rows_lanes import RowSpec
@@ -75,18 +75,18 @@ def matmul(x: Tensor, weight: RowWeight) -> Tensor:
     # both in the order of the positions that cpu_arrange_ir and cpu_rows_lanes name
     arguments = array("q", (0, x.data_ptr(), rows, weight.in_features, call.order.data_ptr()))
     arguments.extend((items.data_ptr(), sums.data_ptr(), chunks))
-    cpu_jit.run(call.arrange, arguments.buffer_info()[0], chunks)
+    cpu_team.run(call.arrange, arguments.buffer_info()[0], chunks)
     # few rows are stored, sums of others are added to
     shape = chunks * size, strips * spec.strip
     out = torch.empty(shape) if spec.few else torch.zeros(shape)
-    at_once = cpu_jit.strips_at_once(strips) if spec.few else 1
+    at_once = cpu_team.strips_at_once(strips) if spec.few else 1
     units = weight.in_features // weight.format.unit
     arguments = array("q", (0, items.data_ptr(), sums.data_ptr(), chunks, out.data_ptr()))
     arguments.extend((units, outputs, strips, at_once))
     keep = [weight.tensors[part.leaf].contiguous() for part in weight.format.parts]
     for tensor, columns in zip(keep, call.columns, strict=True):
         arguments.extend((tensor.data_ptr(), columns))
-    cpu_jit.run(call.kernel, arguments.buffer_info()[0], -(-strips // at_once))
+    cpu_team.run(call.kernel, arguments.buffer_info()[0], -(-strips // at_once))
     return _in_order(out[:rows], spec, outputs)
 
 

@@ -2,8 +2,7 @@
 
 cuBLAS chooses a kernel by the shapes that it is given, and with it the order in which a row's
 products are summed: a row of a pass by itself and the same row among 64 others then differ in their
-last bits. Asked for one shape alone it takes one kernel, and the rows of a small block lie in the
-same tile of it.
+last bits. Asked for one shape alone it takes one kernel.
 """
 
 from __future__ import annotations

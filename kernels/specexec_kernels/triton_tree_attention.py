@@ -132,9 +132,7 @@ def tree_attention(
     out = queries.new_empty(rows, heads, value_dim)
     group = heads // kv_heads
     block_d, block_v = (max(16, triton.next_power_of_2(size)) for size in (head_dim, value_dim))
-    block_rows, block_slots, stages = _blocks(
-        rows * group, max(block_d, block_v), queries.element_size()
-    )
+    block_rows, block_slots, stages = _blocks(max(block_d, block_v), queries.element_size())
     grid = (triton.cdiv(rows * group, block_rows), kv_heads)
     scale = scale or 1 / math.sqrt(head_dim)
     _tree_attention_kernel[grid](
@@ -149,15 +147,16 @@ def tree_attention(
     return out
 
 
-def _blocks(pairs: int, block_d: int, item_bytes: int) -> tuple[int, int, int]:
+def _blocks(block_d: int, item_bytes: int) -> tuple[int, int, int]:
     """Rows and slots of a program's tiles, and how many steps' tiles are loaded at once.
 
     Powers of two whose tiles spill no registers and fit into the 99 KiB of shared memory that
-    GeForce cards give a block; scripts/compile_kernels.py shows both. The number of slots follows
-    from heads and dtype alone, so that sums are grouped alike in passes of few rows and many.
+    GeForce cards give a block; scripts/compile_kernels.py shows both. They follow from heads and
+    dtype alone: a tile of another shape would share a block's sum out among threads otherwise, and
+    sums are to be the same in passes of few rows and many.
     """
     if block_d > 256:  # Gemma-4's layers with full attention have heads of 512
         return (16, 32, 2) if item_bytes == 2 else (16, 16, 1)
-    if pairs <= 16 or item_bytes == 4:
+    if item_bytes == 4:
         return 16, 32, 2
     return 64 if block_d <= 128 else 32, 32, 2

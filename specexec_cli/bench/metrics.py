@@ -128,6 +128,31 @@ def ratio_and_error(parts: Sequence[float], wholes: Sequence[float]) -> tuple[fl
     return ratio, math.sqrt(count / (count - 1) * squares) / total
 
 
+def paired_difference(
+    one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]
+) -> tuple[float, float]:
+    """The ratio of `one` less that of `other`, and its standard error; infinite for one sample.
+
+    What the samples have in common, such as a prompt that is easy for both, is no part of the
+    error. By linearisation: with e the difference of both samples' (part - ratio * whole) / mean
+    whole, it is sqrt(sum(e^2) / (n (n - 1))) (Cochran, Sampling Techniques, section 6.3).
+
+    Args:
+        one, other: (part, whole) of each sample, in the same order; the longer one is cut off.
+    """
+    count = min(len(one), len(other))
+    ratios, rests = [], []
+    for side in (one[:count], other[:count]):
+        total = sum(whole for _, whole in side)
+        ratios.append(sum(part for part, _ in side) / total)
+        rests.append([count * (part - ratios[-1] * whole) / total for part, whole in side])
+    difference = ratios[0] - ratios[1]
+    if count < 2:
+        return difference, math.inf
+    squares = sum((first - second) ** 2 for first, second in zip(*rests, strict=True))
+    return difference, math.sqrt(squares / (count * (count - 1)))
+
+
 def spread(samples: Sequence[float]) -> dict[str, Any]:
     """Mean, standard deviation, quantiles and the samples themselves; at least one sample."""
     mean = sum(samples) / len(samples)

@@ -37,6 +37,10 @@ def paper(
         int | None,
         typer.Option(help="Most prompts per dataset, in both forms. Default: as many as it takes."),
     ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of a text in the full form. Default: the recipe's own."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for results, reports and figures.")] = Path(
         "papers"
     ),
@@ -56,6 +60,10 @@ def paper(
     option_groups.one_of(figure_format, "--format", ("png", "svg"))
     if prompts is not None and prompts < 2:
         raise ConfigError(f"--prompts must be 2 or more, not {prompts}")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be 1 or more, not {max_tokens}")
+    if max_tokens is not None and not full:
+        raise ConfigError("--max-tokens is for the full form: add --full, or leave it out")
     if not name:
         _list(output)
         return
@@ -67,7 +75,7 @@ def paper(
     with ExitStack() as opened, CountBar("generations", None, shown=not quiet) as bar:
         lab = Lab(
             _opener(models, opened, quiet), out, full=full, data=data, most_prompts=prompts,
-            seed=seed, done=bar.advance,
+            most_tokens=max_tokens, seed=seed, done=bar.advance,
         )  # fmt: skip
         for one in chosen:
             finding = _run(one, lab, quiet)

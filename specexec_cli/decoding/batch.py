@@ -127,6 +127,7 @@ class Batch:
         """
         model = texts[0].seat.target.model
         started, bytes_before = time.perf_counter(), model.bytes_streamed
+        read_before_s = model.read_s
         parts = self._parts(texts)
         self._draft(parts)
         drafted = time.perf_counter()
@@ -139,6 +140,7 @@ class Batch:
             tokens=(), drafted=(), tree_nodes=0, tree_depth=0, draft_s=drafted - started,
             verify_s=time.perf_counter() - drafted, pending_rows=0,
             bytes_streamed=(model.bytes_streamed - bytes_before) // max(len(carried), 1),
+            read_s=model.read_s - read_before_s,
         )  # fmt: skip
         for part in carried:
             part.text.fed_bytes += plain.bytes_streamed

@@ -46,6 +46,7 @@ def specexec(
     meanwhile = ahead.ahead if ahead is not None else None
     while True:
         started, bytes_before = time.perf_counter(), target.bytes_streamed
+        read_before_s = target.read_s
         pending = context[len(target.tokens) :]
         # the bonus token takes one position, so a deeper path could never be committed whole
         tree = drafter.grow(context, stop - len(context) - 1, len(pending))
@@ -74,6 +75,7 @@ def specexec(
             verify_s=time.perf_counter() - drafted,
             draft_hidden_s=ahead.ahead_s if ahead is not None else 0.0,
             bytes_streamed=target.bytes_streamed - bytes_before,
+            read_s=target.read_s - read_before_s,
             pending_rows=len(pending),
             finish_reason=finish,
         )

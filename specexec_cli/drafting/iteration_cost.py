@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -34,6 +34,13 @@ _RUN, _CHANGED = 5, 1.5
 # A prior counts as so many iterations at first, and as less and less until so many are known.
 _PRIOR_WEIGHT, _PRIOR_UNTIL = 8.0, 24
 _PRIOR_ROWS: Floats = np.exp2(np.arange(9, dtype=np.float64))  # where it says what a pass takes
+# The prior may be off by one factor for its stream and by another for its arithmetic. These
+# quotients of the second over the first are tried.
+_RATIOS: Floats = np.geomspace(1 / 8, 8.0, 61)
+# What speaks against each factor: the square of its logarithm, as much as so many passes whose
+# seconds are off by it. The stream was probed just now, arithmetic long ago and alone.
+_STREAM_WEIGHT, _ARITHMETIC_WEIGHT = 1e-3, 1e-4
+_MEASURED_WEIGHT = 8.0  # of a stream that was measured while the passes ran
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,8 +66,8 @@ class IterationCost:
     """A cost model that follows what iterations take.
 
     Args:
-        prior: what was measured before the first iteration. How the seconds grow with the rows is
-            believed until iterations tell; at which level, they say themselves.
+        prior: what was measured before the first iteration. Its shape is believed until iterations
+            tell; how fast its stream and its arithmetic are, they say themselves.
     """
 
     def __init__(self, prior: CostModel | None = None) -> None:
@@ -69,6 +76,7 @@ class IterationCost:
         self.most_rows = 0
         self._models = deque([self.model], maxlen=_RUN + 1)  # the last ones
         self._seen: deque[Iteration] = deque(maxlen=_MEMORY)
+        self._reads_s: deque[float] = deque(maxlen=_RUN)  # of the last iterations
         self._usual = np.zeros(0, dtype=np.bool_)  # of those seen, which are no stalls
 
     @property
@@ -83,9 +91,17 @@ class IterationCost:
         """How many iterations are remembered."""
         return len(self._seen)
 
-    def observe(self, rows: int, steps: int, draft_s: float, total_s: float) -> None:
-        """Learns from one iteration."""
+    def observe(
+        self, rows: int, steps: int, draft_s: float, total_s: float, read_s: float = 0.0
+    ) -> None:
+        """Learns from one iteration.
+
+        Args:
+            read_s: in which the SSD was read; 0 where that is not known.
+        """
         self.most_rows = max(self.most_rows, rows)
+        if read_s > 0.0:
+            self._reads_s.append(read_s)
         self._seen.append((rows, steps, draft_s, total_s))
         self._learn()
 
@@ -122,7 +138,9 @@ class IterationCost:
         """
         rows, steps, drafts_s, totals_s = seen.T
         per_step = float(drafts_s.sum() / max(steps.sum(), 1.0))
-        known_rows, known_s, weight = self._prior_points(rows, steps, totals_s)
+        prior, weight = self._prior_now(rows, np.maximum(totals_s - drafts_s, 1e-9))
+        known_rows = _PRIOR_ROWS if prior is not None else np.zeros(0)
+        known_s = prior.seconds(known_rows, 0.0) if prior is not None else np.zeros(0)
         step_weight = np.sqrt(_DOUBT) * max(float(steps.mean()), 1.0)
         noise = float(np.square(_NOISE * totals_s).sum())
         knees = [
@@ -131,6 +149,8 @@ class IterationCost:
         ]
         if self.prior is not None:
             knees.append(self.prior.knee_rows)
+        if prior is not None:
+            knees.append(prior.knee_rows)
         best, found_best = np.inf, self.model
         for knee in knees:
             beyond = np.maximum(0.0, rows - knee)
@@ -156,17 +176,55 @@ class IterationCost:
                 best, found_best = error, model
         return found_best
 
-    def _prior_points(
-        self, rows: Floats, steps: Floats, totals_s: Floats
-    ) -> tuple[Floats, Floats, float]:
-        """What the prior says at a few numbers of rows: rows, seconds, and the weight of each."""
+    def _prior_now(self, rows: Floats, passes_s: Floats) -> tuple[CostModel | None, float]:
+        """What the prior says by now, and the weight of each of its points; None at the end.
+
+        Args:
+            rows, passes_s: (n,), of passes without the draft steps before them.
+        """
         doubt = 1.0 - len(rows) / _PRIOR_UNTIL
         if self.prior is None or doubt <= 0.0:
-            return np.zeros(0), np.zeros(0), 0.0
-        level = float(np.median(totals_s / self.prior.seconds(rows, steps)))
-        seconds = level * self.prior.seconds(_PRIOR_ROWS, 0.0)
-        return _PRIOR_ROWS, seconds, float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
+            return None, 0.0
+        weight = float(np.sqrt(_PRIOR_WEIGHT * doubt / len(_PRIOR_ROWS)))
+        stream_s = float(np.median(self._reads_s)) if self._reads_s else None
+        return _levelled(self.prior, rows, passes_s, stream_s), weight
 
     def seconds(self, rows: Floats, steps: int) -> Floats:
         """Seconds of iterations over `rows` rows, (n,)."""
         return self.model.seconds(rows, steps)
+
+
+def _levelled(
+    prior: CostModel, rows: Floats, passes_s: Floats, stream_s: float | None = None
+) -> CostModel:
+    """The prior with its stream and its arithmetic each at the level that passes tell.
+
+    A pass takes the longer of both. Slow passes at the knee may be due to either: where nobody
+    knows what their stream took, arithmetic is taken to be the cause, until passes of fewer rows,
+    which then look better, are just as slow.
+
+    Args:
+        rows, passes_s: (n,), see `_prior_now`.
+        stream_s: seconds of a pass's stream, where they are known.
+    """
+    none_s = prior.base_s - prior.row_s * prior.knee_rows  # arithmetic of no rows
+    arithmetic_s = none_s + prior.row_s * rows
+    stream_weight, link_s = _STREAM_WEIGHT, prior.base_s
+    if stream_s is not None:
+        stream_weight, link_s = _MEASURED_WEIGHT, stream_s
+    told_s = np.maximum(link_s, _RATIOS[:, None] * arithmetic_s)
+    off = np.log(passes_s / told_s)
+    levels = off.mean(axis=1)  # of the stream, for each of the ratios
+    misfits = np.square(off - levels[:, None]).sum(axis=1)
+    misfits += stream_weight * np.square(levels)
+    misfits += _ARITHMETIC_WEIGHT * np.square(levels + np.log(_RATIOS))
+    best = int(misfits.argmin())
+    stream = float(np.exp(levels[best]))
+    arithmetic = stream * float(_RATIOS[best])
+    base_s, row_s, none_s = stream * link_s, arithmetic * prior.row_s, arithmetic * none_s
+    if not row_s:
+        return replace(prior, base_s=max(base_s, none_s))
+    knee = (base_s - none_s) / row_s
+    if knee < 0.0:  # arithmetic takes longer whatever the rows
+        base_s, knee = none_s, 0.0
+    return CostModel(base_s=base_s, row_s=row_s, knee_rows=knee, step_s=prior.step_s)

@@ -175,14 +175,15 @@ def grow_in_rounds(
         frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
         child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
         child_scores = scores[chosen][:, None] + child_log_probs
-        rows, columns = np.nonzero(np.isfinite(child_scores))
+        queue = np.flatnonzero(queued)
+        best = _best(np.concatenate([scores[queue], child_scores.ravel()]), config.budget)
+        queued[queue[~best[: len(queue)]]] = False  # trim(H, K)
+        rows, columns = np.nonzero(best[len(queue) :].reshape(child_scores.shape))
         tokens = np.concatenate([tokens, child_tokens[rows, columns]])
         parents = np.concatenate([parents, chosen[rows]])
         depths = np.concatenate([depths, depths[chosen][rows] + 1])
         scores = np.concatenate([scores, child_scores[rows, columns]])
         queued = np.concatenate([queued, np.ones(len(rows), dtype=bool)])
-        queue = np.flatnonzero(queued)  # trim(H, K)
-        queued[queue[np.argsort(-scores[queue], kind="stable")[config.budget :]]] = False
     joined = np.full(len(scores), -np.inf)
     joined[taken] = scores[taken]
     return _trim(tokens, parents, depths, joined, min(config.budget, len(taken)))
@@ -212,6 +213,15 @@ def _kth_best(scores: Floats, budget: int) -> float:
     if len(scores) < budget:
         return -np.inf
     return float(np.partition(scores, len(scores) - budget)[len(scores) - budget])
+
+
+def _best(scores: Floats, count: int) -> Bools:
+    """Marks the `count` highest finite scores; of equal ones the first."""
+    threshold = _kth_best(scores, count)
+    marked = scores > threshold
+    equal = np.flatnonzero((scores == threshold) & np.isfinite(scores))
+    marked[equal[: count - int(marked.sum())]] = True
+    return marked
 
 
 def _trim(tokens: Ints, parents: Ints, depths: Ints, scores: Floats, budget: int) -> SearchResult:

@@ -71,6 +71,8 @@ class Evaluation:
     always_f1: float  # of saying yes to every token
     oracle_length: float  # accepted tokens of an oracle's iteration: the mean (table 2)
     oracle_deviation: float
+    # of each text: seconds with the static length, with the classifier, and tokens
+    by_text: Sequence[tuple[float, float, int]]
 
     @property
     def gain(self) -> float:
@@ -178,10 +180,11 @@ def evaluate(
     accepted = np.concatenate([text.accepted for text in texts])
     depths = np.concatenate([_oracle_depths(text) for text in texts])
     goes_on = np.concatenate(chances) >= classifier.threshold
+    static = _static(texts, static_length)
     return Evaluation(
         plain_s=costs.target_s,
         static_length=static_length,
-        static_s=latency(texts, _static(texts, static_length), costs),
+        static_s=latency(texts, static, costs),
         static_5_s=latency(texts, _static(texts, 5), costs),
         heuristic_s=heuristic_latency(texts, costs),
         disco_s=latency(texts, lengths, costs),
@@ -191,6 +194,14 @@ def evaluate(
         always_f1=f1(np.ones(len(accepted), dtype=bool), accepted),
         oracle_length=float(iterations.mean()),
         oracle_deviation=float(iterations.std()),
+        by_text=[
+            (
+                latency([text], [fixed], costs) * len(text.accepted),
+                latency([text], [own], costs) * len(text.accepted),
+                len(text.accepted),
+            )
+            for text, fixed, own in zip(texts, static, lengths, strict=True)
+        ],
     )
 
 

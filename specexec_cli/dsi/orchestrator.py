@@ -39,7 +39,8 @@ from specexec_cli.dsi.messages import (
     WorkerLost,
     Workers,
 )
-from specexec_cli.errors import ConfigError, NonFiniteLogitsError, SpecexecError, WorkerError
+from specexec_cli.dsi.servers import Servers
+from specexec_cli.errors import ConfigError, NonFiniteLogitsError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,14 +107,10 @@ class Orchestrator:
         self._drafting = True  # in this generation
         self._judge: Judge | None = None  # likewise
         self._branches = [Branch(number) for number in workers.drafters or (DRAFTER,)]
-        self._idle = set(workers.servers)
-        self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, deadline
-        # server -> rows of its cache known to be of use, and to the drafts of which drafter
-        self._cached = dict.fromkeys(workers.servers, (0, DRAFTER))
+        self._servers = Servers(workers, config.timeout_s)
         self._text: list[int] = []  # prompt and committed tokens
         self._goal = 0  # length of the finished text
         self._orphans: list[Verify] = []  # tasks that another server must take
-        self._resting: dict[int, SpecexecError] = {}  # servers that failed, until the next text
         self.bytes_streamed = 0  # by all servers for all tasks answered so far
 
     @property
@@ -147,10 +144,8 @@ class Orchestrator:
             raise ValueError("a prompt of at least one token and max_tokens of at least 1")
         self._text = list(prompt)
         self._goal = len(prompt) + max_tokens
-        self._cached = dict.fromkeys(self._cached, (0, DRAFTER))
         self._drafting, self._judge = drafts, judge
-        self._idle |= self._resting.keys()
-        self._resting.clear()
+        self._servers.begin()
         for branch in self._branches:
             self._restart(branch)
         self._dispatch()
@@ -161,7 +156,7 @@ class Orchestrator:
                 for branch in self._branches:
                     if len(self._text) in branch.undrawable:
                         raise branch.undrawable[len(self._text)]
-                commit = self._handle(self._next_event())
+                commit = self._handle(self._servers.next_event())
                 if len(self._text) < self._goal:
                     self._dispatch()
                 if commit is not None:
@@ -187,17 +182,17 @@ class Orchestrator:
     def _broadcast(self, prompt: tuple[int, ...]) -> None:
         """Let the servers without a task fill their caches with the prompt."""
         if len(prompt) > 1:
-            for server in sorted(self._idle):
+            for server in self._servers.idle:
                 prefill = Verify(self._next_number(), NEVER_STALE, prompt, len(prompt) + 1)
-                self._send(server, prefill)
+                self._servers.send(server, prefill)
 
     def _dispatch(self) -> None:
         """Give idle servers the tasks that are due."""
-        while self._idle:
+        while self._servers.idle:
             task = self._orphans.pop(0) if self._orphans else self._due()
             if task is None:
                 return
-            self._send(self._nearest(task.drafter), task)
+            self._servers.send(self._servers.nearest(task.drafter, len(self._text)), task)
 
     def _due(self) -> Verify | None:
         """The next task, of the first branch that has one.
@@ -228,41 +223,9 @@ class Orchestrator:
         branch.asked = asked + min(last - asked, self._config.max_rows)
         return branch.task(self._next_number(), asked + 1, branch.asked)
 
-    def _nearest(self, drafter: int) -> int:
-        """The idle server with the fewest rows to catch up."""
-
-        def useful(server: int) -> tuple[int, int]:
-            rows, whose = self._cached[server]
-            return rows if whose == drafter else min(rows, len(self._text)), -server
-
-        return max(self._idle, key=useful)
-
     def _next_number(self) -> int:
         self._tasks += 1
         return self._tasks
-
-    def _send(self, server: int, task: Verify) -> None:
-        self._idle.discard(server)
-        self._running[server] = (task, self._workers.now() + self._config.timeout_s)
-        self._workers.verify(server, task)
-
-    def _next_event(self) -> Event:
-        """Wait for the next event; a task past its deadline becomes the loss of its server."""
-        while True:
-            if not self._running and self._resting:
-                raise list(self._resting.values())[-1]
-            if not self._running:
-                raise WorkerError(
-                    "every DSI target server is lost; "
-                    "decode on one device instead: `method='specexec'`"
-                )
-            server, (_, deadline) = min(self._running.items(), key=lambda item: item[1][1])
-            event = self._workers.receive(max(0.0, deadline - self._workers.now()))
-            if event is not None:
-                return event
-            if self._workers.now() >= deadline:
-                self._workers.drop(server)
-                return WorkerLost(server, f"no answer for {self._config.timeout_s:g} s")
 
     def _handle(self, event: Event) -> Commit | None:
         """Apply one event; return the tokens it committed."""
@@ -271,10 +234,8 @@ class Orchestrator:
                 branch.extend(event)
         elif isinstance(event, WorkerLost):
             self._lose(event)
-        elif event.server in self._running and self._running[event.server][0].task == event.task:
+        elif (task := self._servers.answered(event)) is not None:
             self.bytes_streamed += event.bytes_streamed
-            task, _ = self._running.pop(event.server)
-            self._idle.add(event.server)
             if isinstance(event, Verified):
                 return self._take(event, task)
             if isinstance(event, Failed):
@@ -289,7 +250,7 @@ class Orchestrator:
         """Apply the draws of a task."""
         branch = self._branch_of(task)
         if branch is not None or task.epoch == NEVER_STALE:
-            self._cached[event.server] = len(task.tokens), task.drafter
+            self._servers.holds(event.server, task)
         if branch is None:
             return None
         branch.draws.update(zip(range(task.first, self._goal), event.draws, strict=False))
@@ -328,7 +289,7 @@ class Orchestrator:
                 branch.forget(position)
         for branch in self._branches:
             if branch not in left:
-                self._cut_cached(branch.drafter, len(self._text) - 1)
+                self._servers.cut_cached(branch.drafter, len(self._text) - 1)
                 if len(self._text) < self._goal:
                     self._restart(branch)
         return committed
@@ -350,12 +311,6 @@ class Orchestrator:
                 return self._judge(branch.undecided[position], draft, position)
         return None
 
-    def _cut_cached(self, drafter: int, rows: int) -> None:
-        """Rows of drafts that were wrong are of no use."""
-        for server, (known, whose) in self._cached.items():
-            if whose == drafter:
-                self._cached[server] = min(known, rows), drafter
-
     def _orphan(self, task: Verify) -> None:
         """Send a task again, ahead of new ones, unless it is stale."""
         if self._branch_of(task) is not None:
@@ -374,10 +329,9 @@ class Orchestrator:
             return
         if self._branch_of(task) is None and task.epoch != NEVER_STALE:
             return
-        self._idle.discard(event.server)
-        self._resting[event.server] = event.error
+        self._servers.rest(event.server, event.error)
         self._orphan(task)
-        if left := len(self._idle) + len(self._running):
+        if left := self._servers.left:
             self._report(
                 f"DSI target server {event.server}: {event.error}; {left} go on without it"
             )
@@ -408,13 +362,9 @@ class Orchestrator:
                 f"the DSI drafter{which} is lost ({event.reason}); going on without {whose}"
             )
             return
-        self._idle.discard(event.worker)
-        self._resting.pop(event.worker, None)
-        self._cached.pop(event.worker, None)
-        task, _ = self._running.pop(event.worker, (None, 0.0))
+        task = self._servers.lose(event.worker)
         if task is not None:
             self._orphan(task)
         self._report(
-            f"DSI target server {event.worker} is lost ({event.reason}); "
-            f"{len(self._idle) + len(self._running)} left"
+            f"DSI target server {event.worker} is lost ({event.reason}); {self._servers.left} left"
         )

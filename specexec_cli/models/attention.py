@@ -7,9 +7,9 @@ kernel attends whose sums run in one order: a row's bits are its own there. Both
 soft-capped scores, and values of another size than their keys.
 
 The GPU's kernel sums over blocks of slots. Committed tokens lie in the same slots in every pass, so
-their rows have the same bits in each. The ancestors of a node lie in other slots than they will
-once they are committed, and its sums are grouped differently: on a GPU tokens may differ between
-methods where two candidates are nearly tied, as with any half-precision arithmetic.
+their rows' sums are made of the same blocks in each. The ancestors of a node lie in other slots
+than they will once they are committed, and its sums are grouped differently: on a GPU tokens may
+differ between methods where two candidates are nearly tied, as with any half-precision arithmetic.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 A target's texts must not depend on how many rows a pass has (docs/architecture.md). On a CPU our
 own kernels see to that. On a GPU PyTorch multiplies, and is asked for products of BLOCK_ROWS rows
 alone. Its sums over a row (the mean in a norm) are shared out among a block's threads by how many
-rows there are, up to 16 of them, so norms are never given fewer than BLOCK_ROWS.
+rows there are, up to 16 of them, so norms are never given fewer than BLOCK_ROWS. A mixture's
+experts are no part of it: where one lies decides which device computes it.
 Source of the latter: setReduceConfig in aten/src/ATen/native/cuda/Reduce.cuh of pytorch/pytorch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,15 +31,19 @@ def keep_rows_apart(model: nn.Module) -> None:
 
 
 def _of_many_rows(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The norm of (1, rows, ...) or (rows, hidden), computed with at least BLOCK_ROWS rows."""
+    """The norm of (1, rows, ...) or (rows, hidden), computed with at least BLOCK_ROWS rows.
 
-    def forward(hidden: Tensor, *args: Any) -> Tensor:
+    A norm that is gated by a second tensor has it in the same shape.
+    """
+
+    def forward(hidden: Tensor, *others: Tensor) -> Tensor:
         rows_dim = 1 if hidden.ndim > 2 else 0
         rows = hidden.shape[rows_dim]
-        if args or rows >= BLOCK_ROWS:
-            return norm(hidden, *args)
+        if rows >= BLOCK_ROWS:
+            return norm(hidden, *others)
         # padding is told from the last dimension on
         behind = (0, 0) * (hidden.ndim - 1 - rows_dim) + (0, BLOCK_ROWS - rows)
-        return norm(functional.pad(hidden, behind)).narrow(rows_dim, 0, rows)
+        padded = (functional.pad(each, behind) for each in (hidden, *others))
+        return norm(*padded).narrow(rows_dim, 0, rows)
 
     return forward

@@ -7,7 +7,6 @@ that stay.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -20,28 +19,21 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention, decoder_layer
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
-from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
-from specexec_cli.models.head import Head
 from specexec_cli.models.kv_cache import SlotCache
-from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.layer_sources import open_experts, open_source
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.resident_parts import frozen, load_layers, load_resident
 from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
-from specexec_cli.offload.cuda import DeviceStream
-from specexec_cli.offload.expert_device import DeviceExperts
-from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.experts import ExpertStore
-from specexec_cli.offload.link import CudaLink
-from specexec_cli.offload.mixture import MixtureStream
-from specexec_cli.offload.store import Checkpoint, TensorRange
-from specexec_cli.offload.stream import LayerStream, read_tensors
-from specexec_cli.planning.built_sizes import chosen_experts, path_of, text_decoder
+from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.stream import LayerStream
+from specexec_cli.planning.built_sizes import chosen_experts
 from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 from specexec_cli.planning.tiers import table_in_ram
@@ -95,13 +87,14 @@ class StreamedModel:
         ]
         for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
-        self._load_resident(resident_dtype, table_in_ram)
+        self._head = load_resident(skeleton, device, dtype, resident_dtype, table_in_ram)
+        self._embeddings = skeleton.model.get_input_embeddings()
         if own_rows and device.type == "cuda":
             keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
             if isinstance(part, PreTrainedModel):
                 # their code asks the first parameter where the model is and what it computes in
-                part.register_parameter("here", _frozen(torch.empty(0, device=device)))
+                part.register_parameter("here", frozen(torch.empty(0, device=device)))
 
     @classmethod
     def open(
@@ -158,42 +151,21 @@ class StreamedModel:
                 table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows,
             )  # fmt: skip
             if tiers is None:
-                model._load_layers(progress)
-        if tiers is not None:
-            each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
-            model.source = _open_source(
-                skeleton, each, device, buffers, device_buffers, notice, progress
-            )
+                load_layers(model._layers, skeleton, device, dtype, progress)
+        if tiers is None:
+            assert not split, "dense parts are streamed"
+            return model
+        each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
+        source = open_source(skeleton, each, device, buffers, device_buffers, notice, progress)
+        model.source = source
         if split:
             stream_experts(skeleton, split, model.context)
-            model._open_experts(
-                [parts.experts for parts in split], expert_bytes, device_expert_bytes, copy_rows,
+            model.source, model.experts = open_experts(
+                source, [parts.experts for parts in split], device,
+                chosen_experts(skeleton.config), expert_bytes, device_expert_bytes, copy_rows,
                 notice,
             )  # fmt: skip
         return model
-
-    def _open_experts(
-        self,
-        experts: Sequence[Sequence[Mapping[str, TensorRange]]],
-        cap_bytes: int,
-        device_bytes: int,
-        copy_rows: int | None,
-        notice: Callable[[str], None],
-    ) -> None:
-        """Takes the experts' slots; where that fails nothing stays open."""
-        assert isinstance(self.source, LayerStream | DeviceStream), "dense parts are streamed"
-        chosen = chosen_experts(self.skeleton.config)
-        scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
-        ranges = [[list(expert.values()) for expert in layer] for layer in experts]
-        try:
-            self.experts = ExpertStore(ranges, cap_bytes, scores, notice=notice)
-            source: ExpertStore | DeviceExperts = self.experts
-            if self.device.type == "cuda":
-                source = DeviceExperts(self.experts, CudaLink(self.device), device_bytes, copy_rows)
-        except BaseException:
-            self.source.close()
-            raise
-        self.source = MixtureStream(self.source, source)
 
     @property
     def source(self) -> LayerSource | None:
@@ -374,107 +346,15 @@ class StreamedModel:
         """Bytes of layers that came over the link so far."""
         return self.source.bytes_streamed if self.source is not None else 0
 
+    @property
+    def read_s(self) -> float:
+        """Seconds so far in which the SSD was read; 0 beside a GPU, and for experts one by one."""
+        return self.source.read_s if isinstance(self.source, LayerStream) else 0.0
+
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""
         if self.source is not None:
             self.source.close()
-
-    def _load_resident(self, dtype: torch.dtype | None, table_in_ram: bool) -> None:
-        """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay."""
-        model, tensors = self.skeleton.model, self.skeleton.resident_tensors
-        text = text_decoder(model)
-        for name, buffer in list(text.named_buffers(remove_duplicate=False)):
-            if not buffer.is_meta:
-                path, _, leaf = name.rpartition(".")
-                setattr(text.get_submodule(path), leaf, buffer.to(self.device))
-        head_path = path_of(model, model.get_output_embeddings())
-        in_ram = {f"{path_of(model, model.get_input_embeddings())}.weight"} & tensors.keys()
-        of_head = tensors.keys() - {f"{head_path}.bias"}
-        if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
-            in_ram.clear()
-        # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
-        loaded = read_tensors([tensors[name] for name in tensors if name not in in_ram])
-        loaded |= read_tensors([tensors[name] for name in in_ram])
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            module = model.get_submodule(path)
-            weight = loaded[tensor.name].to("cpu" if name in in_ram else self.device)
-            packed = self.skeleton.restored.tables.get(name)
-            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
-                weight = weight.to(dtype)
-            if isinstance(module, nn.Embedding) and _looks_up(module):
-                _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
-            elif type(module).forward is nn.Linear.forward and leaf == "weight":
-                linear = resident_linear(weight)
-                linear.bias = module.bias
-                _set_module(model, path, linear)
-            elif isinstance(module, MixedLinear | QuantizedLinear):
-                setattr(module, leaf, _frozen(weight))
-            else:
-                weight = loaded[tensor.name].to(self.device, torch.float32)
-                plus_one = name in self.skeleton.restored.plus_one
-                _set_tensor(module, leaf, weight - 1 if plus_one else weight)
-        head = model.get_submodule(head_path)
-        if type(head) is nn.Linear:  # tied
-            tied = model.get_input_embeddings().as_linear()
-            tied.bias = head.bias
-            head = tied
-        self._head = Head(head, self.dtype)
-        _set_module(model, head_path, self._head)
-        self._embeddings = model.get_input_embeddings()
-
-    def _load_layers(self, progress: Callable[[int, int], None]) -> None:
-        """Every layer's weights to stay, those of linears converted once to the compute dtype."""
-        total = sum(t.n_bytes for layer in self.skeleton.layer_tensors for t in layer.values())
-        done = 0
-        for layer, tensors in zip(self._layers, self.skeleton.layer_tensors, strict=True):
-            staged = layer.stage(read_tensors(list(tensors.values())), self.device, self.dtype)
-            for name, weight in staged.items():
-                path, _, leaf = name.rpartition(".")
-                module = layer.layer.get_submodule(path)
-                # a copy of its own, so that the buffer it was read into is let go
-                dtype = self.dtype if isinstance(module, MixedLinear) else weight.dtype
-                _set_tensor(module, leaf, weight.to(dtype, copy=True))
-            done += sum(tensor.n_bytes for tensor in tensors.values())
-            progress(done, total)
-
-
-def _open_source(
-    skeleton: Skeleton,
-    tiers: Sequence[Tier],
-    device: torch.device,
-    buffers: int,
-    device_buffers: int,
-    notice: Callable[[str], None],
-    progress: Callable[[int, int], None],
-) -> LayerSource:
-    layers = [list(layer.values()) for layer in skeleton.layer_tensors]
-    if device.type == "cuda":
-        return DeviceStream(
-            layers, tiers, CudaLink(device), host_buffers=buffers, device_buffers=device_buffers,
-            notice=notice, progress=progress,
-        )  # fmt: skip
-    # on a CPU, RAM is where resident layers are
-    host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
-    return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
-
-
-def _looks_up(embedding: nn.Embedding) -> bool:
-    """Whether it is given ids alone, as tables of words and positions are."""
-    return len(inspect.signature(embedding.forward).parameters) == 1
-
-
-def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
-    setattr(module, leaf, tensor if leaf in module._buffers else _frozen(tensor))
-
-
-def _frozen(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
-def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, leaf = path.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _rope_types(module: nn.Module) -> set[str]:

@@ -21,7 +21,7 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Extent, Layout, Notice, Progress, as_range
-from specexec_cli.offload.slabs import IN_FLIGHT, READ_SLABS
+from specexec_cli.offload.slabs import ALIGNED_BYTES, IN_FLIGHT, READ_SLABS
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.offload.uplink import Uplink
@@ -34,7 +34,6 @@ class Copier:
         self,
         layouts: Sequence[Layout],
         tiers: Sequence[Tier],
-        shifts: Sequence[int],
         buffers: Sequence[Tensor],
         link: Link,
         *,
@@ -48,7 +47,6 @@ class Copier:
         Args:
             layouts: of the layers, in the order in which they are used, again and again.
             tiers: per layer 'ram' or 'ssd'.
-            shifts: per layer, how many bytes of its buffer lie before its own first.
             buffers: (bytes,) uint8 each on the device; turn t goes to buffer t % buffers.
             host_bytes: of RAM that 'ssd' layers may take while they are on their way.
             piece_bytes: of one copy; a multiple of a disk's block.
@@ -57,7 +55,7 @@ class Copier:
             OutOfMemoryError: something does not fit into RAM.
         """
         self._link = link
-        self._shifts = list(shifts)
+        self._shifts = [layout.shift(ALIGNED_BYTES) for layout in layouts]
         self._buffers = list(buffers)
         self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
         self._thread: threading.Thread | None = None

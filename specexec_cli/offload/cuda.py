@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from specexec_cli.config import Tier
@@ -20,12 +19,9 @@ from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
 from specexec_cli.offload.resident import views
-from specexec_cli.offload.slabs import COPY_BYTES
+from specexec_cli.offload.slabs import ALIGNED_BYTES, COPY_BYTES
 from specexec_cli.offload.store import TensorRange
-from specexec_cli.offload.upload import device_shortage, upload
-
-# What kernels need to load 16 bytes at once; safetensors promises 8, and disk blocks keep them.
-_ALIGNED_BYTES = 16
+from specexec_cli.offload.upload import device_buffer, upload
 
 
 class DeviceStream:
@@ -64,7 +60,6 @@ class DeviceStream:
         self._in_use: object | None = None  # of each use its own
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
-        self._shifts = [_shift(layout) for layout in self._layouts]
         self._resident: dict[int, dict[str, Tensor]] = {}
         self._buffers: list[Tensor] = []
         self._copier: Copier | None = None
@@ -75,7 +70,7 @@ class DeviceStream:
                 host_tiers = [tiers[i] for i in self._streamed]
                 on_disk = [tier == "ssd" for tier in host_tiers]
                 self._copier = Copier(
-                    self._layouts, host_tiers, self._shifts, self._buffers, link,
+                    self._layouts, host_tiers, self._buffers, link,
                     host_bytes=host_buffers * self._largest(on_disk),
                     piece_bytes=piece_bytes, notice=notice, progress=progress,
                 )  # fmt: skip
@@ -94,10 +89,9 @@ class DeviceStream:
         chosen = [i for i, tier in enumerate(tiers) if tier == "resident"]
         if not chosen:
             return
-        layouts = [lay_out(layers[i]) for i in chosen]
         loaded = upload(
-            layouts, [_shift(layout) for layout in layouts], self._link,
-            spare_bytes=_ALIGNED_BYTES, piece_bytes=piece_bytes, notice=notice, progress=progress,
+            [lay_out(layers[i]) for i in chosen], self._link,
+            piece_bytes=piece_bytes, notice=notice, progress=progress,
         )  # fmt: skip
         self._resident = dict(zip(chosen, loaded, strict=True))
 
@@ -107,10 +101,9 @@ class DeviceStream:
         return max((layout.buffer_bytes for layout, is_one in pairs if is_one), default=0)
 
     def _take_buffers(self, device_buffers: int) -> None:
-        size = self._largest([True] * len(self._layouts)) + _ALIGNED_BYTES
+        size = self._largest([True] * len(self._layouts))
         for _ in range(min(device_buffers, len(self._streamed) + 1)):
-            with device_shortage("a ring buffer on the device", size):
-                self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._link.device))
+            self._buffers.append(device_buffer(size, "a ring buffer on the device", self._link))
 
     @property
     def bytes_read(self) -> int:
@@ -146,7 +139,7 @@ class DeviceStream:
         self._link.wait(self._copier.last_use((buffer + 1) % len(self._buffers)))
         self._link.compute_waits(copied)
         try:
-            yield views(layout, self._buffers[buffer], self._shifts[place])
+            yield views(layout, self._buffers[buffer], layout.shift(ALIGNED_BYTES))
         finally:
             if self._in_use is use:  # or else restart() came first; see LayerStream.blob
                 self.bytes_streamed += layout.tensor_bytes
@@ -180,8 +173,3 @@ class DeviceStream:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-def _shift(layout: Layout) -> int:
-    """Where in a buffer a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES."""
-    return -layout.places[0][1] % _ALIGNED_BYTES if layout.places else 0

@@ -18,8 +18,7 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.expert_files import ExpertTensors
 from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.link import Link
-
-_ALIGNED_BYTES = 16  # what kernels need to load 16 bytes at once; see cuda.py
+from specexec_cli.offload.slabs import ALIGNED_BYTES
 
 
 class DeviceExperts:
@@ -42,7 +41,7 @@ class DeviceExperts:
         self.store, self._link, self._copy_rows = store, link, copy_rows
         self.bytes_copied = 0  # to the GPU
         self.hits = 0  # experts asked for that were in VRAM
-        self._slot_bytes = store.slot_bytes + _ALIGNED_BYTES
+        self._slot_bytes = store.slot_bytes + ALIGNED_BYTES
         slots = min(cap_bytes // self._slot_bytes, len(store.files) + 1) if copy_rows else 0
         if copy_rows and not slots:
             store.close()
@@ -123,7 +122,7 @@ class DeviceExperts:
         return self.store.files.tensors(key, self._blob, slot * self._slot_bytes + self._shift(key))
 
     def _shift(self, key: int) -> int:
-        return -self.store.files.first_byte(key) % _ALIGNED_BYTES
+        return -self.store.files.first_byte(key) % ALIGNED_BYTES
 
     def restart(self) -> None:
         """Forget the request of an aborted pass.

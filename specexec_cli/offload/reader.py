@@ -49,6 +49,10 @@ class Layout:
     def tensor_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor, _ in self.places)
 
+    def shift(self, aligned_bytes: int) -> int:
+        """Where in a buffer it begins, so that its first tensor does at a multiple of these."""
+        return -self.places[0][1] % aligned_bytes if self.places else 0
+
     def pieces(self, piece_bytes: int = PIECE_BYTES) -> list[Extent]:
         """The extents cut into reads of at most `piece_bytes`."""
         return [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+ALIGNED_BYTES = 16  # that kernels load at once; safetensors promises 8, and disk blocks keep them
 COPY_BYTES = 16 << 20  # of a piece, and of a slab; two of them take 1.3 ms at 25 GB/s
 IN_FLIGHT = 2  # pieces with the copy engine: one that it copies and one that it goes on with
 READ_SLABS = IN_FLIGHT + 2  # at least, that files are read into; two while two are copied

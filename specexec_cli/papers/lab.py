@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from specexec_cli.bench.cases import Case
 from specexec_cli.bench.datasets import BUILT_IN, Dataset, load_dataset
-from specexec_cli.bench.metrics import ratio_and_error
+from specexec_cli.bench.metrics import paired_difference, ratio_and_error
 from specexec_cli.bench.results import ResultsFile, Row
 from specexec_cli.papers.registry import Recipe, Setting
 
@@ -38,10 +38,15 @@ class Rate:
 
     tau: float
     error: float  # standard error of tau
-    prompts: int
+    counts: Sequence[tuple[int, int]]  # (tokens, passes) of each prompt, in the dataset's order
+    nodes: float  # draft tokens of a pass, the mean
 
     def __str__(self) -> str:
         return f"{self.tau:.2f} ±{self.error:.2f}"
+
+    def above(self, other: Rate) -> tuple[float, float]:
+        """By how much it is above another one, over the prompts of both, and the standard error."""
+        return paired_difference(self.counts, other.counts)
 
 
 class Lab:
@@ -52,7 +57,8 @@ class Lab:
             needed at a time.
         folder: where results are kept.
         data: folder of the datasets' files.
-        most_prompts: of each dataset in the full form; None for as many as it takes.
+        most_prompts: of each dataset; None for as many as it takes.
+        most_tokens: of a text in the full form; None for as many as the recipe asks for.
         done: told of each generation that was run.
     """
 
@@ -66,11 +72,12 @@ class Lab:
         full: bool = False,
         data: Path = Path("data"),
         most_prompts: int | None = None,
+        most_tokens: int | None = None,
         seed: int = 0,
         done: Callable[[str], None] = lambda label: None,
     ) -> None:
         self.full, self.seed = full, seed
-        self.most_prompts = most_prompts
+        self.most_prompts, self.most_tokens = most_prompts, most_tokens
         self.folder = folder
         self._opened, self._data, self._done = opened, data, done
         self._draft: str | None = None  # of the session that is open
@@ -92,6 +99,12 @@ class Lab:
             self._made[make] = make(self)
         made: _Made = self._made[make]
         return made
+
+    def tokens(self, full: int, small: int) -> int:
+        """Most tokens of a text: `small` in the small form, in the full one at most `full`."""
+        if not self.full:
+            return small
+        return full if self.most_tokens is None else min(full, self.most_tokens)
 
     def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
         """A dataset's prompts in random order; in the small form the first `small` built-in ones.
@@ -209,4 +222,6 @@ def rate(rows: Sequence[Row]) -> Rate:
     """Committed tokens per target pass of runs of one case."""
     tokens = [row["metrics"]["generated_tokens"] for row in rows]
     passes = [row["metrics"]["target_passes"] for row in rows]
-    return Rate(*ratio_and_error(tokens, passes), len(rows))
+    nodes = sum(row["metrics"]["tree_nodes"] * row["metrics"]["target_passes"] for row in rows)
+    counts = list(zip(tokens, passes, strict=True))
+    return Rate(*ratio_and_error(tokens, passes), counts, nodes / sum(passes))

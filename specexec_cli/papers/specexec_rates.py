@@ -56,7 +56,7 @@ def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> R
     from specexec_cli.papers.lab import rate
 
     sets = [lab.dataset(name, chat=False, small=3) for name in (names if lab.full else ("demo",))]
-    tokens = _TOKENS if lab.full else _SMALL_TOKENS
+    tokens = lab.tokens(_TOKENS, _SMALL_TOKENS)
     lab.session(sets, tokens)
     cases = [
         Case(method, tree(budget, method, full=lab.full), sampling(temperature, lab.seed), tokens)
@@ -74,14 +74,17 @@ def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> R
 
 
 def _table(rates: Rates) -> Table:
-    methods = list(dict.fromkeys(method for _, _, method, _ in rates))
-    groups = dict.fromkeys((name, t, budget) for name, t, _, budget in rates)
-    rows = [
-        [name, f"{t:g}", str(budget), *(str(rates[name, t, method, budget]) for method in methods),
-         ", ".join(str(rates[name, t, method, budget].prompts) for method in methods)]
-        for name, t, budget in groups
-    ]  # fmt: skip
-    header = ["prompts", "temp", "budget", *methods, "numbers of prompts"]
+    rows = []
+    for name, t, budget in dict.fromkeys((name, t, budget) for name, t, _, budget in rates):
+        found = [rates[name, t, method, budget] for method in (PAPER, SPECINFER)]
+        more, error = found[0].above(found[1])
+        rows.append(
+            [name, f"{t:g}", str(budget), *map(str, found), f"{more:+.2f} ±{error:.2f}",
+             ", ".join(f"{one.nodes:.0f}" for one in found),
+             ", ".join(str(len(one.counts)) for one in found)]
+        )  # fmt: skip
+    header = ["prompts", "temp", "budget", PAPER, SPECINFER, "difference", "nodes of both",
+              "numbers of prompts"]  # fmt: skip
     return Table("Committed tokens per target pass, with standard errors", header, rows)
 
 
@@ -137,7 +140,12 @@ def grows(rates: Rates) -> list[Claim]:
 
 def _compared(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Finding:
     rates = measured(lab, names, temperatures)
-    return Finding(tables=[_table(rates)], claims=grows(rates), figures=_figures(rates))
+    return Finding(
+        tables=[_table(rates)], claims=grows(rates), figures=_figures(rates),
+        notes=[f"texts of at most {lab.tokens(_TOKENS, _SMALL_TOKENS)} tokens; a text's last pass "
+               "counts as one, though its end may have cut it short",
+               "the difference is of the prompts of both, its error of the pairs"],
+    )  # fmt: skip
 
 
 # name, datasets, temperatures, and what is printed

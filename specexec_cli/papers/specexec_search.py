@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def algorithm_1(lab: Lab) -> Finding:
     """Texts of both searches beside plain decoding."""
     data = lab.dataset("oasst", small=2)
-    tokens = 128 if lab.full else 16
+    tokens = lab.tokens(128, 16)
     small = TreeConfig(budget=16, max_depth=8, batch=4)
     cases = [
         Case(method, None if method == BASELINE else small, sampling(t, lab.seed), tokens)
@@ -140,7 +140,7 @@ def figure_2(lab: Lab) -> Finding:
     from specexec_cli.papers.draw import curves
 
     data = lab.dataset("oasst", small=6)
-    tokens = 64 if lab.full else 24
+    tokens = lab.tokens(64, 24)
     prompts = lab.encoded(data, tokens)[:512]
     ranks = (1, 2, 4, 8, 16, 32, 64)
     sampled = SamplingConfig(temperature=1.0, seed=lab.seed)
@@ -186,7 +186,7 @@ def figure_5(lab: Lab) -> Finding:
     from specexec_cli.papers.draw import curves
     from specexec_cli.papers.lab import rate
 
-    budgets, tokens = ((16, 64, 256, 1024), 128) if lab.full else ((4, 32), 32)
+    budgets, tokens = (16, 64, 256, 1024) if lab.full else (4, 32), lab.tokens(128, 32)
     data = lab.dataset("oasst", chat=False, small=3)
     lines: dict[str, Any] = {}
     rows = []
@@ -229,7 +229,7 @@ def figure_6(lab: Lab) -> Finding:
     cases = [
         Case(method, TreeConfig(budget=count * length, max_depth=length, batch=count,
                                 scoring="probs", calibrated=False),
-             sampling(0.6, lab.seed), 64 if lab.full else 24)
+             sampling(0.6, lab.seed), lab.tokens(64, 24))
         for length in lengths for count in beams for method in kinds
     ]  # fmt: skip
     found = lab.rows(cases, data)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.device import free_ram_bytes
+from specexec_cli.errors import clear_shortage
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning.probe import best_of
@@ -23,6 +24,7 @@ _PIN_TRIAL_BYTES = 1280 << 20
 _LARGE_TARGET_BYTES = 16 << 30  # that are streamed where no target is known yet
 
 
+@clear_shortage("there is no room to measure the link to it")
 def probe_link(
     device: Any,
     n_bytes: int = 256 << 20,

@@ -21,10 +21,6 @@ from specexec_cli.offload.store import Checkpoint
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 _FORMAT_VERSION = 2  # of what is kept: another one is never read
-QUANTIZED_ALREADY = (
-    "the target is quantized already, so a copy in fewer bits would hardly be smaller and much "
-    "worse: give a `draft` model, or `draft='suffix'`"
-)
 
 
 def own_bits(draft: str | None) -> int | None:
@@ -58,12 +54,8 @@ def own_config(target: Mapping[str, Any], bits: int) -> dict[str, Any]:
     """The copy's config.json, as far as sizes go.
 
     Args:
-        target: the target's config.json.
-    Raises:
-        ConfigError: a copy would not be smaller.
+        target: the target's config.json, of weights that are not quantized.
     """
-    if target.get("quantization_config") is not None:
-        raise ConfigError(QUANTIZED_ALREADY)
     return {**target, "quantization_config": quantization_keys(bits, GROUP_SIZE)}
 
 

@@ -15,9 +15,10 @@ GPU_LIBRARY_BYTES = 200_000_000
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
-# Rows of every product that a GPU's library is asked for in a target's pass. So many read a matrix
-# from a GPU's memory about as long as they multiply it: fewer would read it more often for trees of
-# a thousand nodes, and more would multiply zeros for longer than the link takes to bring it.
+# Rows of every product that a GPU's library is asked for in a target's pass. To read a matrix from
+# a GPU's memory takes about as long as to multiply it by so many rows: with fewer it would be read
+# more often for trees of a thousand nodes, and with more, zeros would be multiplied for longer than
+# the link takes to bring it.
 BLOCK_ROWS = 128
 FLOAT32_BYTES = 4  # of logits and of what runs between layers, in every compute dtype
 PROMPT_ROWS = 2048  # of other texts' prompts, beside one that a pass carries whole
@@ -131,6 +132,12 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     return row_bytes * (prompt + work.budget + ahead + 1) + one_layer
 
 
+def _block_rows(work: Work) -> int:
+    """Rows of logits beside those that count: zeros behind few, the last block beside many."""
+    few = work.verify_rows <= BLOCK_ROWS
+    return BLOCK_ROWS - work.verify_rows if few else BLOCK_ROWS
+
+
 def gpu_parts(
     target: ModelBytes,
     draft: ModelBytes | None,
@@ -141,8 +148,9 @@ def gpu_parts(
 ) -> Parts:
     """What must lie in a GPU's memory besides decoder layers.
 
-    Weights stored in another form than they are multiplied in are converted one matrix at a time;
-    packed ones where a pass has more rows than the fused kernels take.
+    Weights stored in another form than they are multiplied in are converted one matrix at a time: a
+    target's packed ones in every pass, a draft model's where a pass has more rows than the fused
+    kernels take.
 
     Args:
         context_bytes: that the CUDA context and its libraries have yet to take.
@@ -151,7 +159,7 @@ def gpu_parts(
     if table_in_ram:
         target = replace(target, resident=target.resident - target.table, table=0)
     matrices = [target.largest_matrix] if target.layers_differ_from(work.item_bytes) else []
-    if matrices and not target.packed:
+    if target.packed_head or (matrices and not target.packed):
         matrices.append(target.vocab * target.hidden)
     if draft is not None and draft.packed:
         matrices.append(draft.largest_matrix)
@@ -159,8 +167,7 @@ def gpu_parts(
         ("CUDA context", context_bytes),
         *fixed_parts(target, draft, work),
         ("one converted matrix", max(matrices, default=0) * work.item_bytes),
-        # a block is complete before what its rows need of it is taken
-        ("one block of rows", BLOCK_ROWS * target.vocab * FLOAT32_BYTES),
+        ("one block of rows", _block_rows(work) * target.vocab * FLOAT32_BYTES),
         ("draft steps", _step_bytes(draft, work) if draft is not None else 0),
     )
 

@@ -10,7 +10,7 @@ from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
 from specexec_cli.catalog.models_file import ModelEntry, weight_files
 from specexec_cli.errors import ConfigError, NotFetchedError
 from specexec_cli.offload.store import Checkpoint, read_checkpoint
-from specexec_cli.planning.low_bits import QUANTIZED_ALREADY, own_config
+from specexec_cli.planning.low_bits import own_config
 from specexec_cli.planning.pair import ChosenPair
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
 
@@ -94,8 +94,13 @@ def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
     Raises:
         ConfigError: the target's weights are quantized already.
     """
-    if target.sizes.packed:  # a GGUF file's config says nothing of it
-        raise ConfigError(QUANTIZED_ALREADY)
+    # a GGUF file's config says nothing of it
+    if target.sizes.packed or target.config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"`draft='{entry.name}'`: the target's weights are quantized already, so a copy in "
+            "fewer bits would hardly be smaller and much worse. Give another `draft`, such as "
+            "`draft='suffix'`"
+        )
     config = own_config(target.config, bits)
     return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
 

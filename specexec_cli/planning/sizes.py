@@ -1,26 +1,32 @@
 """How big a model is: from its checkpoint's headers, or before any download from config.json.
 
-Parameter counts per layer follow transformers' modelling files of each architecture; a test builds
-the real models and compares. Knows no device.
+What a layer holds is counted by layer_shapes.py, or on a model that is built (built_sizes.py).
+Knows no device.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
+from specexec_cli.planning.architectures import ARCHITECTURES
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
-from specexec_cli.planning.packed_formats import PACKED_KINDS
-from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
+from specexec_cli.planning.layer_shapes import (
+    Linear,
+    expanded_elements,
+    expert_count,
+    experts_per_row,
+    kv_elements,
+    layer_weights,
+    linear_bytes,
+    read_shape,
+    resident_params,
+)
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -97,6 +103,11 @@ class ModelBytes:
             return 0
         return few if 16 * sum(self.layers) < (few + many) * self.layer_params else many
 
+    @property
+    def packed_head(self) -> bool:
+        """Whether the head is quantized, as a GGUF file's is; GPTQ and AWQ leave it as it was."""
+        return (self.head or self.resident) < 1.5 * self.vocab * self.hidden
+
     def layers_differ_from(self, item_bytes: int) -> bool:
         """Whether weights of decoder layers are stored in another size than this."""
         return abs(sum(self.layers) - self.layer_params * item_bytes) > 0.25 * self.layer_params
@@ -105,31 +116,6 @@ class ModelBytes:
         """Bytes once it is loaded to stay: layers in the compute dtype, packed ones as stored."""
         layers = sum(self.layers) if self.packed else self.layer_params * item_bytes
         return self.resident + layers
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    inputs: int
-    outputs: int
-    count: int = 1
-    active: int = 1  # of `count`, how many a row goes through
-    quantized: bool = True  # in a quantized checkpoint
-    expert: bool = False  # of the experts that rows are routed to
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """config.json's numbers under one set of names."""
-
-    kind: Architecture
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
 
 
 def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
@@ -144,35 +130,35 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     if _is_built(config):
         return _built_bytes(config)
     config = {**config, **config.get("text_config", {})}
-    shape = _read_shape(config)
+    shape = read_shape(config)
     item = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     layers, experts, params, active, largest = [], [], 0, 0, 0
     for index in range(shape.layers):
-        linears, others, of_experts = _layer(shape, config, index)
+        linears, others, of_experts = layer_weights(shape, config, index)
         others += of_experts
         weights = others * item
         in_experts = [each for each in linears if each.expert]
         experts.append(
             of_experts * item
-            + sum(each.count * _linear_bytes(each, item, config) for each in in_experts)
+            + sum(each.count * linear_bytes(each, item, config) for each in in_experts)
         )
         for linear in linears:
             params += linear.inputs * linear.outputs * linear.count
             active += linear.inputs * linear.outputs * linear.active
             largest = max(largest, linear.inputs * linear.outputs)
-            weights += linear.count * _linear_bytes(linear, item, config)
+            weights += linear.count * linear_bytes(linear, item, config)
         params += others
         layers.append(weights)
-    resident = _resident_params(shape, config)
+    resident = resident_params(shape, config)
     head = 0 if shape.tied else shape.vocab * shape.hidden  # and as many in the table
     return ModelBytes(
         layers=tuple(layers), resident=resident * item, head=head * item, table=head * item,
         layer_params=params,
         largest_matrix=largest, active_params=active,
-        kv_elements=_kv_elements(shape, config) * shape.layers,
-        expanded_elements=_expanded_elements(shape, config),
+        kv_elements=kv_elements(shape, config) * shape.layers,
+        expanded_elements=expanded_elements(shape, config),
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
-        experts=_experts(experts, _expert_count(config), _chosen(config)),
+        experts=_experts(experts, expert_count(config), experts_per_row(config)),
     )  # fmt: skip
 
 
@@ -238,15 +224,15 @@ def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
     merged = {**config.get("text_config", {}), **config}
     item = DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
     layers, experts, params, active = [], [], 0, 0
-    linears: list[_Linear] = []
+    linears: list[Linear] = []
     for layer in model.layers:
         own = [
-            _Linear(each.inputs, each.outputs, each.count, each.active, expert=each.one_by_one)
+            Linear(each.inputs, each.outputs, each.count, each.active, expert=each.one_by_one)
             for each in layer.matrices
         ]
         params += layer.others + sum(each.inputs * each.outputs * each.count for each in own)
         active += sum(each.inputs * each.outputs * each.active for each in own)
-        stored = [each.count * _linear_bytes(each, item, merged) for each in own]
+        stored = [each.count * linear_bytes(each, item, merged) for each in own]
         layers.append(layer.others * item + sum(stored))
         in_experts = sum(size for size, each in zip(stored, own, strict=True) if each.expert)
         experts.append(layer.expert_others * item + in_experts)
@@ -269,180 +255,3 @@ def _experts(layers: Sequence[int], count: int, chosen: int) -> ExpertBytes | No
     return ExpertBytes(
         layers=tuple(layers), count=count, chosen=chosen, largest=max(layers) // count
     )
-
-
-def _expert_count(config: Mapping[str, Any]) -> int:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return int(next((config[name] for name in names if config.get(name)), 8))
-
-
-def _chosen(config: Mapping[str, Any]) -> int:
-    return int(config.get("num_experts_per_tok", 2))
-
-
-def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of these that config.json has."""
-    for key in keys:
-        if config.get(key) is not None:
-            return int(config[key])
-    if default is None:
-        raise ConfigError(f"config.json of this {config['model_type']} model has no '{keys[0]}'")
-    return default
-
-
-def _read_shape(config: Mapping[str, Any]) -> _Shape:
-    if not config.get("model_type"):
-        raise ConfigError("config.json names no model_type: is it a language model's?")
-    name = str(config["model_type"])
-    kind = ARCHITECTURES.get(name)
-    if kind is None:
-        raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
-
-    number = partial(_number, config)
-    hidden = number("hidden_size", "n_embd")
-    heads = number("num_attention_heads", "n_head")
-    if name == "gpt_bigcode":
-        kv_heads = 1 if config.get("multi_query", True) else heads
-    else:
-        kv_heads = number("num_key_value_heads", default=kind.default_kv_heads or heads)
-    return _Shape(
-        kind=kind,
-        hidden=hidden,
-        layers=number("num_hidden_layers", "n_layer"),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=number("head_dim", default=kind.default_head_dim or hidden // heads),
-        intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
-        vocab=number("vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", kind.tied_by_default)),
-    )
-
-
-def _kv_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
-    """Elements that one token adds to the cache of a layer."""
-    if shape.kind.latent:
-        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
-    return 2 * shape.kv_heads * shape.head_dim
-
-
-def _expanded_elements(shape: _Shape, config: Mapping[str, Any]) -> int:
-    """Of one token what all heads' keys and values take beside its latent; 0 where it has none."""
-    if not shape.kind.latent:
-        return 0
-    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    plain, rotated, value = (_number(config, name) for name in names)
-    # the product that gives keys and values, and the keys with their rotated part behind them
-    return shape.heads * (plain + value + plain + rotated)
-
-
-def _latent_attention(shape: _Shape, config: Mapping[str, Any]) -> tuple[list[_Linear], int]:
-    """Linears of multi-head latent attention, and the weights of their norms."""
-    latent, rotated, value, query = (
-        _number(config, name)
-        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
-    )
-    queries, rank = shape.heads * (query + rotated), config.get("q_lora_rank")
-    linears = [
-        _Linear(shape.hidden, latent + rotated),
-        _Linear(latent, shape.heads * (query + value)),
-        _Linear(shape.heads * value, shape.hidden),
-    ]
-    if rank is None:
-        return [_Linear(shape.hidden, queries), *linears], latent
-    return [_Linear(shape.hidden, rank), _Linear(rank, queries), *linears], latent + rank
-
-
-def _layer(shape: _Shape, config: Mapping[str, Any], index: int) -> tuple[list[_Linear], int, int]:
-    """One decoder layer: its linears, and the number of its other weights (norms, biases), those
-    of experts apart."""
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = [
-        _Linear(shape.hidden, query),
-        _Linear(shape.hidden, key, 2, 2),
-        _Linear(query, shape.hidden),
-    ]
-    biases = of_experts = 0
-    others = shape.kind.norms * shape.hidden + (shape.heads if shape.kind.sinks else 0)
-    if shape.kind.latent:
-        attention, norms = _latent_attention(shape, config)
-        others += norms
-    if shape.kind.router_bias and index >= int(config.get("first_k_dense_replace", 0)):
-        others += _expert_count(config)
-    if shape.kind.query_key_norms == "one head":
-        others += 2 * shape.head_dim
-    elif shape.kind.query_key_norms == "all heads":
-        others += query + key
-    if shape.kind.biases == "qkv":
-        biases += query + 2 * key
-    elif shape.kind.biases == "all":
-        others += 2 * shape.hidden  # LayerNorm has a bias
-        if config.get("use_bias", True):
-            biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
-    elif shape.kind.biases == "with experts":
-        count = _expert_count(config)
-        of_experts = count * (2 * shape.intermediate + shape.hidden)
-        biases += count
-        if config.get("attention_bias", True):
-            biases += query + 2 * key + shape.hidden
-    elif config.get("attention_bias", False):
-        output = 0 if shape.kind.biases == "qkv as configured" else shape.hidden
-        biases += query + 2 * key + output
-    return attention + _mlp(shape, config, index), others + biases, of_experts
-
-
-def _mlp(shape: _Shape, config: Mapping[str, Any], index: int) -> list[_Linear]:
-    def gated(
-        width: int, experts: int = 1, active: int = 1, *, expert: bool = False
-    ) -> list[_Linear]:
-        return [
-            _Linear(shape.hidden, width, 2 * experts, 2 * active, expert=expert),
-            _Linear(width, shape.hidden, experts, active, expert=expert),
-        ]
-
-    if shape.kind.mlp == "plain":
-        return [
-            _Linear(shape.hidden, shape.intermediate),
-            _Linear(shape.intermediate, shape.hidden),
-        ]
-    sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
-    sparse &= index >= int(config.get("first_k_dense_replace", 0))
-    if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
-        return gated(shape.intermediate)
-    experts = _expert_count(config)
-    width = int(config.get("moe_intermediate_size", shape.intermediate))
-    router = _Linear(shape.hidden, experts, quantized=False)
-    shared = []
-    if shape.kind.shared_expert:
-        gate = _Linear(shape.hidden, 1, quantized=False)
-        shared = [gate, *gated(int(config["shared_expert_intermediate_size"]))]
-    elif config.get("n_shared_experts"):
-        shared = gated(int(config["n_shared_experts"]) * width)
-    return [router, *shared, *gated(width, experts, _chosen(config), expert=True)]
-
-
-def _linear_bytes(linear: _Linear, item: int, config: Mapping[str, Any]) -> int:
-    """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
-    quantization = config.get("quantization_config") or {}
-    row_packed = row_bits(quantization, linear.inputs)
-    whole = linear.expert or not packs_experts_alone(quantization)
-    if row_packed is not None and linear.quantized and whole:
-        return math.ceil(linear.inputs * linear.outputs * row_packed / 8)
-    bits = int(quantization.get("bits") or 0)
-    if not bits or not linear.quantized:
-        return linear.inputs * linear.outputs * item
-    group = int(quantization.get("group_size") or -1)
-    groups = 1 if group == -1 else -(-linear.inputs // group)
-    codes = linear.inputs * linear.outputs * bits // 8
-    scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
-    kind = PACKED_KINDS.get(str(quantization.get("quant_method")))
-    group_index = 4 * linear.inputs if kind is not None and "g_idx" in kind.tensors else 0
-    return codes + scales_and_zeros + group_index
-
-
-def _resident_params(shape: _Shape, config: Mapping[str, Any]) -> int:
-    tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
-    norm = shape.hidden * (2 if shape.kind.biases == "all" else 1)
-    positions = 0
-    if shape.kind.model_type == "gpt_bigcode":
-        positions = int(config.get("n_positions", 1024)) * shape.hidden
-    return tables + norm + positions

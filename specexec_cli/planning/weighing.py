@@ -90,8 +90,9 @@ def check_own_copy(
         return
     name, plain = decision.pair.draft_name, figure(speed.plain)
     slower = (
-        f"`draft='{name}'` is expected to be slower here than no draft model: "
-        f"{figure(speed.typical)} against {plain} tok/s"
+        f"the target's own copy takes {figure(speed.draft_s)} s here to draft for a pass, which "
+        f"without drafts takes {figure(1 / speed.plain)} s, so `draft='{name}'` is expected to be "
+        f"slower here than no draft model: {figure(speed.typical)} against {plain} tok/s"
     )
     mend = "Give `draft='suffix'`, or `draft='auto'`"
     if decision.target.sizes.total >= SMALL_MODEL_BYTES and speed.high <= speed.plain:

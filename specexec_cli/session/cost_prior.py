@@ -114,12 +114,16 @@ def _arithmetic(
 ) -> tuple[float, float]:
     """Seconds of a pass of one row as far as they are not the stream's, and of each further row."""
     linear, tensors = _sample(model)
+    few, many = _FEW, _MANY
+    if linear.block_rows is not None:  # fewer rows than a block take as long as the block
+        few, many = linear.block_rows, 2 * linear.block_rows
     share = _weights(sizes) / (linear.in_features * linear.out_features)
-    few_s, many_s = (share * seconds for seconds in _products_s(model, linear, tensors))
+    products_s = _products_s(model, linear, tensors, (few, many))
+    few_s, many_s = (share * seconds for seconds in products_s)
     # a disturbed measurement must not make rows free: each costs between 5 % and all of its share
-    row_s = (many_s - few_s) / (_MANY - _FEW)
-    row_s = min(max(row_s, 0.05 * many_s / _MANY), many_s / _MANY)
-    first_s = max(few_s - (_FEW - 1) * row_s, row_s)
+    row_s = (many_s - few_s) / (many - few)
+    row_s = min(max(row_s, 0.05 * many_s / many), many_s / many)
+    first_s = max(few_s - (few - 1) * row_s, row_s)
     if few_s < _SMALL_S:
         pass_s = min(_seconds(run_pass) for _ in range(_PASSES))
         first_s = max(first_s, pass_s - (rows - 1) * row_s)
@@ -151,12 +155,12 @@ def _sample(model: StreamedModel) -> tuple[_Linear, dict[str, Tensor]]:
 
 
 def _products_s(
-    model: StreamedModel, linear: _Linear, tensors: dict[str, Tensor]
+    model: StreamedModel, linear: _Linear, tensors: dict[str, Tensor], counts: tuple[int, int]
 ) -> tuple[float, float]:
     """Seconds of few and of many rows through the linear: medians of runs that take turns."""
     inputs = [
         torch.full((rows, linear.in_features), 0.5, dtype=model.dtype, device=model.device)
-        for rows in (_FEW, _MANY)
+        for rows in counts
     ]
 
     def product(rows: Tensor) -> Tensor:

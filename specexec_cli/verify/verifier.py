@@ -41,6 +41,10 @@ class TargetServer(Protocol):
     def bytes_streamed(self) -> int:
         """Bytes that came over the link so far."""
 
+    @property
+    def read_s(self) -> float:
+        """Seconds so far in which the SSD was read; 0 where that is not known."""
+
 
 class LocalTarget:
     """A target in this process."""
@@ -56,6 +60,11 @@ class LocalTarget:
     def bytes_streamed(self) -> int:
         """Bytes that came over the link so far."""
         return self.model.bytes_streamed
+
+    @property
+    def read_s(self) -> float:
+        """Seconds so far in which the SSD was read; 0 where that is not known."""
+        return self.model.read_s
 
     @property
     def cache(self) -> SlotCache:

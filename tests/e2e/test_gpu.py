@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -47,14 +48,27 @@ def open_tight(
 ) -> TextSession:
     """A session on a device that some of the layers fit into and not all."""
     target, draft = map(str, folders)
-    for free in range(GPU_LIBRARY_BYTES, GPU_LIBRARY_BYTES + 300_000_000, HUGE_PAGE_BYTES):
-        patch.setattr(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free))
+
+    def opened(pages: int) -> TextSession | None:
+        """With so many huge pages beside CUDA's libraries, if that is enough."""
+        free = GPU_LIBRARY_BYTES + pages * HUGE_PAGE_BYTES
+        patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
         try:
-            session = Session.open(
+            return Session.open(
                 target=target, draft=draft, device="cuda", dtype="float32", offload=offload
             )
         except OutOfMemoryError:
-            continue
+            return None
+
+    def fits(pages: int) -> bool:
+        session = opened(pages)
+        if session is not None:
+            session.close()
+        return session is not None
+
+    for pages in range(bisect_left(range(150), True, key=fits), 150):
+        session = opened(pages)
+        assert session is not None, "less memory was enough"
         if "resident" in session.settings["offload"]:
             return session
         session.close()

@@ -12,7 +12,7 @@ from checkpoints import BYTE_VOCAB, architecture, save_pair
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import StreamError
-from specexec_cli.models import streamed
+from specexec_cli.models import layer_sources
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.reader import DirectFile
 from specexec_cli.session import expert_counts
@@ -87,10 +87,10 @@ def test_what_was_used_most_is_read_before_the_first_prompt(
     # every expert was used, no two of them equally often
     counts = np.random.default_rng(0).permutation(np.arange(1.0, 13.0)).reshape(3, 4)
     kept.write_text(json.dumps(counts.tolist()))
-    real = streamed.ExpertStore
+    real = layer_sources.ExpertStore
     slots = 5
     monkeypatch.setattr(
-        streamed,
+        layer_sources,
         "ExpertStore",
         lambda layers, cap, *more, **how: real(layers, slots * each, *more, **how),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
+from specexec_cli.papers.disco import _gain_error
 from specexec_cli.papers.lab import Lab, Rate
 from specexec_cli.papers.report import text_of, write
 from specexec_cli.papers.specexec_rates import PAPER, SPECINFER, grows
@@ -64,13 +65,13 @@ def test_the_claim_holds_on_the_demo_pair(lab: Lab, name: str) -> None:
 def test_a_direction_that_is_lost_is_told() -> None:
     # of two standard errors, 0.1 each, of the difference: 0.28
     taus = {(PAPER, 16): 3.0, (SPECINFER, 16): 3.0, (PAPER, 64): 3.5, (SPECINFER, 64): 3.7}
-    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, 9) for key, tau in taus.items()}
+    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, (), 0) for key, tau in taus.items()}
     assert [claim.held for claim in grows(greedy)] == [True, False]
-    rates = {("c4", 0.6, *key): Rate(tau, 0.1, 9) for key, tau in taus.items()}
+    rates = {("c4", 0.6, *key): Rate(tau, 0.1, (), 0) for key, tau in taus.items()}
     assert [claim.held for claim in grows(rates)] == [True, True]
-    rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, 9)
+    rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, (), 0)
     assert [claim.held for claim in grows(rates)] == [True, False]
-    rates["c4", 0.6, PAPER, 64] = Rate(2.9, 0.1, 9)
+    rates["c4", 0.6, PAPER, 64] = Rate(2.9, 0.1, (), 0)
     assert [claim.held for claim in grows(rates)] == [False, False]
 
 
@@ -153,8 +154,9 @@ def test_prompts_are_taken_for_a_case_until_its_own_rate_is_known(
     class Measured:
         def measure(self, runs: Sequence[Run], done: object) -> list[Any]:
             return [
-                {"metrics": {"generated_tokens": 8, "target_passes": 4 if run.case == steady else
-                             1 + 6 * (int(run.prompt.id) % 2)}, "id": run.prompt.id}
+                {"metrics": {"generated_tokens": 8, "tree_nodes": 4.0, "target_passes":
+                             4 if run.case == steady else 1 + 6 * (int(run.prompt.id) % 2)},
+                 "id": run.prompt.id}
                 for run in runs
             ]  # fmt: skip
 
@@ -167,6 +169,47 @@ def test_prompts_are_taken_for_a_case_until_its_own_rate_is_known(
         found = lab.rows([steady, noisy], data)
         assert [row["id"] for row in found[steady]] == (numbers[:10] if full else numbers)
         assert [row["id"] for row in found[noisy]] == numbers
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_rows_that_it_has(lab: Lab, tmp_path: Path) -> None:
+    data = lab.dataset("demo", chat=False, small=2)
+    cases = [Case("specexec-paper", TreeConfig(budget=size, max_depth=2), SamplingConfig(), 4)
+             for size in (2, 4)]  # fmt: skip
+    run: list[str] = []
+
+    def stopped(label: str) -> None:
+        run.append(label)
+        if len(run) == 3:
+            raise KeyboardInterrupt
+
+    def again(done: Callable[[str], None]) -> dict[Case, list[Any]]:
+        return Lab(lambda *asked: lab.session([data], 4), tmp_path, done=done).rows(cases, data)
+
+    with pytest.raises(KeyboardInterrupt):
+        again(stopped)
+    with (tmp_path / "results.jsonl").open("a") as file:
+        file.write('{"kind": "run", "key')  # killed while it wrote
+    found = again(run.append)
+    assert len(run) == 4, "the fourth of two cases and two prompts is what was left"
+    assert [len(found[case]) for case in cases] == [2, 2]
+    assert again(pytest.fail) == found
+
+
+def test_the_error_of_a_gain_is_that_of_its_pairs() -> None:
+    """One text takes 0.4 a token less than the static length's 1, the other 0.2: 0.3 ± 0.1."""
+    found: Any = SimpleNamespace(by_text=[(10.0, 6.0, 10), (10.0, 8.0, 10)], static_s=1.0)
+    assert _gain_error(found) == pytest.approx(0.1)
+
+
+def test_texts_of_the_full_form_may_be_shorter() -> None:
+    def lab(full: bool, most: int | None) -> Lab:
+        return Lab(lambda *asked: pytest.fail("opened"), Path(), full=full, most_tokens=most)
+
+    asked = [(True, None), (True, 32), (True, 500), (False, 8)]
+    assert [lab(*one).tokens(128, 16) for one in asked] == [128, 32, 128, 16]
+    for given, said in (("0", "--max-tokens must be 1 or more"), ("8", "add --full")):
+        ran = run_cli("bench", "paper", "specexec-figure-3", "--max-tokens", given)
+        assert (ran.code, said in ran.error) == (2, True)
 
 
 def test_too_few_prompts_for_a_classifier_get_one_line(lab: Lab) -> None:

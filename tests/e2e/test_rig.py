@@ -20,6 +20,7 @@ from checkpoints import (
 )
 from safetensors import safe_open
 from specexec_kernels.column_quantize import PACKERS
+from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros, unpack_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError, ConfigError
@@ -28,9 +29,11 @@ from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import gguf
 import gguf_repeat
 import gguf_rig
 import make_rig
+from gguf_gptq import GptqLinear
 from rig_random import RandomRig
 from rig_routing import Routing, routing_of
 from rig_shapes import MODELS, SHAPES, Shape, parse_shape, place_dims, place_heads
@@ -371,3 +374,48 @@ def test_a_longer_gguf_of_a_rig_writes_the_same_text(source: Path, tmp_path: Pat
     assert len(checkpoint_bytes(read_checkpoint(long)).layers) == 7
     with pytest.raises(SystemExit, match="has 3 layers: it needs more than the source's 3"):
         gguf_repeat.repeat(short, tmp_path / "none.gguf", 7, source_layers=3)
+
+
+def packed_linear(outputs: int, inputs: int, group: int, zero: int = 8) -> GptqLinear:
+    """Random codes and scales as GPTQ checkpoints store them."""
+    rng = np.random.default_rng(5)
+    codes = torch.from_numpy(rng.integers(0, 16, (inputs, outputs)))
+    zeros = torch.full((inputs // group, outputs), zero)
+    return GptqLinear(
+        pack_rows(codes, 4).numpy().view(np.uint32),
+        store_zeros(zeros, PackedFormat(4, stored_minus_one=True)).numpy().view(np.uint32),
+        rng.uniform(0.001, 0.1, (inputs // group, outputs)).astype(np.float16),
+    )
+
+
+def test_q4_0_of_packed_weights_is_not_rounded_anew() -> None:
+    """Held against llama.cpp's own reading of Q4_0, in Python."""
+    packed = packed_linear(24, 192, 64)
+    codes = unpack_rows(torch.from_numpy(packed.qweight.view(np.int32)), 4).numpy()
+    scales = np.repeat(packed.scales.astype(np.float32), 64, axis=0)
+    expected = (scales * (codes - 8.0)).T.astype(np.float32)
+    found = gguf.quants.dequantize(packed.q4_0(), gguf.GGMLQuantizationType.Q4_0)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_packed_weights_that_q4_0_cannot_say_are_refused() -> None:
+    with pytest.raises(ValueError, match="groups of 16 inputs"):
+        packed_linear(8, 64, 16).q4_0()
+    with pytest.raises(ValueError, match="zero points differ from 8"):
+        packed_linear(8, 64, 32, zero=7).q4_0()
+
+
+def test_a_gguf_of_a_packed_mixture_computes_the_same(source: Path, tmp_path: Path) -> None:
+    """Reordered queries and keys, stacked experts, several shards; and its bits are its own."""
+    rig = make_rig.write_rig(source, MIXTURE, tmp_path / "rig", bits=4, shard_bytes=300_000)
+    gguf_rig.write(rig, tmp_path / "rig.gguf")
+    found = []
+    for path in (rig, tmp_path / "rig.gguf"):
+        model = open_float32(path)
+        found.append(chain_logits(model, [1, 5, 9, 3, 60, 33]))
+        model.close()
+    assert_close(*found)
+    stored = read_checkpoint(tmp_path / "rig.gguf").total_bytes
+    assert stored < 1.1 * read_checkpoint(rig).total_bytes
+    with pytest.raises(SystemExit, match="has 4 bits already: leave BITS away"):
+        gguf_rig.write(rig, tmp_path / "other.gguf", 8)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed import random_weight
-from specexec_kernels import cpu_group, cpu_jit, cpu_linear, dispatch
+from specexec_kernels import cpu_group, cpu_jit, cpu_linear, cpu_team, dispatch
 from specexec_kernels.cpu_group import Group
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import products
@@ -101,8 +101,8 @@ def test_weights_that_no_kernel_takes_together() -> None:
 @pytest.mark.parametrize("kind", ["bfloat16", "gptq"])
 def test_one_launch_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
-    run = cpu_jit.run
-    monkeypatch.setattr(cpu_jit, "run", lambda *call: (launches.append(call), run(*call)))
+    run = cpu_team.run
+    monkeypatch.setattr(cpu_team, "run", lambda *call: (launches.append(call), run(*call)))
     weights = [[weight(kind, n), weight(kind, 9 - n)] for n in range(4)]
     rows = torch.randn(ROWS, INPUTS)
     groups = [Group(group) for group in weights]

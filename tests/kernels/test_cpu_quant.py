@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from packed import FORMATS, random_weight
-from specexec_kernels import cpu_jit, cpu_quant
+from specexec_kernels import cpu_jit, cpu_quant, cpu_team_ir
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.packing import PackedFormat
 
@@ -97,11 +97,11 @@ def test_any_thread_count_gives_the_same_bits() -> None:
     assert torch.equal(results[0], results[2])
 
 
-def test_python_threads_where_torch_has_no_openmp(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_threads_where_there_is_no_team(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random_weight(V1_4BIT, 256, 2048, 64)
     x = torch.randn(3, 256)
     expected = cpu_quant.matmul(x, weight)
-    monkeypatch.setattr(cpu_jit, "launcher", lambda: cpu_jit._run_in_pool)
+    monkeypatch.setattr(cpu_team_ir, "has_team", lambda: False)
     assert torch.equal(cpu_quant.matmul(x, weight), expected)
 
 

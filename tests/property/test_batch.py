@@ -199,6 +199,23 @@ def test_several_texts_take_hardly_more_passes_than_the_longest_alone() -> None:
     assert together.draft.passes < 0.7 * draft_steps, "texts draft in the same steps"
 
 
+def test_a_pass_of_several_texts_tells_the_policy_what_the_ssd_took(monkeypatch) -> None:
+    bench, told = Bench(ToyLM(3, order=64)), []
+    bench.target.read_s = 20.0
+    together = bench.target.forward_together
+
+    def read(texts):
+        bench.target.read_s += 3.0
+        return together(texts)
+
+    monkeypatch.setattr(bench.target, "forward_together", read)
+    monkeypatch.setattr(bench.batch._forest, "observe", lambda step: told.append(step.read_s))
+    run(bench, jobs_of(2))
+    assert told
+    assert set(told) <= {3.0, 0.0}, "0 where one text is left"
+    assert told[0] == 3.0
+
+
 def test_nodes_go_where_they_are_likely_to_be_accepted() -> None:
     """A text whose draft is sure gets deeper trees than one whose draft is not."""
 

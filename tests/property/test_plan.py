@@ -257,6 +257,16 @@ def test_packed_weights_need_room_for_one_unpacked_matrix() -> None:
     assert parts[1]["one converted matrix"] == 4096 * 11008 * 2
 
 
+def test_a_packed_head_is_unpacked_whole() -> None:
+    """A GGUF file's head is quantized, and is larger than any matrix of a layer."""
+    packed = replace(
+        LLAMA_7B, layers=tuple(size // 4 for size in LLAMA_7B.layers),
+        resident=LLAMA_7B.resident // 4, head=LLAMA_7B.head // 4, table=LLAMA_7B.table // 4,
+    )  # fmt: skip
+    parts = dict(gpu_parts(packed, None, Work()))
+    assert parts["one converted matrix"] == LLAMA_7B.vocab * LLAMA_7B.hidden * 2
+
+
 @pytest.mark.parametrize("item_bytes", [2, 4])
 def test_logits_and_rows_between_layers_are_planned_in_float32(item_bytes: int) -> None:
     """Logits of two passes, and three of the rows between layers."""

@@ -279,6 +279,52 @@ def test_algorithm_2_of_specexec_by_hand():
     assert asked == [1, 2, 2], "one pass a round, but for round 4, of which nothing is read"
 
 
+def _rounds_as_printed(toy: Toy, config: TreeConfig, longest: int) -> dict[Path, float]:
+    """Algorithm 2 in plain lists, a queue of (path, score) in which older nodes come first."""
+
+    def children(path: Path, score: float) -> list[tuple[Path, float]]:
+        values = toy.log_probs(path)
+        best = np.argsort(-values, kind="stable")[: config.budget]
+        return [((*path, int(token)), score + values[token]) for token in best
+                if values[token] > NEVER]  # fmt: skip
+
+    queue, tree = children((), 0.0), []
+    for last in range(2, config.max_depth + 1):
+        scores = sorted((score for _, score in tree), reverse=True)
+        threshold = scores[config.budget - 1] if len(scores) >= config.budget else NEVER
+        beyond = [node for node in queue if node[1] > threshold]
+        chosen = sorted(beyond, key=lambda node: -node[1])[: config.batch]
+        if not chosen:
+            break
+        queue = [node for node in queue if node not in chosen]
+        tree += chosen
+        if last < config.max_depth:
+            queue += [child for path, score in chosen if len(path) < longest
+                      for child in children(path, score)]  # fmt: skip
+            kept = sorted(queue, key=lambda node: -node[1])[: config.budget]
+            queue = [node for node in queue if node in kept]
+    return dict(tree)
+
+
+@given(
+    seed=st.integers(0, 1000), vocab=st.integers(1, 6), coarse=st.booleans(),
+    budget=st.integers(1, 24), depth=st.integers(1, 8), batch=st.integers(1, 8),
+    longest=st.integers(1, 8),
+)  # fmt: skip
+def test_rounds_take_what_the_printed_algorithm_takes(
+    seed, vocab, coarse, budget, depth, batch, longest
+):
+    """The same nodes with the same scores, the worst left out where there are more than K."""
+    config = TreeConfig(budget=budget, max_depth=min(depth, budget), batch=batch)
+    found = grow_in_rounds(Toy(seed, vocab, coarse).expand, config, longest).tree
+    printed = _rounds_as_printed(Toy(seed, vocab, coarse), config, longest)
+    assert len(found) == min(len(printed), budget)
+    scores = dict(zip(paths_of(found), found.log_probs.tolist(), strict=True))
+    assert {path: printed[path] for path in scores} == pytest.approx(scores)
+    left = [score for path, score in printed.items() if path not in scores]
+    assert max(left, default=NEVER) <= min(scores.values(), default=0.0) + 1e-12
+
+
 def test_rounds_bound_the_tree_where_the_default_fills_its_budget():
     """K, D, B = 8, 4, 2: (D - 1) B = 6 nodes, those that were taken; and 10 is one of them."""
     asked: list[int] = []

@@ -14,6 +14,7 @@ from bench_rows import case, row, stats_of, step
 from specexec_cli.bench.cases import BASELINE, DISTRIBUTED, Grid, methods
 from specexec_cli.bench.metrics import (
     improvement_factor,
+    paired_difference,
     quantile,
     ratio_and_error,
     run_metrics,
@@ -127,6 +128,19 @@ def test_a_ratio_of_sums_and_its_error_by_hand():
     """10 and 14 tokens in 4 passes each: residuals of -2 and 2 behind a ratio of 3."""
     assert ratio_and_error([10, 14], [4, 4]) == pytest.approx((3.0, (2 / 1 * 8) ** 0.5 / 8))
     assert ratio_and_error([6], [2]) == (3.0, np.inf)
+
+
+def test_what_two_methods_have_in_common_is_no_error_of_their_difference():
+    """Ratios of 3 and 1.5, each with residuals of half a token a pass on either prompt."""
+    one, other = [(10, 4), (14, 4)], [(4, 4), (8, 4)]
+    assert paired_difference(one, other) == pytest.approx((1.5, 0.0))
+    # the prompt that is hard for one is easy for the other: rests differ by -1 and 1
+    assert paired_difference(one, other[::-1]) == pytest.approx((1.5, (2 / (2 * 1)) ** 0.5))
+    # weights: rests of 2 (10 - 2.4 * 4) / 10 and 2 (14 - 2.4 * 6) / 10, 0.08 and -0.08
+    assert paired_difference([(10, 4), (14, 6)], [(2, 2), (2, 2)]) == pytest.approx((1.4, 0.08))
+    longer = [*one, (100, 1)]
+    assert paired_difference(longer, other) == paired_difference(one, other)
+    assert paired_difference(one, [(4, 4)]) == (1.5, np.inf)
 
 
 def test_the_improvement_factor_at_points_known_from_the_formula():

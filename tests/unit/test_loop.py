@@ -52,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @dataclass
 class SlowTarget(ToyTarget):
-    """A pass takes four seconds and streams a thousand bytes per row."""
+    """A pass takes four seconds, three of them reading, and streams a thousand bytes per row."""
 
     clock: Clock = field(default_factory=Clock)
 
@@ -61,6 +61,7 @@ class SlowTarget(ToyTarget):
     ) -> Tensor:
         self.clock.now += 4.0
         self.bytes_streamed += 1000 * (len(pending) + len(tree))
+        self.read_s += 3.0
         return super().verify(pending, tree)
 
 
@@ -123,16 +124,16 @@ def test_the_drafter_is_told_of_text_room_and_rows(clock: Clock) -> None:
 
 def test_an_iteration_reports_what_it_did_and_cost(clock: Clock) -> None:
     target, drafter = SlowTarget(ToyLM(0), clock=clock), Told(clock)
-    clock.now, target.bytes_streamed = 50.0, 10**6
+    clock.now, target.bytes_streamed, target.read_s = 50.0, 10**6, 20.0
     steps = list(specexec(target, drafter, GREEDY, (1, 2), 4, (), everything))
     assert steps == [
         StepResult(
             tokens=(3, 5, 6), drafted=(True, True, False), tree_nodes=3, tree_depth=2, draft_s=0.5,
-            verify_s=4.0, bytes_streamed=5000, pending_rows=2,
+            verify_s=4.0, bytes_streamed=5000, pending_rows=2, read_s=3.0,
         ),
         StepResult(
             tokens=(7,), drafted=(False,), tree_nodes=0, tree_depth=0, draft_s=0.5, verify_s=4.0,
-            bytes_streamed=1000, pending_rows=1, finish_reason="length",
+            bytes_streamed=1000, pending_rows=1, finish_reason="length", read_s=3.0,
         ),
     ]  # fmt: skip
 

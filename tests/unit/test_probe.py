@@ -9,12 +9,13 @@ import fake_cuda as fake
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from faults import NoMemory, points
 from specexec_kernels import dispatch
 from specexec_kernels.packing import PackedWeight
 from torch import Tensor
 from torch.nn.functional import linear
 
-from specexec_cli.errors import StreamError
+from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import uplink
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning import link_probe, probe
@@ -199,3 +200,22 @@ def test_no_more_is_pinned_for_a_probe_than_the_largest_known_limit(
         for streamed_bytes in (0, 3 * COPY_BYTES, 1 << 40):
             probe_link(fake.CUDA, COPY_BYTES, streamed_bytes, repeats=1)
     assert [n_bytes // COPY_BYTES for n_bytes in pinned] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("pins_pieces", [0, 4, 1000])
+def test_memory_that_ends_while_the_link_is_measured_is_one_line(pins_pieces: int) -> None:
+    """Also where a refusal to pin has been answered just before, which CUDA reports later."""
+
+    def measure(fault: NoMemory) -> None:
+        with fake_cuda(pins_bytes=pins_pieces * COPY_BYTES), fault:
+            probe_link(fake.CUDA, COPY_BYTES, 4 * COPY_BYTES, repeats=1)
+
+    recorded = NoMemory()
+    measure(recorded)
+    ends = points(recorded.sites)
+    assert ends
+    for point in ends:
+        fault = NoMemory(point)
+        with pytest.raises(OutOfMemoryError, match=r"^the GPU's memory is too small: [^\n]*$"):
+            measure(fault)
+        assert fault.fired

@@ -12,13 +12,9 @@ from specexec_kernels.formats import METHODS
 from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.layer_shapes import Linear, linear_bytes
 from specexec_cli.planning.row_bits import _METHODS, row_bits
-from specexec_cli.planning.sizes import (
-    _Linear,
-    _linear_bytes,
-    architecture_bytes,
-    checkpoint_bytes,
-)
+from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -41,8 +37,8 @@ def test_matrices_of_real_size_take_what_the_config_says(recipe: str) -> None:
     method = METHODS.get(settings["quant_method"])
     unread = method.unused if method is not None else ()
     stored = sum(tensor.nbytes for leaf, tensor in tensors.items() if leaf not in unread)
-    linear = _Linear(inputs, outputs)
-    counted = _linear_bytes(linear, 2, {"quantization_config": settings})
+    linear = Linear(inputs, outputs)
+    counted = linear_bytes(linear, 2, {"quantization_config": settings})
     assert counted == pytest.approx(stored, rel=0.02 if "act-order" in recipe else 0.005)
 
 

@@ -13,6 +13,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.pair import choose_pair
+from specexec_cli.planning.rates import new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.site import Setting, Site, described_site
@@ -138,6 +139,33 @@ def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "0.30 at best. Give --draft suffix, or --draft auto" in ran.error
     ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "suffix", "--ram", "12GB")
     assert ran.code == 0
+
+
+def test_an_own_copy_in_memory_hardly_faster_than_the_ssd_is_refused_in_one_line() -> None:
+    """A tree takes longer to draft than so fast an SSD takes to read the target again and again."""
+    flops = dict.fromkeys(("float32", "bfloat16"), ((1, 1e11), (256, 1e11)))
+    save_rates(replace(new_rates(), memory_bytes_per_s=8e9, flops=flops), rates_file())
+    asked = ("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB",
+             "--vram", "0GB")  # fmt: skip
+    ran = run_cli(*asked, "--ssd", "7GB/s")
+    assert ran.code == 2
+    assert ran.error.startswith("the target's own copy takes ")
+    assert "so --draft self is expected to be slower here than no draft model: " in ran.error
+    assert ran.error.endswith(" at best. Give --draft suffix, or --draft auto")
+    assert run_cli(*asked, "--ssd", "1GB/s").code == 0, "memory eight times as fast as the SSD"
+
+
+@pytest.mark.parametrize("draft", ["self", "self-2"])
+def test_a_target_in_4_bits_has_no_own_copy_whatever_room_there_is(draft: str) -> None:
+    line = (
+        f"--draft {draft}: the target's weights are quantized already, so a copy in fewer bits "
+        "would hardly be smaller and much worse. Give another --draft, such as --draft suffix"
+    )
+    for ram in ("4GB", "64GB"):
+        ran = run_cli("plan", "--target", "llama2-7b-chat-gptq", "--draft", draft, "--ram", ram)
+        assert (ran.code, ran.error) == (2, line)
+    ran = run_cli("generate", "x", "--target", "demo-target-gptq", "--draft", draft)
+    assert (ran.code, ran.error) == (2, line)
 
 
 def test_plan_says_why() -> None:

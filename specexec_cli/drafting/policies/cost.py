@@ -159,4 +159,6 @@ class Cost:
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)
         self._expected = self._DECAY * self._expected + self._tree_expects
         rows = step.tree_nodes + step.pending_rows
-        self._cost.observe(rows, self._steps, step.draft_s, step.draft_s + step.verify_s)
+        self._cost.observe(
+            rows, self._steps, step.draft_s, step.draft_s + step.verify_s, step.read_s
+        )

@@ -1,0 +1,111 @@
+"""Run compiled kernels on several threads.
+
+On Linux a team of our own does (cpu_team_ir), elsewhere a pool of Python threads. There are as many
+threads as torch has, which computes with its own between two kernels.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from array import array
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import torch
+
+from specexec_kernels import cpu_jit, cpu_team_ir
+
+# A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
+# bits are a page of it (docs/experiments.md).
+_MOST_STRIPS_AT_ONCE = 16
+
+
+class Team:
+    """Threads that help whoever runs a kernel, and wait in between."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(cpu_team_ir.TEAM_BYTES, dtype=torch.uint8)
+        self._at = self._memory.data_ptr()
+        self._launch = cpu_jit.compiled("launch", None, cpu_team_ir.build_launch)
+        self._help = cpu_jit.compiled("helper", None, cpu_team_ir.build_helper)
+        self._helpers: list[threading.Thread] = []
+        self._hiring = threading.Lock()
+
+    def run(self, kernel: Any, address: int, threads: int) -> None:
+        """Run a kernel on the calling thread, and on `threads` - 1 others as they come.
+
+        Args:
+            kernel: from cpu_jit.compiled.
+            address: of its arguments.
+        """
+        helpers = min(threads - 1, cpu_team_ir.MOST_HELPERS)
+        if len(self._helpers) < helpers:
+            self._hire(helpers)
+        given = array("q", (self._at, kernel.address, address, helpers))
+        self._launch(given.buffer_info()[0])
+
+    def _hire(self, helpers: int) -> None:
+        with self._hiring:
+            for number in range(len(self._helpers), helpers):
+                helper = threading.Thread(
+                    target=self._help, args=(self._at,), name=f"specexec-kernel-{number}",
+                    daemon=True,  # the interpreter waits for others before it calls `stop`
+                )  # fmt: skip
+                helper.start()
+                self._helpers.append(helper)
+
+    def stop(self) -> None:
+        """Has all helpers end, before the code that they run is taken from memory."""
+        given = array("q", (self._at, 0, 0, 0))
+        self._launch(given.buffer_info()[0])
+        for helper in self._helpers:
+            helper.join()
+
+
+@cache
+def _team() -> Team:
+    team = Team()
+    atexit.register(team.stop)
+    return team
+
+
+if hasattr(os, "register_at_fork"):
+    # a child process has none of its parent's threads
+    os.register_at_fork(after_in_child=_team.cache_clear)
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(thread_name_prefix="specexec-kernel")
+
+
+def _run_in_pool(kernel: Any, address: int, threads: int) -> None:
+    helpers = [_pool().submit(kernel, address) for _ in range(threads - 1)]
+    kernel(address)
+    for helper in helpers:
+        helper.result()
+
+
+def strips_at_once(strips: int) -> int:
+    """How many strips a thread claims: few enough that all threads have equal shares."""
+    threads = torch.get_num_threads()
+    rounds = -(-strips // (_MOST_STRIPS_AT_ONCE * threads))
+    return max(-(-strips // (rounds * threads)), 1) if strips else 1
+
+
+def run(kernel: Any, address: int, tiles: int) -> None:
+    """Run `kernel` on the int64 arguments at `address`, on as many threads as torch has.
+
+    Args:
+        tiles: how often the kernel's threads can claim something; more threads are of no use.
+    """
+    threads = min(torch.get_num_threads(), tiles)
+    if threads <= 1:
+        kernel(address)
+    elif cpu_team_ir.has_team():
+        _team().run(kernel, address, threads)
+    else:
+        _run_in_pool(kernel, address, threads)

@@ -1,0 +1,122 @@
+"""Weights that stay: embeddings, norms and head, and the layers of a model that is loaded whole."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from specexec_cli.models.decoder_layer import DecoderLayer
+from specexec_cli.models.embedding import MixedEmbedding, resident_linear
+from specexec_cli.models.head import Head
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.stream import read_tensors
+from specexec_cli.planning.built_sizes import path_of, text_decoder
+
+
+def load_resident(
+    skeleton: Skeleton,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    dtype: torch.dtype | None,
+    table_in_ram: bool,
+) -> Head:
+    """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay.
+
+    Args:
+        dtype: of embeddings and head; the file's unless told.
+        table_in_ram: embeddings are looked up there, unless the head needs their table.
+    Returns:
+        the output head, which is part of the model.
+    """
+    model, tensors = skeleton.model, skeleton.resident_tensors
+    text = text_decoder(model)
+    for name, buffer in list(text.named_buffers(remove_duplicate=False)):
+        if not buffer.is_meta:
+            path, _, leaf = name.rpartition(".")
+            setattr(text.get_submodule(path), leaf, buffer.to(device))
+    head_path = path_of(model, model.get_output_embeddings())
+    in_ram = {f"{path_of(model, model.get_input_embeddings())}.weight"} & tensors.keys()
+    of_head = tensors.keys() - {f"{head_path}.bias"}
+    if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
+        in_ram.clear()
+    # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
+    loaded = read_tensors([tensors[name] for name in tensors if name not in in_ram])
+    loaded |= read_tensors([tensors[name] for name in in_ram])
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = model.get_submodule(path)
+        weight = loaded[tensor.name].to("cpu" if name in in_ram else device)
+        packed = skeleton.restored.tables.get(name)
+        if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
+            weight = weight.to(dtype)
+        if isinstance(module, nn.Embedding) and _looks_up(module):
+            _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
+        elif type(module).forward is nn.Linear.forward and leaf == "weight":
+            linear = resident_linear(weight)
+            linear.bias = module.bias
+            _set_module(model, path, linear)
+        elif isinstance(module, MixedLinear | QuantizedLinear):
+            setattr(module, leaf, frozen(weight))
+        else:
+            weight = loaded[tensor.name].to(device, torch.float32)
+            plus_one = name in skeleton.restored.plus_one
+            _set_tensor(module, leaf, weight - 1 if plus_one else weight)
+    head = model.get_submodule(head_path)
+    if type(head) is nn.Linear:  # tied
+        tied = model.get_input_embeddings().as_linear()
+        tied.bias = head.bias
+        head = tied
+    whole = Head(head, compute_dtype)
+    _set_module(model, head_path, whole)
+    return whole
+
+
+def load_layers(
+    layers: Sequence[DecoderLayer],
+    skeleton: Skeleton,
+    device: torch.device,
+    dtype: torch.dtype,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Every layer's weights to stay, those of linears converted once to the compute dtype.
+
+    Args:
+        dtype: to compute in.
+        progress: told of bytes loaded so far, and of all.
+    """
+    total = sum(t.n_bytes for layer in skeleton.layer_tensors for t in layer.values())
+    done = 0
+    for layer, tensors in zip(layers, skeleton.layer_tensors, strict=True):
+        staged = layer.stage(read_tensors(list(tensors.values())), device, dtype)
+        for name, weight in staged.items():
+            path, _, leaf = name.rpartition(".")
+            module = layer.layer.get_submodule(path)
+            # a copy of its own, so that the buffer it was read into is let go
+            stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
+            _set_tensor(module, leaf, weight.to(stays_as, copy=True))
+        done += sum(tensor.n_bytes for tensor in tensors.values())
+        progress(done, total)
+
+
+def _looks_up(embedding: nn.Embedding) -> bool:
+    """Whether it is given ids alone, as tables of words and positions are."""
+    return len(inspect.signature(embedding.forward).parameters) == 1
+
+
+def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
+    setattr(module, leaf, tensor if leaf in module._buffers else frozen(tensor))
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """A parameter that nothing trains."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def _set_module(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, leaf = path.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)

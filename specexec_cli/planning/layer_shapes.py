@@ -1,0 +1,235 @@
+"""What a decoder layer holds, told from config.json: its matrices, and the weights beside them.
+
+Counts follow transformers' modelling files of each architecture; a test builds the real models and
+compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
+from specexec_cli.planning.packed_formats import PACKED_KINDS
+from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """Weight matrices of one shape."""
+
+    inputs: int
+    outputs: int
+    count: int = 1
+    active: int = 1  # of `count`, how many a row goes through
+    quantized: bool = True  # in a quantized checkpoint
+    expert: bool = False  # of the experts that rows are routed to
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """config.json's numbers under one set of names."""
+
+    kind: Architecture
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+
+
+def read_shape(config: Mapping[str, Any]) -> Shape:
+    """The numbers of a config.json, whatever its architecture calls them.
+
+    Raises:
+        ConfigError: the architecture is not known, or a key is missing.
+    """
+    if not config.get("model_type"):
+        raise ConfigError("config.json names no model_type: is it a language model's?")
+    name = str(config["model_type"])
+    kind = ARCHITECTURES.get(name)
+    if kind is None:
+        raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
+
+    number = partial(_number, config)
+    hidden = number("hidden_size", "n_embd")
+    heads = number("num_attention_heads", "n_head")
+    if name == "gpt_bigcode":
+        kv_heads = 1 if config.get("multi_query", True) else heads
+    else:
+        kv_heads = number("num_key_value_heads", default=kind.default_kv_heads or heads)
+    return Shape(
+        kind=kind,
+        hidden=hidden,
+        layers=number("num_hidden_layers", "n_layer"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=number("head_dim", default=kind.default_head_dim or hidden // heads),
+        intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
+        vocab=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", kind.tied_by_default)),
+    )
+
+
+def layer_weights(
+    shape: Shape, config: Mapping[str, Any], index: int
+) -> tuple[list[Linear], int, int]:
+    """One decoder layer.
+
+    Returns:
+        its linears, the number of its other weights (norms, biases), and of those of its experts.
+    """
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = [
+        Linear(shape.hidden, query),
+        Linear(shape.hidden, key, 2, 2),
+        Linear(query, shape.hidden),
+    ]
+    biases = of_experts = 0
+    others = shape.kind.norms * shape.hidden + (shape.heads if shape.kind.sinks else 0)
+    if shape.kind.latent:
+        attention, norms = _latent_attention(shape, config)
+        others += norms
+    if shape.kind.router_bias and index >= int(config.get("first_k_dense_replace", 0)):
+        others += expert_count(config)
+    if shape.kind.query_key_norms == "one head":
+        others += 2 * shape.head_dim
+    elif shape.kind.query_key_norms == "all heads":
+        others += query + key
+    if shape.kind.biases == "qkv":
+        biases += query + 2 * key
+    elif shape.kind.biases == "all":
+        others += 2 * shape.hidden  # LayerNorm has a bias
+        if config.get("use_bias", True):
+            biases += query + 2 * key + 2 * shape.hidden + shape.intermediate
+    elif shape.kind.biases == "with experts":
+        count = expert_count(config)
+        of_experts = count * (2 * shape.intermediate + shape.hidden)
+        biases += count
+        if config.get("attention_bias", True):
+            biases += query + 2 * key + shape.hidden
+    elif config.get("attention_bias", False):
+        output = 0 if shape.kind.biases == "qkv as configured" else shape.hidden
+        biases += query + 2 * key + output
+    return attention + _mlp(shape, config, index), others + biases, of_experts
+
+
+def _latent_attention(shape: Shape, config: Mapping[str, Any]) -> tuple[list[Linear], int]:
+    """Linears of multi-head latent attention, and the weights of their norms."""
+    latent, rotated, value, query = (
+        _number(config, name)
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
+    )
+    queries, rank = shape.heads * (query + rotated), config.get("q_lora_rank")
+    linears = [
+        Linear(shape.hidden, latent + rotated),
+        Linear(latent, shape.heads * (query + value)),
+        Linear(shape.heads * value, shape.hidden),
+    ]
+    if rank is None:
+        return [Linear(shape.hidden, queries), *linears], latent
+    return [Linear(shape.hidden, rank), Linear(rank, queries), *linears], latent + rank
+
+
+def _mlp(shape: Shape, config: Mapping[str, Any], index: int) -> list[Linear]:
+    def gated(
+        width: int, experts: int = 1, active: int = 1, *, expert: bool = False
+    ) -> list[Linear]:
+        return [
+            Linear(shape.hidden, width, 2 * experts, 2 * active, expert=expert),
+            Linear(width, shape.hidden, experts, active, expert=expert),
+        ]
+
+    if shape.kind.mlp == "plain":
+        return [
+            Linear(shape.hidden, shape.intermediate),
+            Linear(shape.intermediate, shape.hidden),
+        ]
+    sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
+    sparse &= index >= int(config.get("first_k_dense_replace", 0))
+    if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
+        return gated(shape.intermediate)
+    experts = expert_count(config)
+    width = int(config.get("moe_intermediate_size", shape.intermediate))
+    router = Linear(shape.hidden, experts, quantized=False)
+    shared = []
+    if shape.kind.shared_expert:
+        gate = Linear(shape.hidden, 1, quantized=False)
+        shared = [gate, *gated(int(config["shared_expert_intermediate_size"]))]
+    elif config.get("n_shared_experts"):
+        shared = gated(int(config["n_shared_experts"]) * width)
+    return [router, *shared, *gated(width, experts, experts_per_row(config), expert=True)]
+
+
+def linear_bytes(linear: Linear, item: int, config: Mapping[str, Any]) -> int:
+    """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
+    quantization = config.get("quantization_config") or {}
+    row_packed = row_bits(quantization, linear.inputs)
+    whole = linear.expert or not packs_experts_alone(quantization)
+    if row_packed is not None and linear.quantized and whole:
+        return math.ceil(linear.inputs * linear.outputs * row_packed / 8)
+    bits = int(quantization.get("bits") or 0)
+    if not bits or not linear.quantized:
+        return linear.inputs * linear.outputs * item
+    group = int(quantization.get("group_size") or -1)
+    groups = 1 if group == -1 else -(-linear.inputs // group)
+    codes = linear.inputs * linear.outputs * bits // 8
+    scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
+    kind = PACKED_KINDS.get(str(quantization.get("quant_method")))
+    group_index = 4 * linear.inputs if kind is not None and "g_idx" in kind.tensors else 0
+    return codes + scales_and_zeros + group_index
+
+
+def resident_params(shape: Shape, config: Mapping[str, Any]) -> int:
+    """Weights outside of decoder layers: tables of words and positions, head and last norm."""
+    tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    norm = shape.hidden * (2 if shape.kind.biases == "all" else 1)
+    positions = 0
+    if shape.kind.model_type == "gpt_bigcode":
+        positions = int(config.get("n_positions", 1024)) * shape.hidden
+    return tables + norm + positions
+
+
+def kv_elements(shape: Shape, config: Mapping[str, Any]) -> int:
+    """Elements that one token adds to the cache of a layer."""
+    if shape.kind.latent:
+        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+    return 2 * shape.kv_heads * shape.head_dim
+
+
+def expanded_elements(shape: Shape, config: Mapping[str, Any]) -> int:
+    """Of one token what all heads' keys and values take beside its latent; 0 where it has none."""
+    if not shape.kind.latent:
+        return 0
+    names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    plain, rotated, value = (_number(config, name) for name in names)
+    # the product that gives keys and values, and the keys with their rotated part behind them
+    return shape.heads * (plain + value + plain + rotated)
+
+
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Experts of a mixture's layer."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    return int(next((config[name] for name in names if config.get(name)), 8))
+
+
+def experts_per_row(config: Mapping[str, Any]) -> int:
+    """Of a mixture's experts, how many a row is routed to."""
+    return int(config.get("num_experts_per_tok", 2))
+
+
+def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
+    """The first of these that config.json has."""
+    for key in keys:
+        if config.get(key) is not None:
+            return int(config[key])
+    if default is None:
+        raise ConfigError(f"config.json of this {config['model_type']} model has no '{keys[0]}'")
+    return default
