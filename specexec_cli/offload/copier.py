@@ -14,17 +14,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specexec_cli.config import Tier
-from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Extent, Layout, Notice, Progress, as_range
 from specexec_cli.offload.slabs import ALIGNED_BYTES, IN_FLIGHT, READ_SLABS
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
-from specexec_cli.offload.uplink import Uplink
+from specexec_cli.offload.uplink import Uplink, copy_error
 
 
 class Copier:
@@ -108,10 +106,8 @@ class Copier:
             if self._turn in self._copied:
                 return self._copied[self._turn]
             error = self._error
-        if isinstance(error, StreamError | torch.OutOfMemoryError):
-            raise type(error)(*error.args)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise StreamError(f"copying a layer to the GPU failed: {reason}") from error
+        assert error is not None
+        raise copy_error(error, "a layer") from error
 
     def give(self, mark: Any) -> None:
         """Gives the buffer of the layer back, whose last use `mark` is behind."""

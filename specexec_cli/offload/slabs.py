@@ -8,3 +8,4 @@ IN_FLIGHT = 2  # pieces with the copy engine: one that it copies and one that it
 READ_SLABS = IN_FLIGHT + 2  # at least, that files are read into; two while two are copied
 STAGING_SLABS = IN_FLIGHT + 1  # for memory that is not pinned: one is filled while two are copied
 SLAB_BYTES = (READ_SLABS + STAGING_SLABS) * COPY_BYTES
+PASSING_SLOTS = 2  # of a GPU, for experts that are not kept: one is computed, one is on its way

@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specexec_cli.device import format_bytes
+from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import Notice
@@ -124,6 +126,18 @@ class Uplink:
         for blob in blobs:
             if self._registered.pop(blob.data_ptr(), None) is not None:
                 self._link.unregister(blob)
+
+
+def copy_error(error: BaseException, what: str) -> Exception:
+    """What the consumer of a thread that copies is told of an error there, in one line.
+
+    Args:
+        what: was to be copied, as in "a layer".
+    """
+    if isinstance(error, StreamError | torch.OutOfMemoryError):
+        return type(error)(*error.args)
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return StreamError(f"copying {what} to the GPU failed: {reason}")
 
 
 def _new_slabs(n_bytes: int) -> list[Tensor]:
