@@ -59,6 +59,7 @@ def built(config: Mapping[str, Any]) -> BuiltModel:
 
     Raises:
         ConfigError: transformers cannot build it.
+        OutOfMemoryError: there is no room for what it holds beside weights.
     """
     return _built(json.dumps(dict(config), sort_keys=True))
 
