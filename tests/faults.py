@@ -82,7 +82,7 @@ class NoMemory(_At, TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = _allocation(func)
-        asked = bool(operation) and self._may_be(operation)
+        asked = bool(operation) and not _on_meta(args, kwargs) and self._may_be(operation)
         if asked and self._reached(_site(sys._getframe(1), operation)):
             raise _shortage(args, kwargs)
         return func(*args, **kwargs)
@@ -96,10 +96,18 @@ def _allocation(func: Any) -> str:
     return str(func) if new else ""
 
 
-def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+def _on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what comes back has no memory at all."""
+    return _device(args, kwargs).type == "meta"
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     given = [value.device for value in args if isinstance(value, torch.Tensor)]
-    device = kwargs.get("device") or (given[0] if given else "cpu")
-    if torch.device(device).type == "cuda":
+    return torch.device(kwargs.get("device") or (given[0] if given else "cpu"))
+
+
+def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
+    if _device(args, kwargs).type == "cuda":
         return torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ..."
         )

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specexec_cli.errors import CheckpointError
+from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
@@ -154,7 +154,7 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """transformers' own model of a checkpoint, without weights, whatever it reads beside text."""
     try:
         model = empty_model(_load_whole_config(checkpoint))
-    except CheckpointError:
+    except (CheckpointError, OutOfMemoryError):
         raise
     except Exception as error:  # whatever a value of the config makes transformers do
         raise CheckpointError(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +59,7 @@ def built(config: Mapping[str, Any]) -> BuiltModel:
 
     Raises:
         ConfigError: transformers cannot build it.
+        OutOfMemoryError: there is no room for what it holds beside weights.
     """
     return _built(json.dumps(dict(config), sort_keys=True))
 
@@ -70,6 +71,8 @@ def _built(config_json: str) -> BuiltModel:
     stored = json.loads(config_json)
     try:
         model = empty_model(CONFIG_MAPPING[stored["model_type"]].from_dict(stored))
+    except OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a value of the config makes transformers do
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"config.json describes no model: {reason}") from error
@@ -171,7 +174,11 @@ def _expanded(layer: nn.Module) -> int:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """transformers' own model for text, its parameters on the meta device, its buffers real."""
+    """transformers' own model for text, its parameters on the meta device, its buffers real.
+
+    Raises:
+        OutOfMemoryError: there is no room for the buffers; all else is transformers' own error.
+    """
     import torch
     from accelerate import init_empty_weights
     from torch.overrides import TorchFunctionMode
@@ -191,7 +198,8 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
                 kwargs = {**kwargs, "device": "meta"}
             return func(*args, **kwargs)
 
-    with init_empty_weights(include_buffers=False), EmptyOnMeta():
+    shortage = clear_shortage("a model does not fit into it, even without its weights")
+    with shortage, init_empty_weights(include_buffers=False), EmptyOnMeta():
         model: PreTrainedModel = text_model_class(config)._from_config(
             config,
             attn_implementation="eager",

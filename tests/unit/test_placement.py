@@ -14,6 +14,7 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import OffloadMode
 from specexec_cli.device import HUGE_PAGE_BYTES, CpuInfo
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning import resolve as planner
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
@@ -43,7 +44,9 @@ def test_the_rate_that_streamed_bytes_can_come_at(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, byte_llama(num_hidden_layers=8))
     rates: dict[str, set[float | None]] = {}
     unpinned = 4_000_000_000  # that stays free beside a GPU
-    for ram_bytes in (6 << 20, unpinned + (12 << 20), unpinned + (40 << 20)):
+    least = int(SLAB_BYTES / 0.96)  # beside the margin
+    beside = SLAB_BYTES + unpinned
+    for ram_bytes in (least + (6 << 20), beside + (12 << 20), beside + (40 << 20)):
         for vram_bytes in range(700_000_000, 740_000_000, HUGE_PAGE_BYTES):
             try:
                 found = decided(tmp_path, site(ram_bytes, vram_bytes))
