@@ -19,6 +19,7 @@ from torch import Tensor
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.expert_device import DeviceExperts
 from specexec_cli.offload.expert_scores import ExpertScores
+from specexec_cli.offload.expert_slots import FREE
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.slabs import ALIGNED_BYTES, PASSING_SLOTS
@@ -127,6 +128,7 @@ def test_the_next_is_copied_while_one_is_computed(
         for _ in range(2):  # first they are read into RAM
             all_layers(experts, weights, all_of_a_layer)
         experts._slot_of.clear()
+        experts._held[:] = FREE
         experts.restart()
         for batch in experts.take(0, all_of_a_layer, EXPERTS):
             assert experts._copies is not None
@@ -140,6 +142,7 @@ def test_the_next_is_copied_while_one_is_computed(
     ) as experts:
         all_layers(experts, weights, wanted, copy_rows=3)
         experts._slot_of.clear()
+        experts._held[:] = FREE
         experts.restart()
         begun = [
             (sorted(expert for expert, _ in batch), len(experts._copies._begun))  # type: ignore[union-attr]
