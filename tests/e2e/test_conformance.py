@@ -145,16 +145,16 @@ def test_a_window_that_is_forgotten_shows(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_sink_that_is_forgotten_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = decoder_layer.DecoderLayer.stage
+    changed = decoder_layer.DecoderLayer._changed
 
     def without(layer: decoder_layer.DecoderLayer, *given: object) -> dict[str, torch.Tensor]:
-        weights = stage(layer, *given)  # type: ignore[arg-type]
+        weights = changed(layer, *given)  # type: ignore[arg-type]
         return {
             name: torch.full_like(weight, -1e4) if name.endswith("sinks") else weight
             for name, weight in weights.items()
         }
 
-    monkeypatch.setattr(decoder_layer.DecoderLayer, "stage", without)
+    monkeypatch.setattr(decoder_layer.DecoderLayer, "_changed", without)
     with pytest.raises(NotConforming, match="logits prompt and tree differ"):
         check("gpt_oss", tmp_path)
 
