@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.binding import Binding
+from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
@@ -77,6 +78,13 @@ class DecoderLayer(nn.Module):
         self._unchanging = Binding(layer, self._as_stored)
         self._changing: Binding | None = None  # made when it is known what conversions give
         self._stays_bound = False
+        # those whose experts come with the layer, as they are stored
+        self._mixtures = [
+            part
+            for path, part in layer.named_modules()
+            if isinstance(part, PerExpert)
+            and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
+        ]
         for module in layer.modules():
             if is_norm(module):
                 module.register_forward_hook(
@@ -119,7 +127,7 @@ class DecoderLayer(nn.Module):
         try:
             if not self._stays_bound:
                 self._unchanging.bind(stored)
-                self._stays_bound = isinstance(stored, StayingTensors)
+                self._stay_bound(isinstance(stored, StayingTensors))
             self._changing.bind(changed)
             yield
         finally:
@@ -129,8 +137,13 @@ class DecoderLayer(nn.Module):
 
     def release(self) -> None:
         """Leave the layer without parameters, once its source is closed."""
-        self._stays_bound = False
+        self._stay_bound(False)
         self._unchanging.release()
+
+    def _stay_bound(self, stays: bool) -> None:
+        self._stays_bound = stays
+        for experts in self._mixtures:
+            experts.stay(stays)
 
     def stage(
         self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype

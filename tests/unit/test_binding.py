@@ -10,6 +10,7 @@ from checkpoints import architecture, random_tokens, save_checkpoint
 from torch import nn
 
 from specexec_cli.config import Tier
+from specexec_cli.models import expert_mlp
 from specexec_cli.models.binding import Binding
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
@@ -67,6 +68,26 @@ def test_what_stays_in_ram_is_bound_once(
     assert [each in bound for each in unchanging] == [False, True, False]
     model.close()
     assert not any(in_memory(model, index) for index in range(3))
+
+
+def test_experts_that_stay_in_ram_are_looked_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint(tmp_path, architecture("qwen3-moe"))
+    tiers: list[Tier] = ["ram", "ssd", "ram"]
+    model = StreamedModel.open(
+        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers=tiers
+    )
+    first = run(model)
+    looked: list[int] = []
+    look = expert_mlp.Group
+    monkeypatch.setattr(expert_mlp, "Group", lambda of: (looked.append(1), look(of))[1])
+    assert torch.equal(run(model), first)
+    assert 0 < len(looked) <= 8, "those of the layer that is read again"
+    model.close()
+    mixtures = [part for layer in model._layers for part in layer._mixtures]
+    assert len(mixtures) == 3
+    assert not any(part._known for part in mixtures)
 
 
 def test_a_pass_that_ends_in_an_error_leaves_nothing_bound(tmp_path: Path) -> None:
