@@ -307,13 +307,15 @@ def test_loading_for_a_gpu(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
 
     def opened(fault: NoMemory) -> None:
+        before = set(enumerate_threads())  # other tests' sessions stay open
         with fake_cuda():  # which holds that nothing stays registered
             try:
                 with fault:
                     session = Session.open(**pair, dtype="float32", device="cuda")
                 session.close()
             finally:
-                assert not [t for t in enumerate_threads() if t.name.startswith("specexec")]
+                began = set(enumerate_threads()) - before
+                assert not [thread for thread in began if thread.name.startswith("specexec")]
 
     recorded = NoMemory()
     opened(recorded)
