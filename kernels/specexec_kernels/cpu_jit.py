@@ -57,6 +57,7 @@ class _Compiler:
         )
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), self._machine)
         self._kernels: dict[str, Any] = {}
+        self.compilations = 0
 
     def kernel(self, kind: str, spec: object, build: Callable[[str], str]) -> Any:
         """See compiled."""
@@ -78,6 +79,7 @@ class _Compiler:
 
     def _compiled(self, text: str) -> bytes:
         """The object file of a module."""
+        self.compilations += 1
         module = llvm.parse_assembly(text)
         module.verify()
         options = llvm.create_pipeline_tuning_options(speed_level=2)
@@ -109,6 +111,11 @@ def has_dot() -> bool:
 def has_matmul(dtype: torch.dtype) -> bool:
     """Whether this CPU has instructions that multiply in a dtype of two bytes."""
     return any(features().get(name) for name in _MULTIPLY.get(dtype, ()))
+
+
+def compilations() -> int:
+    """Kernels that this process has compiled so far, each of which took from 0.1 s to seconds."""
+    return _compiler().compilations
 
 
 def compiled(kind: str, spec: object, build: Callable[[str], str]) -> Any:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, no_signals, outcome
+from specexec_kernels import cpu_jit
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
@@ -73,6 +74,29 @@ PINNED: dict[str, tuple[CostModel | None, Seconds, list[tuple[int, int]]]] = {
 def test_trees_come_as_when_they_were_measured(name: str) -> None:
     prior, seconds, expected = PINNED[name]
     assert trees(prior, seconds) == expected
+
+
+def test_iterations_in_which_kernels_are_compiled_teach_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A draft step of 0.01 s took 0.5 s so; the next trees are as if nothing had been seen."""
+    compiled = [0]
+    monkeypatch.setattr(cpu_jit, "compilations", lambda: compiled[0])
+    found = []
+    for compiles in (False, True):
+        cost, text = IterationCost(PRIOR), Text([0.79, 0.113, 0.0517], seed=6)
+        policy = Cost(TreeConfig(budget=96, max_depth=16, batch=8, policy="cost"), cost)
+        if compiles:
+            tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+            compiled[0] += 1
+            policy.observe(outcome(tree, 1, 0.5 * text.steps, 2.0))
+            assert cost.iterations == 0
+            text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+        found.append((len(tree), text.steps))
+        policy.observe(outcome(tree, 1, 0.01 * text.steps, 2.0))
+        assert cost.iterations == 1
+    assert found[0] == found[1]
 
 
 def test_one_slow_pass_at_the_knee_makes_the_next_trees_smaller() -> None:

@@ -67,6 +67,7 @@ class Cost:
         self._tree_expects = 0.0
         self._doubted = False  # the tree is the best there is, and expected to be slower than none
         self._rests = Rests()
+        self._compilations = 0  # of kernels, before this iteration
 
     @property
     def _trust(self) -> float:
@@ -77,9 +78,11 @@ class Cost:
     ) -> SearchResult:
         """See BudgetPolicy; the search is the best-first one."""
         import numpy as np
+        from specexec_kernels import cpu_jit
 
         from specexec_cli.drafting.search import SearchResult
 
+        self._compilations = cpu_jit.compilations()
         plain_s = float(self._cost.seconds(np.array([float(pending)]), 0)[0])
         if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
@@ -148,8 +151,13 @@ class Cost:
     def observe(self, step: StepResult) -> None:
         """See BudgetPolicy. A pass that carried a prompt says nothing about later ones.
 
-        Among several texts a short one does: where texts come and go, few passes carry none.
+        Among several texts a short one does: where texts come and go, few passes carry none. Nor
+        does an iteration in which kernels were compiled, which happens once on a machine.
         """
+        from specexec_kernels import cpu_jit
+
+        if cpu_jit.compilations() > self._compilations:
+            return
         if step.pending_rows > self.texts + (_PROMPT_ROWS if self.texts > 1 else 0):
             return
         tokens = 1.0 + self._trust * self._tree_expects / self.texts
