@@ -56,13 +56,13 @@ PINNED: dict[str, tuple[CostModel | None, Seconds, list[tuple[int, int]]]] = {
     ]),
     "resident, nothing known": (None, RESIDENT, [
         (39, 4), (12, 10), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2),
-        (12, 6), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (2, 2), (2, 2), (2, 2), (2, 2),
+        (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 3), (2, 2), (2, 2), (2, 2), (2, 2),
         (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2),
         (2, 2), (4, 3), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2), (2, 2)
     ]),
     "steep": (PRIOR, STEEP, [
         (36, 3), (38, 9), (36, 9), (36, 9), (36, 9), (36, 9), (36, 9), (35, 3), (33, 9),
-        (31, 9), (11, 8), (29, 9), (29, 9), (29, 9), (29, 3), (15, 10), (14, 7), (14, 7),
+        (31, 9), (8, 7), (29, 9), (29, 9), (29, 9), (29, 3), (15, 10), (14, 7), (14, 7),
         (14, 7), (14, 7), (14, 7), (14, 3), (14, 6), (14, 6), (14, 6), (14, 6), (14, 6),
         (14, 6), (14, 3), (14, 6), (14, 6), (17, 7), (14, 6), (14, 6), (14, 6), (14, 3),
         (14, 6), (14, 6), (14, 6), (14, 6)
@@ -74,6 +74,19 @@ PINNED: dict[str, tuple[CostModel | None, Seconds, list[tuple[int, int]]]] = {
 def test_trees_come_as_when_they_were_measured(name: str) -> None:
     prior, seconds, expected = PINNED[name]
     assert trees(prior, seconds) == expected
+
+
+def test_a_tree_that_rides_with_a_prompt_is_worth_its_own_time() -> None:
+    """Where each row costs 0.6 of a pass, one that is certain pays, and the next one does not: the
+    prompt's 40 rows, which take 25 s, are no reason to take more."""
+    steep = CostModel(base_s=1.0, row_s=0.6, knee_rows=1.0, step_s=0.0)
+    found = []
+    for pending in (1, 40):
+        policy = Cost(TreeConfig(budget=16, max_depth=4, batch=4, policy="cost"),
+                      IterationCost(steep))  # fmt: skip
+        text = Text([0.9, 0.05], seed=6)
+        found.append(len(policy.grow(grow_tree, text.expand, 4, no_signals, pending).tree))
+    assert found[0] == found[1] <= 2
 
 
 def test_iterations_in_which_kernels_are_compiled_teach_nothing(

@@ -60,6 +60,7 @@ class Cost:
         self._caught = 0.7  # share of an expanded node's probability that its best child has
         self._iteration = self._steps = 0
         self._pending = 1
+        self._prompt_s = 0.0  # what rows of prompts take in this pass, whatever the tree
         self._probing = False  # this tree tries a step and nodes more than seem to pay
         self._probed = False  # and has tried the step
         self._drawn: Floats | None = None  # probabilities of the nodes under way
@@ -83,7 +84,9 @@ class Cost:
         from specexec_cli.drafting.search import SearchResult
 
         self._compilations = cpu_jit.compilations()
-        plain_s = float(self._cost.seconds(np.array([float(pending)]), 0)[0])
+        before = np.array([float(self.texts), float(max(self.texts, pending))])
+        plain_s, pending_s = self._cost.seconds(before, 0).tolist()
+        self._prompt_s = pending_s - plain_s
         if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._pending = pending
@@ -144,7 +147,8 @@ class Cost:
         falling = -np.sort(-log_probs)[:most]
         expected = self._trust * np.cumsum(np.exp(falling))
         rows = self._pending + np.arange(1.0, most + 1.0)
-        rates = (self.texts + expected) / self._cost.seconds(rows, steps)
+        # a tree that rides with a prompt has to be worth its own time, not the prompt's as well
+        rates = (self.texts + expected) / (self._cost.seconds(rows, steps) - self._prompt_s)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
