@@ -67,6 +67,7 @@ DEMO_DRAFT = HERE.parent / "specexec_cli" / "demo" / "draft"
 BASELINE = "accelerate"
 # that specexec has taken before it plans, PyTorch's libraries included
 _PROGRAM_BYTES = 500_000_000
+_SPARE_TOKENS = 64  # of a context, behind the longest text: for drafts
 _LLAMA_CPP = ("llama-cpp-python==0.3.36", "gguf==0.19.0")
 _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
@@ -208,13 +209,15 @@ class PeerBench:
         options = self.options
         depth = min(options.depth, options.budget)
         draft = self._draft_gguf if self._reads_gguf(peer) else options.draft
+        tokens = options.tokens if peer.drafts else options.baseline_tokens
         return {
             "program": peer.program, "rig": str(options.rig), "gguf": str(options.gguf),
             "draft": str(draft) if peer.drafts else None, "load": peer.load,
             # llama.cpp's copy of weights in an order that suits the CPU is as large as they are
             "repack": not options.cap,
             "length": peer.length, "prompts": [list(prompt) for prompt in self.prompts],
-            "tokens": options.tokens if peer.drafts else options.baseline_tokens,
+            "tokens": tokens,
+            "context_tokens": max(map(len, self.prompts)) + tokens + _SPARE_TOKENS,
             "scratch": scratch, "offload": options.offload, "dtype": options.dtype,
             "tree": {"budget": options.budget, "max_depth": depth, "batch": options.batch},
         }  # fmt: skip

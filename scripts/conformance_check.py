@@ -2,19 +2,21 @@
 
 The checkpoint is written by save_pretrained, so its tensors have the names of real ones, and opened
 as any other: streamed from disk, layer by layer. Logits are held against transformers' own forward
-with eager attention in float32. What differs only in the order of sums stays far below TOLERANCE; a
-wrong mask, position or weight does not.
+with eager attention in float32. What differs only in the order of sums stays far below
+conformance_logits.TOLERANCE; a wrong mask, position or weight does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from conformance_configs import WORDS, tiny_config
+from conformance_configs import NO_OPTIONS, VARIANTS, WORDS, tiny_config
+from conformance_logits import RULED_OUT, NotConforming, compare, expected_logits
 from conformance_report import untried_kinds
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -27,35 +29,53 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.models import decoder_layer
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.tensor_finder import OTHER_PART
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import architectures
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, register
-from specexec_cli.planning.built_sizes import text_model_class
+from specexec_cli.planning.built_sizes import own_tensors, text_model_class
 from specexec_cli.planning.sizes import ExpertBytes, checkpoint_bytes
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
-TOLERANCE = 1e-4  # of the largest logit
-_RULED_OUT = -1e30  # logits below it belong to tokens that the architecture never writes
 _CHUNK_ROWS = 16
 _SLOT_MORE_BYTES = 1 << 14  # of a slot beside an expert's tensors: whole blocks of the disk
 _STD = 0.3  # of the random weights: logits then differ clearly from token to token
 
 
-class NotConforming(Exception):
-    """What specexec computes is not what it should be."""
-
-
 def check(model_type: str, folder: Path) -> None:
-    """Raises what goes wrong.
+    """Tries a type with its defaults and in each of its VARIANTS; raises what goes wrong.
 
     Args:
         folder: an empty one.
     """
-    own = _save(model_type, folder / "target", noise=0.0)
+    own = _save(model_type, folder / "defaults" / "target", noise=0.0)
     if untried := untried_kinds(own):
         raise NotConforming(untried)
-    _save(model_type, folder / "draft", noise=0.03)
+    _check_saved(model_type, own, folder / "defaults", NO_OPTIONS)
+    for number, options in enumerate(VARIANTS.get(model_type, ())):
+        check_variant(model_type, folder / f"variant-{number}", options)
+
+
+def check_variant(model_type: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Tries a type with some options; raises what goes wrong, the options named.
+
+    Args:
+        folder: an empty one.
+    """
+    try:
+        own = _save(model_type, folder / "target", noise=0.0, options=options)
+        _check_saved(model_type, own, folder, options)
+    except Exception as error:  # whatever it is, it belongs to these options
+        told = ", ".join(f"{name}={value}" for name, value in options.items())
+        raise NotConforming(f"with {told}: {error}") from error
+
+
+def _check_saved(
+    model_type: str, own: PreTrainedModel, folder: Path, options: Mapping[str, Any]
+) -> None:
+    """Everything about a target that is in `folder` already."""
+    _save(model_type, folder / "draft", noise=0.03, options=options)
     with _registered(model_type), _small_chunks():
         _check_passes(own, folder / "target")
         _check_experts(folder / "target")
@@ -64,25 +84,38 @@ def check(model_type: str, folder: Path) -> None:
         _check_texts(folder)
 
 
-def _save(model_type: str, folder: Path, noise: float) -> PreTrainedModel:
+def _save(
+    model_type: str, folder: Path, noise: float, options: Mapping[str, Any] = NO_OPTIONS
+) -> PreTrainedModel:
     """Writes random weights; returns transformers' model of what was written.
 
     Args:
         noise: share of other random weights, with which a draft model differs from its target.
+        options: of the configuration, in place of the small defaults.
     """
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, options)
     kind = text_model_class(config)
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(std=_STD)
-        for parameter in model.parameters():
-            parameter += noise * torch.randn_like(parameter)
+        weights = [*model.parameters(), *_stored_biases(model)]
+        for weight in weights:
+            weight.normal_(std=_STD)
+        for weight in weights:
+            weight += noise * torch.randn_like(weight)
     model.tie_weights()
     model.save_pretrained(folder)
     found = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return found.eval()
+
+
+def _stored_biases(model: PreTrainedModel) -> list[Tensor]:
+    """Biases that are buffers, as of routers: a new model has zeros there, which prove nothing."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [
+        tensor for name, tensor in own_tensors(model)
+        if name.endswith("bias") and name not in parameters and tensor.is_floating_point()
+    ]  # fmt: skip
 
 
 def _check_passes(own: PreTrainedModel, folder: Path) -> None:
@@ -92,20 +125,23 @@ def _check_passes(own: PreTrainedModel, folder: Path) -> None:
     tree = _tree(rng)
     target = LocalTarget(_open(folder, "ssd"))
     try:
+        check_unused(target.model)
         _check_sizes(target.model, folder)
-        _compare("prompt and tree", target.verify(prompt, tree), _expected(own, prompt, tree))
+        compare("prompt and tree", target.verify(prompt, tree), expected_logits(own, prompt, tree))
         nodes = [0, 2, 5]  # a path that leaves siblings and cousins behind
         target.commit(nodes)
         context = prompt + tree.tokens[nodes].tolist()
         bonus = _words(rng, 2)
-        _compare(
-            "after a commit", target.verify(bonus, tree), _expected(own, context + bonus, tree)
+        compare(
+            "after a commit",
+            target.verify(bonus, tree),
+            expected_logits(own, context + bonus, tree),
         )
         target.commit([])
         target.crop(len(prompt) - 9)
         turn = _words(rng, 5)
         rest = prompt[: len(prompt) - 9] + turn
-        _compare("after a crop", target.verify(turn, tree), _expected(own, rest, tree))
+        compare("after a crop", target.verify(turn, tree), expected_logits(own, rest, tree))
     finally:
         target.close()
 
@@ -122,11 +158,22 @@ def _check_together(folder: Path) -> None:
         for part in (texts, nexts):
             parts = [(target, *each) for target, each in zip(together, part, strict=True)]
             for found, single, each in zip(verify_together(parts), alone, part, strict=True):
-                _compare("beside another text", found, single.verify(*each))
+                compare("beside another text", found, single.verify(*each))
             for target in (*together, *alone):
                 target.commit([])
     finally:
         model.close()
+
+
+def check_unused(model: StreamedModel) -> None:
+    """Beside its parts for other things than text, a model leaves tied tensors alone unused.
+
+    Raises:
+        NotConforming: it leaves another one.
+    """
+    for name, reason in model.skeleton.unused.items():
+        if not (reason.startswith("tied to ") or reason == OTHER_PART):
+            raise NotConforming(f"'{name}' is unused: {reason}")
 
 
 def _check_sizes(model: StreamedModel, folder: Path) -> None:
@@ -193,7 +240,7 @@ def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
         expected = own(input_ids=torch.tensor([prompt])).logits[0]
     found = model.forward(PassRows.chain(prompt, 0), model.new_cache(), range(len(prompt)))
     model.close()
-    possible = expected > _RULED_OUT
+    possible = expected > RULED_OUT
     likeness = torch.cosine_similarity(found[possible], expected[possible], dim=0)
     if found.dtype != torch.float32 or not likeness > 0.5:
         raise NotConforming(f"logits in bfloat16 point elsewhere (cosine {float(likeness):.2f})")
@@ -234,34 +281,6 @@ def _tree(rng: np.random.Generator) -> DraftTree:
     parents = np.array([-1, -1, 0, 0, 1, 2, 2, 5, 4])
     depths = np.array([1, 1, 2, 2, 2, 3, 3, 4, 3])
     return DraftTree(np.array(_words(rng, len(parents))), parents, depths, np.zeros(len(parents)))
-
-
-@torch.no_grad()
-def _expected(own: PreTrainedModel, context: Sequence[int], tree: DraftTree) -> Tensor:
-    """transformers' logits: row 0 behind the context, row i + 1 behind the path to node i."""
-    rows = [own(input_ids=torch.tensor([list(context)])).logits[0, -1]]
-    for node in range(len(tree)):
-        path: list[int] = []
-        while node >= 0:
-            path.insert(0, int(tree.tokens[node]))
-            node = int(tree.parents[node])
-        rows.append(own(input_ids=torch.tensor([[*context, *path]])).logits[0, -1])
-    return torch.stack(rows)
-
-
-def _compare(when: str, ours: Tensor, expected: Tensor) -> None:
-    if not torch.isfinite(expected).all():
-        raise NotConforming("transformers' own logits are not finite")
-    possible = expected > _RULED_OUT
-    if not torch.equal(possible, ours > _RULED_OUT):
-        raise NotConforming(f"other tokens are ruled out {when}")
-    ours, expected = ours.masked_fill(~possible, 0.0), expected.masked_fill(~possible, 0.0)
-    scale = float(expected.abs().max())
-    if len(expected) > 1 and float(expected.std(dim=0).max()) < 1e-3 * scale:
-        raise NotConforming("transformers' own logits do not depend on the text")
-    error = float((ours - expected).abs().max()) / scale
-    if not error <= TOLERANCE:
-        raise NotConforming(f"logits {when} differ by {error:.1e} of the largest")
 
 
 @contextmanager

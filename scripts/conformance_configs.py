@@ -7,6 +7,8 @@ counts; kinds of layers and experts all stay, since they are what an architectur
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -31,7 +33,7 @@ _SMALL: list[tuple[str, int]] = [
     (r".*(key_value|kv)_heads.*|num_kv_heads|num_attention_groups", 2),
     (r".*(attention_heads|num_heads)|n_heads?", 4),
     (r".*experts_per_tok.*|.*top_?k(_experts)?|moe_k|num_selected_experts|moe_top_k", 2),
-    (r"n_group|topk_group|num_expert_group.*", 1),
+    (r"num_expert_group.*", 1),
     (r".*shared_experts?|.*zero_expert_num", 1),
     (r"(.*_)?n(um)?_(local_|routed_)?experts|ffn_num_experts|moe_num_experts", 4),
     (r"num_hidden_layers|(n|num)_layers?|(decoder|encoder)_layers|depth", LAYERS),
@@ -44,7 +46,10 @@ _SMALL: list[tuple[str, int]] = [
 _COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 # what a default cannot be shrunk by its name alone
-_FEW_EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}
+_FEW_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1}
+# a row goes to experts of one group alone, and not to all of them
+_GROUPS = {"n_group": 2, "topk_group": 1}
+_EXPERTS_OF_GROUPS = 8
 _PARTIAL_ROPE = {
     "rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5,
     "mrope_section": [2, 1, 1],
@@ -76,8 +81,7 @@ HINTS: dict[str, dict[str, Any]] = {
     },
     "paddleocr_vl_text": {"rope_parameters": _THREE_AXES},
     "deepseek_ocr2_text": {
-        **_FEW_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "n_group": 1,
-        "topk_group": 1,
+        **_FEW_EXPERTS, **_GROUPS, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
     },
     "molmo2_vision": {"image_size": [28, 28], "num_position_embeddings": 4},
     "molmo2_adapter": {"vision_feature_layer": [3, 1]},
@@ -93,12 +97,54 @@ HINTS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+}  # fmt: skip
+# options that published models set and config classes leave at another default: a type runs if it
+# does so with its defaults and with each of these
+VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
+    "falcon": (
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1},
+        {"multi_query": False, "num_kv_heads": 4, "parallel_attn": False, "bias": True},
+    ),
+    "cohere": ({"use_qk_norm": True},),
+    "glm4_moe": ({"use_qk_norm": True, "attention_bias": True},),
+    "granite": (_MULTIPLIERS,),
+    "granite_swa": (_MULTIPLIERS,),
+    "granitemoe": (_MULTIPLIERS,),
+    "granitemoe_swa": (_MULTIPLIERS,),
+    "granitemoeshared": (_MULTIPLIERS,),
+    "gpt_neox": ({"use_parallel_residual": False},),
+    "stablelm": ({"qk_layernorm": True}, {"use_parallel_residual": True}),
+    "phi": ({"qk_layernorm": True},),
+    "persimmon": ({"qk_layernorm": False},),
+    "llama4_text": ({"use_qk_norm": False},),
+    # DeepSeek-V2's own way, where V2-Lite's is the default, which has a query without a latent
+    "deepseek_v2": (
+        {**_GROUPS, "topk_method": "group_limited_greedy"},
+        {"q_lora_rank": None},
+    ),
+    "deepseek_v3": ({"q_lora_rank": None},),
+}  # fmt: skip
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def tiny_config(model_type: str) -> PretrainedConfig:
-    """A configuration of a few thousand weights."""
+def tiny_config(model_type: str, options: Mapping[str, Any] = NO_OPTIONS) -> PretrainedConfig:
+    """A configuration of a few thousand weights.
+
+    Args:
+        options: values in place of the small ones, as VARIANTS has them.
+    Raises:
+        KeyError: the type's config class has no such option.
+    """
     kind = CONFIG_MAPPING[model_type]
-    return kind(**_shrunk(kind))
+    small = _shrunk(kind)
+    if unknown := options.keys() - kind().to_dict().keys():
+        raise KeyError(f"{model_type} has no option '{min(unknown)}'")
+    return kind(**{**small, **options})
 
 
 def _shrunk(kind: type[PretrainedConfig]) -> dict[str, Any]:
@@ -123,6 +169,10 @@ def _shrunk(kind: type[PretrainedConfig]) -> dict[str, Any]:
     if "mrope_section" in getattr(kind, "ignore_keys_at_rope_validation", ()):
         rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
         small["rope_parameters"] = rope
+    if getattr(default, "n_group", None):
+        small |= _GROUPS
+        few = dict.fromkeys(("n_routed_experts", "num_experts"), _EXPERTS_OF_GROUPS)
+        small |= {name: count for name, count in few.items() if name in small}
     return {**small, **HINTS.get(kind.model_type, {})}
 
 

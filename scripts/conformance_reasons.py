@@ -97,6 +97,8 @@ def by_name(model_type: str) -> str | None:
 
 def by_error(raised: str) -> str:
     """The sentence about what trying a type raised, in one line."""
+    if any(raised.startswith(meaning) for _, meaning in _KINDS):
+        return raised  # of what real models have, and the tiny one has not
     meant = next((meaning for pattern, meaning in _RAISED if re.search(pattern, raised)), None)
     return meant or f"fails when it is tried: {raised}"
 

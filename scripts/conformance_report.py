@@ -15,7 +15,7 @@ from conformance_reasons import BOTH_HALVES, by_error, by_name, kind_among
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from specexec_cli.planning.architectures import relatives
+from specexec_cli.planning.architectures import ALIASES, relatives
 from specexec_cli.planning.built_sizes import empty_model, has_separable_experts, text_decoder
 from specexec_cli.planning.conforming import ONE_BY_ONE, WITH_LAYERS
 
@@ -138,7 +138,11 @@ writes text, alone or beside pictures, was tried as a tiny random model whose ch
 - a pass in bfloat16 has logits that point the same way (a rounding may change a random expert),
 - layers, experts and cache rows have the bytes that `plan` reckons with,
 - a mixture's experts, where they move one by one, give the same bits under any cap,
-- every tensor of the checkpoint is used, or known to be of no use for text.
+- every tensor of the checkpoint is used, tied to another, or of a part that does not read or write
+  text,
+- all this holds with the type's defaults and with the options of published models that
+  `VARIANTS` in `scripts/conformance_configs.py` lists for it (experts in groups, norms of queries
+  and keys, parallel attention and MLP, multipliers).
 
 Of models that see or hear, the part that reads and writes text runs; pictures are not read.
 Everything else is refused when it is opened, with the reason below and the types of the same family
@@ -158,6 +162,8 @@ def docs(runs: Mapping[str, str], refused: Mapping[str, str], experts: Mapping[s
         name: f"| `{name}` | runs | {f'experts move {experts[name]} ' if name in experts else ''}|"
         for name in runs
     }
+    for name, known in ALIASES.items():
+        rows[name] = f"| `{name}` | runs | another name of `{known}` |"
     for name, why in refused.items():
         near = ", ".join(f"`{each}`" for each in relatives(name, runs))
         rows[name] = f"| `{name}` | refused | {_shown(why)}{f'; nearest: {near}' if near else ''} |"

@@ -41,7 +41,7 @@ from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.resident import as_blob
 from specexec_cli.planning.low_bits import quantization_keys
-from specexec_cli.planning.memory import GPU_LIBRARY_BYTES, DoesNotFitError
+from specexec_cli.planning.memory import GPU_LIBRARY_BYTES, STEP_SLOTS, DoesNotFitError
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session, TextSession
 from specexec_cli.session.local_session import LocalSession
@@ -143,18 +143,23 @@ def streaming(offload: OffloadMode, tree: TreeConfig = TREE) -> Iterator[LocalSe
     raise AssertionError("no memory was right")
 
 
-def growth_step() -> list[Check]:
-    """The caches of captured draft steps double at 2048 slots, in the middle of a text."""
+def growth_step(slots: int = STEP_SLOTS) -> list[Check]:
+    """The caches of captured draft steps grow in the middle of a text.
+
+    Args:
+        slots: of those caches at first.
+    """
     with Session.open(pair="demo", device="cuda", dtype="float32") as session:
         text = "\n".join(f"    total += values[{number}]" for number in range(1000))
-        prompt = session.encode(text)[:1960]
+        prompt = session.encode(text)[: slots - 88]
         found = tokens(session, prompt, TREE, 120)
         drafter = session._drafter  # type: ignore[attr-defined]
-        slots = drafter._cache.zeroed_capacity
+        found_slots = drafter._cache.zeroed_capacity
     return [
-        Check("slots of the draft model's cache", slots > 2048, str(slots), "more than 2048"),
+        Check("slots of the draft model's cache", found_slots > slots, str(found_slots),
+              f"more than {slots}"),
         same("text", found, by_the_cpu(prompt, 120)),
-    ]
+    ]  # fmt: skip
 
 
 def trees_step() -> list[Check]:

@@ -20,6 +20,7 @@ from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
+from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows
 from specexec_cli.planning.memory import fixed_parts, gpu_parts
@@ -179,7 +180,7 @@ def plan_for(
         enough = _with_margin(beside_vram + rings, machine)
         machine = replace(machine, vram_bytes=min(free, enough) if config.keep == "none" else free)
     if config.tier == "ssd" and config.keep != "thirds" and (gpu or config.keep == "none"):
-        held = sizes[0].table if gpu else beside
+        held = sizes[0].table + SLAB_BYTES if gpu else beside
         enough = machine.ram_for(machine.base_bytes + held + rings)
         machine = replace(machine, ram_bytes=min(machine.ram_bytes, enough))
     if config.keep == "thirds":

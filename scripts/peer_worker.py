@@ -96,7 +96,8 @@ def llama_cpp(task: dict[str, Any]) -> Generate:
     _set_loading(task)
     cores = len(os.sched_getaffinity(0))  # its own default is half of them
     model = Llama(
-        model_path=task["gguf"], n_ctx=1024, n_batch=512, use_mmap=task["load"] == "mmap",
+        model_path=task["gguf"], n_ctx=task["context_tokens"], n_batch=512,
+        use_mmap=task["load"] == "mmap",
         n_threads=cores, n_threads_batch=cores, verbose=False, draft_model=_llama_cpp_draft(task),
     )  # fmt: skip
 
@@ -146,7 +147,8 @@ def _llama_cpp_draft(task: dict[str, Any]) -> Any:
         """The small model's greedy continuation; its cache is kept from call to call."""
 
         def __init__(self) -> None:
-            self.model = Llama(model_path=task["draft"], n_ctx=1024, verbose=False)
+            context = task["context_tokens"]
+            self.model = Llama(model_path=task["draft"], n_ctx=context, verbose=False)
 
         def __call__(self, input_ids: Any, /, **kwargs: Any) -> Any:
             drafted = self.model.generate(input_ids.tolist(), temp=0.0, top_k=1, repeat_penalty=1.0)
@@ -167,7 +169,7 @@ def specexec(task: dict[str, Any]) -> Generate:
     method = "autoregressive" if task["draft"] is None else "specexec"
     session = Session.open(
         target=task["rig"], draft=task["draft"], method=method, offload=task["offload"],
-        dtype=task["dtype"],
+        dtype=task["dtype"], context_tokens=task["context_tokens"],
     )  # fmt: skip
     session.eos_ids = frozenset()  # as many tokens as the others write
     tree = TreeConfig(**task["tree"])

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from uncounted import uncounted
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.kv_cache import SlotCache
@@ -98,6 +99,7 @@ def architecture(name: str) -> PretrainedConfig:
     return kind(**{**common, **settings})
 
 
+@uncounted
 def save_checkpoint(
     folder: Path,
     config: PretrainedConfig,
@@ -145,6 +147,7 @@ def byte_llama(**settings: Any) -> PretrainedConfig:
     )
 
 
+@uncounted
 def save_byte_tokenizer(folder: Path, **settings: Any) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer without merges: every byte is a token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -234,6 +237,7 @@ def assert_fresh(model: StreamedModel, cache: SlotCache, tokens: list[int]) -> N
                 )
 
 
+@uncounted
 def sentencepiece_model() -> bytes:
     """A BPE model with byte fallback, as Llama-2 and Mistral ship, trained in a moment."""
     import sentencepiece  # its import is slow and few tests need it

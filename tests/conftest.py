@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
+import shutil
 import signal
 import sys
 import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+
+def folder_for_now(name: str) -> str:
+    """An empty folder that is gone once this process has ended."""
+    folder = tempfile.mkdtemp(prefix=f"specexec-tests-{name}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
 # What sessions learn about a pair must not pass from one run of the tests to the next.
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="specexec-tests-cache-")
+os.environ["XDG_CACHE_HOME"] = folder_for_now("cache")
 
 # Each CPU kernel is compiled once in a run, by whichever of its processes needs it first.
 if "SPECEXEC_KERNEL_CACHE" not in os.environ:
-    os.environ["SPECEXEC_KERNEL_CACHE"] = tempfile.mkdtemp(prefix="specexec-tests-kernels-")
+    os.environ["SPECEXEC_KERNEL_CACHE"] = folder_for_now("kernels")
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
 
@@ -44,3 +56,19 @@ def shared() -> Path:
     if not SHARED.is_dir():
         pytest.skip("the shared data folder is not beside the repository")
     return SHARED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compilers_and_interpreters_uncounted() -> Iterator[None]:
+    """Whichever test needs a kernel: it is written, compiled and interpreted at full speed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.gettrace() is not None:
+            from specexec_kernels import cpu_jit
+            from uncounted import uncounted
+
+            patch.setattr(cpu_jit, "compiled", uncounted(cpu_jit.compiled))
+            if os.environ.get("TRITON_INTERPRET") and find_spec("triton"):
+                from triton.runtime.interpreter import InterpretedFunction
+
+                patch.setattr(InterpretedFunction, "run", uncounted(InterpretedFunction.run))
+        yield

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from uncounted import uncounted
 
 CUDA = torch.device("cuda", 0)
 VRAM_BYTES = 8_000_000_000
@@ -82,8 +82,9 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.peak = self._live = 0
+        self.peak = 0
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._live = 0  # bytes of all that is held, whether or not it is gone meanwhile
 
     def hold(self, tensor: Tensor) -> None:
         """Counts what the tensor lies in, once, for as long as that lives."""
@@ -93,13 +94,17 @@ class Memory:
         known = self._held.get(storage._cdata)
         if known is not None and not known[0].expired():
             return
-        for address, (reference, n_bytes) in list(self._held.items()):
-            if reference.expired():
-                del self._held[address]
-                self._live -= n_bytes
+        if known is not None:
+            self._drop([storage._cdata])
         self._held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self._live += storage.nbytes()
-        self.peak = max(self.peak, self._live)
+        if self._live > self.peak:  # unless some of it is gone
+            self._drop([key for key, (held, _) in list(self._held.items()) if held.expired()])
+            self.peak = max(self.peak, self._live)
+
+    def _drop(self, gone: list[int]) -> None:
+        for key in gone:
+            self._live -= self._held.pop(key)[1]
 
 
 _memory = Memory()
@@ -153,6 +158,20 @@ def _is_captured() -> bool:
     return _capturing is not None and threading.get_ident() == _capturing_thread
 
 
+def _leaves(value: Any) -> list[Any]:
+    """What lies in lists and tuples; PyTorch's own walk takes longer than most operations here."""
+    if type(value) in (list, tuple):
+        return [leaf for each in value for leaf in _leaves(each)]
+    return [value]
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same lists and tuples of changed leaves."""
+    if type(value) in (list, tuple):
+        return type(value)([_mapped(change, each) for each in value])
+    return change(value)
+
+
 def _inner(value: Any) -> Any:
     if isinstance(value, PackedWeight):
         tensors = {f.name: _inner(getattr(value, f.name)) for f in fields(value)}
@@ -164,10 +183,12 @@ def _on_device(value: Any) -> Any:
     return CudaTensor(value) if type(value) is Tensor else value
 
 
+@uncounted
 def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One of PyTorch's operations."""
     packet, device = func.overloadpacket, kwargs.get("device")
-    tensors = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, Tensor)]
+    given = _leaves([*args, *kwargs.values()])
+    tensors = [value for value in given if isinstance(value, Tensor)]
     there = [value for value in tensors if isinstance(value, CudaTensor)]
     # a number in ordinary memory travels with the launch, unless it is to be copied
     here = [value for value in tensors if not isinstance(value, CudaTensor)]
@@ -189,11 +210,13 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _refused and func not in _NO_LAUNCH:
         raise RuntimeError(f"CUDA error: {_refused.pop()}")
     run = _CUDA_ALONE.get(func, func)
-    found = _launch(lambda: run(*tree_map(_inner, args), **tree_map(_inner, kwargs)))
+    args = _mapped(_inner, args)
+    kwargs = {name: _mapped(_inner, value) for name, value in kwargs.items()}
+    found = _launch(lambda: run(*args, **kwargs))
     if func._schema.is_mutable:  # in place, or out=: what comes back is what was given
         owners = {id(value.inner): value for value in there}
-        return tree_map(lambda value: owners.get(id(value), value), found)
-    return tree_map(_on_device, found) if to_device else found
+        return _mapped(lambda value: owners.get(id(value), value), found)
+    return _mapped(_on_device, found) if to_device else found
 
 
 def _launch(run: Callable[[], Any]) -> Any:
@@ -201,7 +224,7 @@ def _launch(run: Callable[[], Any]) -> Any:
     found = run()
 
     def again() -> None:
-        for old, new in zip(tree_flatten(found)[0], tree_flatten(run())[0], strict=True):
+        for old, new in zip(_leaves(found), _leaves(run()), strict=True):
             if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
@@ -218,7 +241,7 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
         tensors = [_inner(value) is not value for value in args if hasattr(value, "to")]
         assert all(tensors), "a kernel was given a tensor in ordinary memory"
         found = _launch(lambda: interpreted(*map(_inner, args), **kwargs))
-        return tree_map(_on_device, found)
+        return _mapped(_on_device, found)
 
     return launch
 
@@ -226,16 +249,24 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
 class _Mode(TorchDispatchMode):
     """Sees what makes tensors on the device from none that are there."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and PyTorch's guard takes as long as many an operation."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if not types and not (kwargs and "device" in kwargs):  # in ordinary memory, and stays there
+            return func(*args, **(kwargs or {}))
         return _perform(func, args, kwargs or {})
 
 
+_NAMES_OF_DEVICES = (str, torch.device)
+
+
 def _numbered(value: Any) -> Any:
-    if isinstance(value, str | torch.device) and str(value) == "cuda":
-        return CUDA
-    return value
+    return CUDA if type(value) in _NAMES_OF_DEVICES and str(value) == "cuda" else value
 
 
 class _NumberedDevices(TorchFunctionMode):
@@ -245,8 +276,12 @@ class _NumberedDevices(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is not torch.device:
-            args = tuple(map(_numbered, args))
-            kwargs = {name: _numbered(value) for name, value in (kwargs or {}).items()}
+            if kwargs:
+                kwargs = {name: _numbered(value) for name, value in kwargs.items()}
+            for value in args:
+                if type(value) in _NAMES_OF_DEVICES:
+                    args = tuple(map(_numbered, args))
+                    break
         return func(*args, **(kwargs or {}))
 
 

@@ -49,6 +49,12 @@ class _At:
         self._point = point
         self._seen = 0
 
+    def _may_be(self, operation: str) -> bool:
+        """Whether a site of this operation is to be looked at: all are, or one until it came."""
+        if self._point is None:
+            return True
+        return not self.fired and operation == self._point[0][2]
+
     def _reached(self, site: Site) -> bool:
         """Whether this is the point."""
         self.sites.append(site)
@@ -62,6 +68,11 @@ class _At:
 class NoMemory(_At, TorchDispatchMode):
     """The allocation at the point fails as PyTorch's do: on a GPU, or on the CPU."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, and PyTorch's guard takes as long as many an operation."""
+        return False
+
     def __init__(self, point: Point | None = None) -> None:
         TorchDispatchMode.__init__(self)
         _At.__init__(self, point)
@@ -70,22 +81,33 @@ class NoMemory(_At, TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _allocates(func) and self._reached(_site(sys._getframe(1), str(func))):
+        operation = _allocation(func)
+        asked = bool(operation) and not _on_meta(args, kwargs) and self._may_be(operation)
+        if asked and self._reached(_site(sys._getframe(1), operation)):
             raise _shortage(args, kwargs)
         return func(*args, **kwargs)
 
 
 @cache
-def _allocates(func: Any) -> bool:
-    """Whether what comes back is new, and not a view or an argument."""
+def _allocation(func: Any) -> str:
+    """PyTorch's operation, if what comes back is new and no view or argument; else nothing."""
     returns = func._schema.returns
-    return any(str(each.type).startswith("Tensor") and each.alias_info is None for each in returns)
+    new = any(str(each.type).startswith("Tensor") and each.alias_info is None for each in returns)
+    return str(func) if new else ""
+
+
+def _on_meta(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether what comes back has no memory at all."""
+    return _device(args, kwargs).type == "meta"
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    given = [value.device for value in args if isinstance(value, torch.Tensor)]
+    return torch.device(kwargs.get("device") or (given[0] if given else "cpu"))
 
 
 def _shortage(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RuntimeError:
-    given = [value.device for value in args if isinstance(value, torch.Tensor)]
-    device = kwargs.get("device") or (given[0] if given else "cpu")
-    if torch.device(device).type == "cuda":
+    if _device(args, kwargs).type == "cuda":
         return torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of ..."
         )
@@ -103,6 +125,9 @@ class Interruption(_At):
     ) -> None:
         super().__init__(point)
         self._error = error
+        # a tracer costs most where it looks at lines: those of code that holds the point will do
+        within = _PACKAGE if point is None else (point[0][0],)
+        self._files = (*within, contextlib.__file__)
 
     def __enter__(self) -> Interruption:
         self._before = sys.gettrace()
@@ -118,27 +143,31 @@ class Interruption(_At):
         sys.settrace(self._before)
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        file = frame.f_code.co_filename
-        return self._line if file.startswith(_PACKAGE) or file == contextlib.__file__ else None
+        code = frame.f_code
+        if code.co_filename.startswith(self._files) and any(map(self._may_be, _beginnings(code))):
+            return self._line
+        return None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        begins = event == "line" and frame.f_lasti == _beginnings(frame.f_code)[frame.f_lineno]
-        if begins and self._reached(_site(frame, str(frame.f_lineno))):
-            raise self._error
+        line = str(frame.f_lineno)
+        if event == "line" and self._may_be(line):
+            begins = frame.f_lasti == _beginnings(frame.f_code)[line]
+            if begins and self._reached(_site(frame, line)):
+                raise self._error
         return self._line
 
 
 @cache
-def _beginnings(code: CodeType) -> dict[int, int]:
-    """Where each line begins.
+def _beginnings(code: CodeType) -> dict[str, int]:
+    """Where each line begins, by its number as sites tell it.
 
     A `with` reports its line once more before it leaves the context. Nothing but a tracer can raise
     there: signals wait until the context has been left.
     """
-    found: dict[int, int] = {}
+    found: dict[str, int] = {}
     for start, _, line in code.co_lines():
         if line is not None:
-            found[line] = min(start, found.get(line, start))
+            found[str(line)] = min(start, found.get(str(line), start))
     return found
 
 

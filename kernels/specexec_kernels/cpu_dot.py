@@ -62,7 +62,7 @@ class Stored:
     """Weights stored in bfloat16; see cpu_products.Form."""
 
     dtype = torch.bfloat16
-    places = (StoredArg.X, StoredArg.OUT, StoredArg.CHUNKS)
+    places = (StoredArg.OUT, StoredArg.CHUNKS)
 
     def kind(self, weight: Tensor) -> Hashable:
         return weight.shape
@@ -73,8 +73,8 @@ class Stored:
     def kernel(self, spec: StoredSpec, weight: Tensor) -> Any:
         return _stored_kernel(spec)
 
-    def arrange(self, x: Tensor, spec: StoredSpec) -> Tensor:
-        return _arrange(x, spec.rows, 2)
+    def arrange(self, x: Tensor, spec: StoredSpec) -> dict[int, Tensor]:
+        return {StoredArg.X: _arrange(x, spec.rows, 2)}
 
     def sums(self, chunks: int, spec: StoredSpec, weight: Tensor) -> Tensor:
         return torch.empty(chunks, spec.rows, weight.shape[0])
@@ -120,8 +120,8 @@ class Packed(cpu_quant.Packed):
     def kernel(self, spec: KernelSpec, weight: PackedWeight) -> Any:
         return _packed_kernel(spec, _block(weight))
 
-    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
-        return _arrange(x, spec.rows, spec.unit_codes)
+    def arrange(self, x: Tensor, spec: KernelSpec) -> dict[int, Tensor]:
+        return {PackedArg.X: _arrange(x, spec.rows, spec.unit_codes)}
 
     def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
         return torch.empty(chunks, spec.rows, cpu_quant.strip_count(spec, weight) * spec.strip)

@@ -83,7 +83,8 @@ class StoredDot(Products):
         rows = []
         for lane in range(LANES):
             at = b.add(b.mul(b.add(output, I64(lane)), words), local)
-            self.prefetch(self.arg[StoredArg.WEIGHT], b.add(b.add(at, skipped), I64(AHEAD * LANES)))
+            ahead = b.add(b.add(at, skipped), I64(AHEAD * LANES))
+            self.prefetch(self.arg[StoredArg.WEIGHT], ahead)
             rows.append(self.load(self.arg[StoredArg.WEIGHT], at, self.words))
         for word in self.transpose(rows):
             yield [word]

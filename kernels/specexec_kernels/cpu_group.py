@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_quant
+from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_quant, cpu_rows
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import Form, Placed
 from specexec_kernels.formats.base import RowWeight
@@ -58,7 +58,7 @@ def form_for(rows: Tensor, groups: Sequence[Group]) -> Form | None:
 def _kind(weight: Weight) -> Hashable:
     """Equal for weights that differ by nothing but their values."""
     if isinstance(weight, RowWeight):
-        return RowWeight
+        return weight.format, weight.in_features, weight.out_features
     if isinstance(weight, PackedWeight):
         return cpu_quant.FUSED.kind(weight)
     stored = weight.stored if isinstance(weight, Transposed) else weight
@@ -68,7 +68,7 @@ def _kind(weight: Weight) -> Hashable:
 def _form(rows: torch.dtype, weight: Weight) -> Form | None:
     pairs = rows == torch.bfloat16
     if isinstance(weight, RowWeight):
-        return None
+        return cpu_rows.form_for(rows) if cpu_rows.supports(weight) else None
     if isinstance(weight, PackedWeight):
         if not cpu_quant.supports(weight):
             return None

@@ -70,7 +70,7 @@ class Half:
     """Weights of two and four bytes; see cpu_products.Form."""
 
     dtype = torch.float32
-    places = (Arg.X, Arg.OUT, Arg.CHUNKS)
+    places = (Arg.OUT, Arg.CHUNKS)
 
     def kind(self, weight: Tensor | Transposed) -> Hashable:
         stored = weight.stored if isinstance(weight, Transposed) else weight
@@ -86,8 +86,8 @@ class Half:
     def kernel(self, spec: KernelSpec, weight: Tensor | Transposed) -> Any:
         return _kernel(spec)
 
-    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
-        return x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()
+    def arrange(self, x: Tensor, spec: KernelSpec) -> dict[int, Tensor]:
+        return {Arg.X: x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()}
 
     def sums(self, chunks: int, spec: KernelSpec, weight: Tensor | Transposed) -> Tensor:
         return torch.zeros(chunks, spec.rows, weight.shape[0])

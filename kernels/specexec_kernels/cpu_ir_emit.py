@@ -85,13 +85,14 @@ class Emitter:
         """left * right + addend, rounded once."""
         return self.b.call(self._fma, [left, right, addend])
 
-    def prefetch(self, base: Any, index: Any, locality: int = 3) -> None:
+    def prefetch(self, base: Any, index: Any) -> None:
         """Ask for the cache line of 4-byte element `index`; it may lie outside the array.
 
-        Args:
-            locality: 3 for the L1 cache, 2 for the L2 cache.
+        For the L2 cache: lines on their way into the L1 cache take the few places that its misses
+        have, and hold up what is read now (docs/experiments.md).
         """
-        self.b.call(self._prefetch, [self.ptr(base, index), I32(0), I32(locality), I32(1)])
+        read, into_l2, data = I32(0), I32(2), I32(1)
+        self.b.call(self._prefetch, [self.ptr(base, index), read, into_l2, data])
 
     def ptr(self, base: Any, index: Any, size: int = 4) -> Any:
         """Address of element `index` of `size` bytes."""

@@ -1,8 +1,9 @@
 """How rows and weights reach a kernel: one product, or many of one kind in one launch.
 
-A form (cpu_dot, cpu_half, cpu_quant) says how its kernels want rows and weights. Kernels claim
-strips of outputs from a counter of their own, so the threads of one launch can go from product to
-product without waiting for one another. A product has the same bits alone and among others.
+A form (cpu_dot, cpu_half, cpu_quant, cpu_rows) says how its kernels want rows and weights. Kernels
+claim strips of outputs from a counter of their own, so the threads of one launch can go from
+product to product without waiting for one another. A product has the same bits alone and among
+others.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Form(Protocol):
         """Of rows."""
 
     @property
-    def places(self) -> tuple[int, int, int]:
-        """Where in the arguments X, OUT and the number of chunks are."""
+    def places(self) -> tuple[int, int]:
+        """Where in the arguments OUT and the number of chunks are."""
 
     def kind(self, weight: Any) -> Hashable:
         """Equal for weights that differ by nothing but their values."""
@@ -42,8 +43,8 @@ class Form(Protocol):
     def kernel(self, spec: Any, weight: Any) -> Any:
         """The compiled kernel."""
 
-    def arrange(self, x: Tensor, spec: Any) -> Tensor:
-        """(chunks * spec.rows, inputs) as the kernel reads it, (chunks, ...)."""
+    def arrange(self, x: Tensor, spec: Any) -> Mapping[int, Tensor]:
+        """(chunks * spec.rows, inputs) as the kernel reads it, by argument, (chunks, ...) each."""
 
     def sums(self, chunks: int, spec: Any, weight: Any) -> Tensor:
         """Memory for the results of so many chunks, (chunks, ...) float32."""
@@ -123,13 +124,12 @@ def product(form: Form, x: Tensor, weight: Any) -> Tensor:
         x = torch.nn.functional.pad(x, (0, 0, 0, chunks * spec.rows - rows))
     arranged = form.arrange(x, spec)
     sums = form.sums(chunks, spec, weight)
-    kept = {**form.stored(weight), **form.own(spec, weight)}
+    kept = {**form.stored(weight), **form.own(spec, weight), **arranged}
     values = list(call.values)
     for place, tensor in kept.items():
         values[place] = tensor.data_ptr()
-    x_place, out_place, chunks_place = form.places
-    values[x_place], values[out_place] = arranged.data_ptr(), sums.data_ptr()
-    values[chunks_place] = chunks
+    out_place, chunks_place = form.places
+    values[out_place], values[chunks_place] = sums.data_ptr(), chunks
     table = array("q", values)
     cpu_team.run(call.kernel, table.buffer_info()[0], call.tiles)
     del kept
@@ -209,10 +209,10 @@ def _enqueue(
     chunks = [-(-len(takes[group]) // spec.rows) for group in groups]
     firsts = [end - count for end, count in zip(accumulate(chunks), chunks, strict=True)]
     in_all = sum(chunks)
-    arranged, x_addresses = _arranged(form, spec, x, [takes[group] for group in groups], chunks)
+    arranged, firsts_of_x = _arranged(form, spec, x, [takes[group] for group in groups], chunks)
     sums = form.sums(each * in_all, spec, alike)
     out_address, out_bytes = sums.data_ptr(), _item_bytes(sums)
-    x_place, out_place, chunks_place = form.places
+    out_place, chunks_place = form.places
     chosen = [placed for group in groups for placed in weights[group]]
     at = [placed.at(form) for placed in chosen]
     # a line of arguments for each weight, one group's after another's
@@ -220,7 +220,9 @@ def _enqueue(
     table[:] = call.values
     table[:, at[0][0]] = [addresses for _, addresses in at]
     line = table.reshape(len(groups), each, -1)
-    line[:, :, x_place] = np.array(x_addresses)[:, None]
+    for place, tensor in arranged.items():
+        address, size = tensor.data_ptr(), _item_bytes(tensor)
+        line[:, :, place] = address + size * np.array(firsts_of_x)[:, None]
     line[:, :, out_place] = out_address + out_bytes * np.add.outer(firsts, in_all * np.arange(each))
     line[:, :, chunks_place] = np.array(chunks)[:, None]
     for number, placed in enumerate(chosen):
@@ -235,8 +237,8 @@ def _enqueue(
 
 def _arranged(
     form: Form, spec: Any, x: Tensor, takes: Sequence[Sequence[int]], chunks: Sequence[int]
-) -> tuple[Tensor, list[int]]:
-    """Rows as the kernel reads them, and where each take's begin; takes that are equal share."""
+) -> tuple[Mapping[int, Tensor], list[int]]:
+    """Rows as the kernel reads them, and each take's first chunk; takes that are equal share."""
     rows: list[int] = []
     starts: dict[tuple[int, ...], int] = {}
     keys = [tuple(take) for take in takes]
@@ -248,9 +250,7 @@ def _arranged(
             rows += take[:1] * (count * spec.rows - len(take))
     if rows != list(range(x.shape[0])):
         x = x[rows]
-    arranged = form.arrange(x, spec)
-    first, size = arranged.data_ptr(), _item_bytes(arranged)
-    return arranged, [first + starts[take] * size for take in keys]
+    return form.arrange(x, spec), [starts[take] for take in keys]
 
 
 def _item_bytes(tensor: Tensor) -> int:

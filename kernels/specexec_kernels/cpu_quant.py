@@ -52,7 +52,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
 class Packed:
     """What kernels of packed weights have in common; see cpu_products.Form."""
 
-    places = (Arg.X, Arg.OUT, Arg.CHUNKS)
+    places = (Arg.OUT, Arg.CHUNKS)
 
     def kind(self, weight: PackedWeight) -> Hashable:
         return (
@@ -87,8 +87,8 @@ class Fused(Packed):
     def kernel(self, spec: KernelSpec, weight: PackedWeight) -> Any:
         return _kernel(spec)
 
-    def arrange(self, x: Tensor, spec: KernelSpec) -> Tensor:
-        return x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()
+    def arrange(self, x: Tensor, spec: KernelSpec) -> dict[int, Tensor]:
+        return {Arg.X: x.reshape(-1, spec.rows, x.shape[1]).transpose(1, 2).contiguous()}
 
     def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
         return torch.zeros(chunks, strip_count(spec, weight), spec.rows, spec.strip)

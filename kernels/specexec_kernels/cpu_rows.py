@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from dataclasses import dataclass
+from collections.abc import Hashable
 from functools import cache, partial
 from typing import Any
 
@@ -17,27 +17,26 @@ from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_linear, cpu_team
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
+from specexec_kernels.cpu_products import product
 from specexec_kernels.cpu_rows_ir import build_rows
-from specexec_kernels.cpu_rows_lanes import RowSpec
+from specexec_kernels.cpu_rows_lanes import (
+    AT_ONCE,
+    CHUNKS,
+    OUT,
+    OUTPUTS,
+    PARTS,
+    STRIPS,
+    UNITS,
+    X_SUMS,
+    RowSpec,
+    X,
+)
 from specexec_kernels.formats.base import RowFormat, RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
 _MANY = (1, 2, 4, 8, 10, 13)
 _MANY_OF_16 = (1, 2, 4, 6)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What all products of weights of one format and size with as many rows share."""
-
-    spec: RowSpec
-    kernel: Any
-    arrange: Any
-    order: Tensor  # int32, as ArrangeSpec.unit
-    columns: tuple[int, ...]  # of each part's tensor
-    strips: int
-    blocks: int  # of inputs, 0 where none has an offset
 
 
 def supports(weight: RowWeight) -> bool:
@@ -63,50 +62,95 @@ def matmul(x: Tensor, weight: RowWeight) -> Tensor:
     """
     if not supports(weight) or not len(x):
         return _unpacked_product(x.float(), weight)
-    dot = x.dtype == torch.bfloat16 and cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)
-    rows, outputs = x.shape[0], weight.out_features
-    size = chunk_rows(rows)
-    call = _call(weight.format, weight.in_features, outputs, dot, size, rows <= _FEW[-1])
-    spec, strips = call.spec, call.strips
-    x = x.contiguous() if dot else x.float().contiguous()
-    chunks = -(-rows // size)
-    items = torch.empty(chunks * size * weight.in_features // spec.per_item, dtype=torch.int32)
-    sums = torch.empty(chunks * size * call.blocks)
-    # both in the order of the positions that cpu_arrange_ir and cpu_rows_lanes name
-    arguments = array("q", (0, x.data_ptr(), rows, weight.in_features, call.order.data_ptr()))
-    arguments.extend((items.data_ptr(), sums.data_ptr(), chunks))
-    cpu_team.run(call.arrange, arguments.buffer_info()[0], chunks)
-    # few rows are stored, sums of others are added to
-    shape = chunks * size, strips * spec.strip
-    out = torch.empty(shape) if spec.few else torch.zeros(shape)
-    at_once = cpu_team.strips_at_once(strips) if spec.few else 1
-    units = weight.in_features // weight.format.unit
-    arguments = array("q", (0, items.data_ptr(), sums.data_ptr(), chunks, out.data_ptr()))
-    arguments.extend((units, outputs, strips, at_once))
-    keep = [weight.tensors[part.leaf].contiguous() for part in weight.format.parts]
-    for tensor, columns in zip(keep, call.columns, strict=True):
-        arguments.extend((tensor.data_ptr(), columns))
-    cpu_team.run(call.kernel, arguments.buffer_info()[0], -(-strips // at_once))
-    return _in_order(out[:rows], spec, outputs)
+    return product(form_for(x.dtype), x, weight)
 
 
-@cache
-def _call(fmt: RowFormat, inputs: int, outputs: int, dot: bool, size: int, few: bool) -> _Call:
-    """For chunks of `size` rows."""
-    lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
-    vectors = 1 if few or outputs < 2 * lanes else 2
-    spec = RowSpec(fmt, dot, size, vectors, lanes, few, byte_tables)
-    block = fmt.block if fmt.has_offset else 0
-    assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    return _Call(
-        spec,
-        _kernel(spec),
-        _arrange(ArrangeSpec(dot, size, fmt.unit, block, lanes)),
-        torch.tensor(fmt.order, dtype=torch.int32),
-        tuple(part.shape(outputs, inputs)[1] for part in fmt.parts),
-        -(-outputs // spec.strip),
-        -(-inputs // block) if block else 0,
-    )
+def form_for(rows: torch.dtype) -> Rows:
+    """How rows of a dtype are multiplied with weights that `supports` accepts."""
+    dot = rows == torch.bfloat16 and cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)
+    return _PAIRS if dot else _SINGLE
+
+
+class Rows:
+    """Row-packed weights; see cpu_products.Form."""
+
+    places = (OUT, CHUNKS)
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def kind(self, weight: RowWeight) -> Hashable:
+        return weight.format, weight.in_features, weight.out_features
+
+    def spec(self, rows: int, weight: RowWeight) -> RowSpec:
+        lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
+        few = rows <= _FEW[-1]
+        vectors = 1 if few or weight.out_features < 2 * lanes else 2
+        dot, size = self.dtype == torch.bfloat16, chunk_rows(rows)
+        return RowSpec(weight.format, dot, size, vectors, lanes, few, byte_tables)
+
+    def kernel(self, spec: RowSpec, weight: RowWeight) -> Any:
+        return _kernel(spec)
+
+    def arrange(self, x: Tensor, spec: RowSpec) -> dict[int, Tensor]:
+        x = x.contiguous()
+        kernel, order, block = _arrange(spec)
+        (rows, inputs), blocks = x.shape, -(-x.shape[1] // block) if block else 0
+        chunks = rows // spec.rows
+        items = torch.empty(chunks, spec.rows * inputs // spec.per_item, dtype=torch.int32)
+        sums = torch.empty(chunks, spec.rows * blocks)
+        # in the order of the positions that cpu_arrange_ir names
+        table = array("q", (0, x.data_ptr(), rows, inputs, order.data_ptr()))
+        table.extend((items.data_ptr(), sums.data_ptr(), chunks))
+        cpu_team.run(kernel, table.buffer_info()[0], chunks)
+        return {X: items, X_SUMS: sums}
+
+    def sums(self, chunks: int, spec: RowSpec, weight: RowWeight) -> Tensor:
+        # few rows are stored, sums of others are added to
+        make = torch.empty if spec.few else torch.zeros
+        return make(chunks, spec.rows, self._strips(spec, weight) * spec.strip)
+
+    def arguments(self, spec: RowSpec, weight: RowWeight) -> list[int]:
+        values = [0] * (PARTS + 2 * len(weight.format.parts))
+        values[UNITS] = weight.in_features // weight.format.unit
+        values[OUTPUTS] = weight.out_features
+        values[STRIPS] = self._strips(spec, weight)
+        values[AT_ONCE] = self._at_once(spec, weight)
+        for number, part in enumerate(weight.format.parts):
+            columns = part.shape(weight.out_features, weight.in_features)[1]
+            values[PARTS + 2 * number + 1] = columns
+        return values
+
+    def stored(self, weight: RowWeight) -> dict[int, Tensor]:
+        return {
+            PARTS + 2 * number: weight.tensors[part.leaf].contiguous()
+            for number, part in enumerate(weight.format.parts)
+        }
+
+    def own(self, spec: RowSpec, weight: RowWeight) -> dict[int, Tensor]:
+        return {}
+
+    def tiles(self, spec: RowSpec, weight: RowWeight) -> int:
+        return -(-self._strips(spec, weight) // self._at_once(spec, weight))
+
+    def flat(self, sums: Tensor, spec: RowSpec, weight: RowWeight) -> Tensor:
+        """Without the outputs that the last strip shares with the one before it."""
+        flat, outputs = sums.view(-1, sums.shape[2]), weight.out_features
+        whole = outputs // spec.strip * spec.strip
+        if whole == outputs:
+            return flat
+        rest = outputs - whole
+        return torch.cat([flat[:, :whole], flat[:, flat.shape[1] - rest :]], dim=1)
+
+    @staticmethod
+    def _strips(spec: RowSpec, weight: RowWeight) -> int:
+        return -(-weight.out_features // spec.strip)
+
+    def _at_once(self, spec: RowSpec, weight: RowWeight) -> int:
+        return cpu_team.strips_at_once(self._strips(spec, weight)) if spec.few else 1
+
+
+_PAIRS, _SINGLE = Rows(torch.bfloat16), Rows(torch.float32)
 
 
 def _unpacked_product(x: Tensor, weight: RowWeight) -> Tensor:
@@ -126,15 +170,6 @@ def chunk_rows(rows: int) -> int:
     return min(sizes[-3:], key=lambda size: (-(-rows // size) * size, -size))
 
 
-def _in_order(out: Tensor, spec: RowSpec, outputs: int) -> Tensor:
-    """The outputs without those that the last strip shares with the one before it."""
-    whole = outputs // spec.strip * spec.strip
-    if whole == outputs:
-        return out
-    rest = outputs - whole
-    return torch.cat([out[:, :whole], out[:, out.shape[1] - rest :]], dim=1)
-
-
 @cache
 def _kernel(spec: RowSpec) -> Any:
     # formats of two files may have one name
@@ -143,5 +178,11 @@ def _kernel(spec: RowSpec) -> Any:
 
 
 @cache
-def _arrange(spec: ArrangeSpec) -> Any:
-    return cpu_jit.compiled("arrange", spec, partial(build_arrange, spec))
+def _arrange(spec: RowSpec) -> tuple[Any, Tensor, int]:
+    """The kernel that puts rows in order, the order of a unit's inputs, and the inputs of a sum."""
+    fmt = spec.format
+    block = fmt.block if fmt.has_offset else 0
+    assert has_halves(block), f"a block of {block} inputs has no order of halves"
+    arranged = ArrangeSpec(spec.dot, spec.rows, fmt.unit, block, spec.lanes)
+    kernel = cpu_jit.compiled("arrange", arranged, partial(build_arrange, arranged))
+    return kernel, torch.tensor(fmt.order, dtype=torch.int32), block

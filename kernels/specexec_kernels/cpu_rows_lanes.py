@@ -319,10 +319,7 @@ class Lanes(Numbers):
         return self.float8(codes, dtype) if dtype.startswith("F8_E") else codes
 
     def ahead(self) -> list[Fetch]:
-        """What asks for each line that lies ahead of the unit; at its end, for the next strip's.
-
-        For the L2 cache: lines on their way into the L1 cache would hold up what is read now.
-        """
+        """What asks for each line that lies ahead of the unit; at its end, for the next strip's."""
         b = self.b
         found: list[Fetch] = []
         along = {
@@ -338,5 +335,5 @@ class Lanes(Numbers):
                 at = b.add(b.add(first, skipped), b.mul(stride, I64(lane)))
                 for line in range(0, n_bytes, 64):
                     place = b.add(at, I64(line))
-                    found.append(partial(self.prefetch, place, I64(0), locality=2))
+                    found.append(partial(self.prefetch, place, I64(0)))
         return found

@@ -51,7 +51,7 @@ class Team:
         with self._hiring:
             for number in range(len(self._helpers), helpers):
                 helper = threading.Thread(
-                    target=self._help, args=(self._at,), name=f"specexec-kernel-{number}",
+                    target=self._help, args=(self._at,), name=f"kernel-team-{number}",
                     daemon=True,  # the interpreter waits for others before it calls `stop`
                 )  # fmt: skip
                 helper.start()
@@ -79,7 +79,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(thread_name_prefix="specexec-kernel")
+    return ThreadPoolExecutor(thread_name_prefix="kernel-team")
 
 
 def _run_in_pool(kernel: Any, address: int, threads: int) -> None:

@@ -38,8 +38,7 @@ def quantize(
         str,
         typer.Option(
             metavar="FILE|none",
-            help="A text file on which GPTQ keeps errors low; without one, Python's standard "
-            "library. none: fit to the weights alone.",
+            help="Text for GPTQ, in place of Python's standard library; none: without a text.",
         ),
     ] = "",
     models_file: options.ModelsFile = None,
@@ -49,8 +48,8 @@ def quantize(
 ) -> None:
     """Write a quantized copy of a checkpoint, in the format of GPTQModel (gptq_v2).
 
-    A text goes through the layers one after another, and each layer's linears are quantized so that
-    errors on it stay low; a model need not fit into memory. The folder appears when it is whole.
+    Layer by layer, so that a model need not fit into memory, and so that errors on a text stay low
+    (GPTQ). The folder appears when it is whole.
     """
     if bits not in _BITS:
         raise ConfigError(f"--bits {bits} is not one of {', '.join(map(str, _BITS))}")

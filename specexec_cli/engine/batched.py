@@ -16,7 +16,14 @@ from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.batch import Batch, BatchText
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
-from specexec_cli.engine.text import EngineFigures, Finish, QueueFullError, Running, TextRequest
+from specexec_cli.engine.text import (
+    EngineFailedError,
+    EngineFigures,
+    Finish,
+    QueueFullError,
+    Running,
+    TextRequest,
+)
 from specexec_cli.errors import SpecexecError, clear_shortage
 from specexec_cli.models.text import TextStream
 from specexec_cli.planning.memory import nodes_of_a_text
@@ -59,8 +66,8 @@ class Batched:
         self._batch = Batch(self._forest(), self._seats)
         self._queue: deque[tuple[Running, GenerationRequest]] = deque()
         self._texts: list[_Text] = []  # under way, the oldest first
-        self._closed = False
-        self._changed = threading.Condition()  # guards these three and the counts
+        self._closed = self._failed = False
+        self._changed = threading.Condition()  # guards these four and the counts
         self._ended: Counter[Finish] = Counter()
         self._passes = self._tokens = 0
         self._began = (0.0, 0)  # time and bytes streamed at the first layer of the pass
@@ -85,6 +92,11 @@ class Batched:
         )  # fmt: skip
         running = Running(request)
         with self._changed:
+            if self._failed:
+                raise EngineFailedError(
+                    "an error of specexec itself has ended the engine, and its log has the "
+                    "traceback: start the server again"
+                )
             if self._closed:
                 raise QueueFullError("the server is shutting down")
             self._drop_cancelled()
@@ -108,6 +120,7 @@ class Batched:
                 generated_tokens=self._tokens,
                 bytes_streamed=self._model.bytes_streamed,
                 texts=dict(self._ended),
+                failed=self._failed,
             )
 
     def close(self) -> None:
@@ -124,7 +137,7 @@ class Batched:
         except Exception as error:  # a bug of ours; nobody must wait for ever
             traceback.print_exc()
             with self._changed:
-                self._closed = True
+                self._closed = self._failed = True
                 waiting = [running for running, _ in self._queue]
                 self._queue.clear()
             for running in waiting:

@@ -21,6 +21,10 @@ class QueueFullError(SpecexecError):
     """An engine takes no more texts now."""
 
 
+class EngineFailedError(SpecexecError):
+    """An error of specexec itself has ended an engine's thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextRequest:
     """One text to generate."""
@@ -139,6 +143,7 @@ class EngineFigures:
     generated_tokens: int
     bytes_streamed: int
     texts: Mapping[Finish, int]  # that have ended, by how
+    failed: bool = False  # an error of specexec itself has ended its thread
 
 
 class Engine(Protocol):
@@ -151,6 +156,7 @@ class Engine(Protocol):
             ConfigError: the prompt is empty or does not fit the context window, or this engine
                 cannot do what is asked for.
             QueueFullError: too many are waiting, or the engine is closed.
+            EngineFailedError: the engine has ended by an error of its own.
         """
 
     def figures(self) -> EngineFigures:

@@ -1,7 +1,7 @@
 """Thinking that models mark in ways of their own, marked as most others do: <think>...</think>.
 
-Special tokens are not shown, and Mistral's marks of thinking ([THINK]) are among them, as those of
-others may be. gpt-oss writes its replies in channels.
+Special tokens are not shown, and Mistral's marks of thinking ([THINK]) and of calls ([TOOL_CALLS])
+are among them, as those of others may be. gpt-oss writes its replies in channels.
 
 In OpenAI's harmony format a reply is a row of messages, each behind a header of special tokens and
 words: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`.
@@ -20,6 +20,7 @@ _THINKING = {
     "<think>": OPEN, "[THINK]": OPEN, "<seed:think>": OPEN,
     "</think>": CLOSE, "[/THINK]": CLOSE, "</seed:think>": CLOSE,
 }  # fmt: skip
+_SHOWN = {**_THINKING, **{mark: mark for mark in ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")}}
 
 
 class Channels:
@@ -32,14 +33,14 @@ class Channels:
         self._channel: int | None
         self._message: int | None
         self._start, self._channel, self._message = ids  # None where there are no channels
-        self._of_thinking = {added[mark]: mark for mark in _THINKING if mark in added}
+        self._shown = {added[mark]: mark for mark in _SHOWN if mark in added}
         self._header: str | None = None  # what has come of one so far
         self._thinking = False
 
     def text(self, token: int, text: str) -> str:
         """What to show of a token whose text, special tokens left out, is `text`."""
-        if (mark := self._of_thinking.get(token)) is not None:
-            return text.replace(mark, "") + _THINKING[mark]
+        if (mark := self._shown.get(token)) is not None:
+            return text.replace(mark, "") + _SHOWN[mark]
         if token in (self._start, self._channel):
             self._header = ""
             return text

@@ -9,20 +9,24 @@ the compute dtype, in which everything else is computed.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.activation import replace_activations
+from specexec_cli.models.binding import Binding
+from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.quantized import QuantizedLinear
-from specexec_cli.models.skeleton import Skeleton, is_piece
+from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.models.tensor_finder import is_piece
+from specexec_cli.offload.resident import StayingTensors
 
 # Rows that go through a layer together: bounds activations and masks of a long prompt.
 CHUNK_ROWS = 512
@@ -58,7 +62,7 @@ class DecoderLayer(nn.Module):
         self._signature = inspect.signature(layer.forward)
         tensors = skeleton.layer_tensors[index]
         self._pieces = {tensor.name for name, tensor in tensors.items() if is_piece(name)}
-        self._names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
+        names = {name: tensor.name for name, tensor in tensors.items() if not is_piece(name)}
         self._conversions = skeleton.conversions[index]
         self._prefix = f"{skeleton.layers_path}.{index}."
         self._plus_one = skeleton.restored.plus_one
@@ -69,6 +73,18 @@ class DecoderLayer(nn.Module):
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
         self._kept = _parameters(layer, _is_linear)
         self._wide = _parameters(layer, is_norm)
+        self._as_stored = {name: names[name] for name in names if name in self._kept}
+        self._others = {name: names[name] for name in names if name not in self._kept}
+        self._unchanging = Binding(layer, self._as_stored)
+        self._changing: Binding | None = None  # made when it is known what conversions give
+        self._stays_bound = False
+        # those whose experts come with the layer, as they are stored
+        self._mixtures = [
+            part
+            for path, part in layer.named_modules()
+            if isinstance(part, PerExpert)
+            and all(f"{path}.{name}" in self._as_stored for name, _ in part.named_parameters())
+        ]
         for module in layer.modules():
             if is_norm(module):
                 module.register_forward_hook(
@@ -94,14 +110,40 @@ class DecoderLayer(nn.Module):
             output = self._chunks(self.layer, hidden, args, kwargs)
             context.on_layer(self.index)
             return output
-        with context.source.layer(self.index) as stored:
-            weights = self.stage(stored, context.device, context.dtype)
-            output = self._chunks(
-                lambda *a, **k: functional_call(self.layer, weights, a, k), hidden, args, kwargs
-            )
-            weights.clear()  # no view may outlive the buffer
+        with context.source.layer(self.index) as stored, self._bound(stored):
+            output = self._chunks(self.layer, hidden, args, kwargs)
         context.on_layer(self.index)
         return output
+
+    @contextmanager
+    def _bound(self, stored: Mapping[str, Tensor]) -> Iterator[None]:
+        """The layer's parameters are in their places; no view outlives the buffer of the tensors.
+
+        Those that stay where they are and as they are stay bound: a mixture has thousands.
+        """
+        changed = self._changed(stored, self._context.device, self._context.dtype)
+        if self._changing is None:
+            self._changing = Binding(self.layer, {name: name for name in changed})
+        try:
+            if not self._stays_bound:
+                self._unchanging.bind(stored)
+                self._stay_bound(isinstance(stored, StayingTensors))
+            self._changing.bind(changed)
+            yield
+        finally:
+            self._changing.release()
+            if not self._stays_bound:
+                self._unchanging.release()
+
+    def release(self) -> None:
+        """Leave the layer without parameters, once its source is closed."""
+        self._stay_bound(False)
+        self._unchanging.release()
+
+    def _stay_bound(self, stays: bool) -> None:
+        self._stays_bound = stays
+        for experts in self._mixtures:
+            experts.stay(stays)
 
     def stage(
         self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
@@ -111,6 +153,13 @@ class DecoderLayer(nn.Module):
         Args:
             dtype: of what is neither a linear's, which stays as stored, nor a norm's.
         """
+        weights = {name: stored[place].to(device) for name, place in self._as_stored.items()}
+        return weights | self._changed(stored, device, dtype)
+
+    def _changed(
+        self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
+    ) -> dict[str, Tensor]:
+        """Those parameters that are not what is stored: of other dtypes, or put together."""
 
         def converted(name: str, weight: Tensor) -> Tensor:
             if name in self._kept:
@@ -118,7 +167,7 @@ class DecoderLayer(nn.Module):
             weight = weight.to(device=device, dtype=torch.float32 if name in self._wide else dtype)
             return weight - 1 if self._prefix + name in self._plus_one else weight
 
-        weights = {name: converted(name, stored[place]) for name, place in self._names.items()}
+        weights = {name: converted(name, stored[place]) for name, place in self._others.items()}
         for conversion in self._conversions:
             pieces = {name: stored[name].to(device) for name in conversion.names}
             for name, weight in conversion.parameters(pieces, self._model[0]).items():

@@ -118,6 +118,13 @@ class PerExpert(nn.Module):
         self.gate = gate
         # looked up without nn.Module's search for names; others may take the linears' places later
         self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
+        self._stays = False
+        self._known: dict[int, ExpertWeights] = {}  # while what is bound stays bound
+
+    def stay(self, stays: bool) -> None:
+        """Whether what is bound to the linears stays bound, so that it is looked at once."""
+        self._stays = stays
+        self._known.clear()
 
     def forward(self, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Weighted sum of the chosen experts.
@@ -138,11 +145,16 @@ class PerExpert(nn.Module):
 
     def weights_of(self, expert: int) -> ExpertWeights:
         """What is bound to an expert's linears now."""
+        if expert in self._known:
+            return self._known[expert]
         linears = cast(list[Linear], list(self._linears[expert].values()))
-        return ExpertWeights(
+        found = ExpertWeights(
             Group([linear.stored_weight() for linear in linears]),
             [linear._parameters.get("bias") for linear in linears],
         )
+        if self._stays:
+            self._known[expert] = found
+        return found
 
     def compute(
         self,
@@ -175,11 +187,8 @@ class PerExpert(nn.Module):
 
     @staticmethod
     def _form(rows: Tensor, weights: Sequence[ExpertWeights]) -> Form | None:
-        # packed weights' biases are added behind the rounding
-        if not weights or (weights[0].packed and weights[0].biases[0] is not None):
-            return None
         # one launch multiplies all but the last, `down`, which has one of its own
-        if len(set(weights[0].group.kinds[:-1])) > 1:
+        if not weights or len(set(weights[0].group.kinds[:-1])) > 1:
             return None
         return cpu_group.form_for(rows, [each.group for each in weights])
 
@@ -194,14 +203,13 @@ class PerExpert(nn.Module):
         placed = [each.group.weights for each in weights]
         inner = cpu_products.products(form, rows, takes, [each[:-1] for each in placed])
         parts = [
-            _biased(part, [each.biases[place] for each in weights], sizes).to(rows.dtype)
-            for place, part in enumerate(inner)
+            _biased(part, weights, place, sizes, rows.dtype) for place, part in enumerate(inner)
         ]
         own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
         outputs = cpu_products.products(
             form, self.gate(*parts), own, [each[-1:] for each in placed]
         )[0]
-        return _biased(outputs, [each.biases[-1] for each in weights], sizes).to(rows.dtype)
+        return _biased(outputs, weights, -1, sizes, rows.dtype)
 
 
 class ExpertWeights:
@@ -214,12 +222,22 @@ class ExpertWeights:
         self.packed = isinstance(group.weights[0].weight, PackedWeight | RowWeight)
 
 
-def _biased(outputs: Tensor, biases: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
-    """Adds each weight's bias to its rows, of which it has so many."""
-    if biases[0] is not None:
-        for bias, part in zip(biases, torch.split(outputs, list(sizes)), strict=True):
-            part += cast(Tensor, bias)
-    return outputs
+def _biased(
+    sums: Tensor,
+    weights: Sequence[ExpertWeights],
+    place: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """Outputs of the experts' linears at `place`, of which each has so many rows, with biases."""
+    biases = [each.biases[place] for each in weights]
+    if biases[0] is None:
+        return sums.to(dtype)
+    # packed weights' biases are added behind the rounding, others before it
+    outputs = sums.to(dtype) if weights[0].packed else sums
+    for bias, part in zip(biases, torch.split(outputs, list(sizes)), strict=True):
+        part += cast(Tensor, bias).to(outputs.dtype)
+    return outputs.to(dtype)
 
 
 class _ActTimesUp(nn.Module):

@@ -14,6 +14,7 @@ from typing import Protocol, cast
 
 from torch import Tensor, nn
 
+from specexec_cli.models.binding import Binding
 from specexec_cli.models.expert_mlp import ExpertWeights, PerExpert, Routing, RowSums
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.skeleton import Skeleton
@@ -58,7 +59,7 @@ class StreamedExperts(nn.Module):
         super().__init__()
         self._block = [block]  # in a list: its parameters are none of the layer's
         self._bindings = [
-            _Binding(linears, expert)
+            Binding(linears, {path: tensor.name for path, tensor in expert.items()})
             for linears, expert in zip(block.experts, tensors, strict=True)
         ]
         self._layer, self._context = layer, context
@@ -101,31 +102,6 @@ class StreamedExperts(nn.Module):
         finally:  # no view may outlive the slot
             for expert, _ in batch:
                 self._bindings[expert].release()
-
-
-class _Binding:
-    """Puts one expert's tensors into its empty linears, and takes them out again.
-
-    torch's functional_call looks through all modules at every call, which took longer than the
-    products of one row.
-    """
-
-    def __init__(self, linears: nn.Module, tensors: dict[str, TensorRange]) -> None:
-        """With the tensors by parameter name inside the linears, as `gate.weight`."""
-        self._places = []
-        for name, tensor in tensors.items():
-            path, _, leaf = name.rpartition(".")
-            parameters = linears.get_submodule(path)._parameters
-            self._places.append((parameters, leaf, tensor.name, parameters[leaf]))
-
-    def bind(self, stored: Mapping[str, Tensor]) -> None:
-        """Take tensors by checkpoint names."""
-        for parameters, leaf, name, _ in self._places:
-            parameters[leaf] = stored[name]  # type: ignore[assignment]
-
-    def release(self) -> None:
-        for parameters, leaf, _, empty in self._places:
-            parameters[leaf] = empty
 
 
 def split_layers(skeleton: Skeleton) -> list[SplitLayer]:

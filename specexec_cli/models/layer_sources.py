@@ -69,10 +69,11 @@ def open_experts(
     scores = ExpertScores(len(experts), max(map(len, experts)), chosen)
     ranges = [[list(expert.values()) for expert in layer] for layer in experts]
     try:
+        link = CudaLink(device) if device.type == "cuda" else None
         store = ExpertStore(ranges, cap_bytes, scores, notice=notice)
         source: ExpertStore | DeviceExperts = store
-        if device.type == "cuda":
-            source = DeviceExperts(store, CudaLink(device), device_bytes, copy_rows)
+        if link is not None:
+            source = DeviceExperts(store, link, device_bytes, copy_rows, notice)
     except BaseException:
         dense.close()
         raise

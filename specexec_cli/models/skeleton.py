@@ -6,19 +6,17 @@ rest of the architecture is transformers'.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     PretrainedConfig,
     PreTrainedModel,
 )
 
-from specexec_cli.errors import CheckpointError
+from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
@@ -26,26 +24,17 @@ from specexec_cli.models.quant_checkpoint import Packing, replace_linears
 from specexec_cli.models.quantized import parameter_name
 from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
+from specexec_cli.models.tensor_finder import TensorFinder
 from specexec_cli.offload.store import Checkpoint, TensorRange
-from specexec_cli.planning.architectures import ARCHITECTURES, refusal
+from specexec_cli.planning.architectures import ARCHITECTURES, known_config, refusal
 from specexec_cli.planning.built_sizes import (
     decoder_layers,
     empty_model,
     has_separable_experts,
-    own_tensors,
-    text_tensors,
 )
 
 # of transformers' layer_types, those that attend to what lies behind them in the text
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-# a tensor of one expert, as PerExpert names it
-_OF_EXPERT = re.compile(
-    r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate_up|gate|up|down)\."
-    r"(?P<leaf>weight|bias)"
-)
-_PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
-_FLOATS = ("F16", "BF16", "F32", "F64")
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +54,6 @@ class Skeleton:
     resident_tensors: dict[str, TensorRange]
     unused: dict[str, str]  # tensors of the checkpoint that text does not need -> why
     restored: Restored  # of GGUF files
-
-
-def is_piece(name: str) -> bool:
-    """Whether a name in Skeleton.layer_tensors is that of a piece, not of a parameter."""
-    return name.startswith(_PIECE)
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
@@ -103,7 +87,7 @@ def _unknown_attention(config: PretrainedConfig) -> str | None:
 
 
 def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    path, stored = checkpoint.config_path, dict(checkpoint.config)
+    path, stored = checkpoint.config_path, dict(known_config(checkpoint.config))
     model_type = str(stored.get("model_type"))
     # before transformers sees it: what we do not know must not reach any code of the checkpoint
     if model_type not in ARCHITECTURES:
@@ -153,7 +137,7 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
             model, (MixedLinear, nn.Linear), lambda name: modules.get(name, name), quantization
         )
     restored = restore(model, names, checkpoint)
-    finder = _Finder(checkpoint, model, names)
+    finder = TensorFinder(checkpoint, model, names, leaves)
     layer_tensors, conversions = [], []
     for index, layer in enumerate(layers):
         tensors, made = finder.layer(layer, f"{layers_path}.{index}.")
@@ -170,7 +154,7 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
     """transformers' own model of a checkpoint, without weights, whatever it reads beside text."""
     try:
         model = empty_model(_load_whole_config(checkpoint))
-    except CheckpointError:
+    except (CheckpointError, OutOfMemoryError):
         raise
     except Exception as error:  # whatever a value of the config makes transformers do
         raise CheckpointError(
@@ -256,98 +240,3 @@ def _multiplies(module: nn.Module) -> bool:
     """Whether it has matrices of its own, as routers and fused experts have."""
     own = module.parameters(recurse=False)
     return not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in own)
-
-
-class _Finder:
-    """Looks up a model's tensors, and knows which of the checkpoint nobody asked for."""
-
-    def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, names: StoredNames) -> None:
-        self._checkpoint, self._model, self._names = checkpoint, model, names
-        self._used: set[str] = set()
-
-    def layer(
-        self, layer: nn.Module, prefix: str
-    ) -> tuple[dict[str, TensorRange], list[Conversion]]:
-        """One decoder layer's tensors, by name inside the layer, and what is to be made of them."""
-        found: dict[str, TensorRange] = {}
-        made = [each for each in self._names.conversions if each.first.startswith(prefix)]
-        targets = set()
-        for each in made:
-            for name in each.names:
-                found[_PIECE + name] = self._checkpoint.tensors[name]
-            targets |= each.targets()
-            self._used.update(each.names)
-        for name, parameter in own_tensors(layer):
-            if prefix + name not in targets:
-                found[name] = self._find(prefix + name, parameter)
-        return found, made
-
-    def resident(self, layers_prefix: str) -> dict[str, TensorRange]:
-        """Every tensor that text needs outside the layers."""
-        tied = self._model.get_expanded_tied_weights_keys(all_submodels=True)
-        return {
-            name: self._find(name, parameter)
-            for name, parameter in text_tensors(self._model)
-            if not name.startswith(layers_prefix) and name not in tied
-        }
-
-    def unused(self) -> dict[str, str]:
-        """Tensors that nobody asked for, and why."""
-        rest = (name for name in self._checkpoint if name not in self._used)
-        other = "not of the part that reads and writes text, or tied to another"
-        return {name: self._names.unused.get(name, other) for name in rest}
-
-    def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
-        """An expert's tensor inside one of all experts, None where it has one of its own.
-
-        The first dimension is that of the experts. Where `gate` and `up` are apart, the rows of
-        `gate` come before those of `up`.
-
-        Raises:
-            CheckpointError: the tensor of all experts is of another shape than the config says.
-        """
-        of_expert = _OF_EXPERT.fullmatch(name)
-        if of_expert is None or name in self._names.plain:
-            return None
-        linear, is_bias = of_expert["linear"], of_expert["leaf"] == "bias"
-        fused = f"{of_expert['block']}.{'down_proj' if linear == 'down' else 'gate_up_proj'}"
-        fused += "_bias" if is_bias else ""
-        tensor = self._checkpoint.tensors.get(self._names.plain.get(fused, ""))
-        if tensor is None:
-            return None
-        halves = 2 if linear in ("gate", "up") else 1
-        each, index = (halves * parameter.shape[0], *parameter.shape[1:]), int(of_expert["index"])
-        if tensor.shape[1:] != each or index >= tensor.shape[0]:
-            raise CheckpointError(
-                f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
-                f"config.json asks for [experts, {', '.join(map(str, each))}]. Are both files of "
-                "the same model?"
-            )
-        self._used.add(tensor.name)
-        # counted in rows of the last dimension: a bias is one of them
-        rows = 1 if is_bias else parameter.shape[0]
-        first = halves * rows * index + (rows if linear == "up" else 0)
-        return replace(tensor.rows(first, rows), shape=tuple(parameter.shape))
-
-    def _find(self, name: str, parameter: Tensor) -> TensorRange:
-        if (part := self._of_fused(name, parameter)) is not None:
-            return part
-        stored = self._names.plain.get(name, name)
-        tensor = self._checkpoint.tensors.get(stored)
-        if tensor is None:
-            raise CheckpointError(
-                f"{self._checkpoint.folder}: tensor '{stored}' is missing. "
-                "The download may be incomplete, or config.json belongs to another model"
-            )
-        self._used.add(stored)
-        if tensor.shape != tuple(parameter.shape):
-            raise CheckpointError(
-                f"{tensor.path}: tensor '{stored}' has shape {list(tensor.shape)}, config.json "
-                f"says {list(parameter.shape)}. Are both files of the same model?"
-            )
-        if parameter.dtype in _FLOAT_DTYPES and tensor.dtype not in _FLOATS:
-            raise CheckpointError(
-                f"{tensor.path}: tensor '{stored}' is stored as {tensor.dtype}, not as one of "
-                f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"
-            )
-        return tensor

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -121,7 +122,7 @@ class StoredNames:
         Args:
             leaves: tensors of packed linears -> (name of the linear, leaf).
         Raises:
-            CheckpointError: a tensor belongs to nothing in the model.
+            CheckpointError: a tensor belongs to nothing in the model, or two to the same place.
         """
         expected = dict.fromkeys(model.state_dict(), True)
         transforms = get_model_conversion_mapping(model)
@@ -133,11 +134,13 @@ class StoredNames:
         unknown: list[str] = []
         converted: dict[str, Conversion] = {}
         apart: dict[str, set[tuple[int, str]]] = {}
+        taken = _Places(model, checkpoint)
         for name in checkpoint:
             own = _LINEAR_APART.fullmatch(name)
             if own is not None and f"{own['block']}.gate_up_proj" in expected:
                 index, linear = int(own["index"]), own["linear"]
-                plain[f"{own['block']}.experts.{index}.{linear}.{own['leaf']}"] = name
+                place = f"{own['block']}.experts.{index}.{linear}.{own['leaf']}"
+                plain[place] = taken.by(name, place)
                 apart.setdefault(own["block"], set()).add((index, linear))
                 continue
             module, leaf = leaves.get(name, (None, ""))
@@ -147,10 +150,12 @@ class StoredNames:
             )
             if pattern is not None and found in expected:
                 conversion = converted.setdefault(found, Conversion(by_pattern[pattern], found, {}))
+                # it takes one tensor, or its packed leaves, for each pattern and expert
+                taken.by(name, f"{found} {pattern} {_by_number(name)} {leaf}", shown=found)
                 conversion.sources.setdefault(pattern, []).append(name)
             elif found in expected:
                 place = found if module is None else f"{found.rpartition('.')[0]}.{leaf}"
-                plain[place] = name
+                plain[place] = taken.by(name, place)
             elif reason := _reason(model, name, found):
                 unused[name] = reason
             else:
@@ -162,9 +167,42 @@ class StoredNames:
                 "another model, or newer than the installed transformers?"
             )
         for conversion in converted.values():
+            if conversion.first in plain:
+                taken.refuse(plain[conversion.first], conversion.names[0], conversion.first)
             for names in conversion.sources.values():
                 names.sort(key=_by_number)
         return cls(plain, list(converted.values()), unused, apart)
+
+
+class _Places:
+    """Which tensor has each place in a model, so that none takes that of another in silence."""
+
+    def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        self._model_type, self._folder = model.config.model_type, checkpoint.folder
+        self._names: dict[str, str] = {}
+
+    def by(self, name: str, place: str, shown: str | None = None) -> str:
+        """Gives a place to the tensor `name`, and returns that name.
+
+        Args:
+            shown: the place as messages have it, where that is another.
+        Raises:
+            CheckpointError: another tensor has it already.
+        """
+        first = self._names.setdefault(place, name)
+        if first is not name:
+            self.refuse(first, name, shown or place)
+        return name
+
+    def refuse(self, first: str, second: str, place: str) -> NoReturn:
+        """
+        Raises:
+            CheckpointError: always; it says which two tensors are for one place.
+        """
+        raise CheckpointError(
+            f"{self._folder}: tensors '{first}' and '{second}' are both '{place}' of a "
+            f"{self._model_type} model, and only one can be. Are files of two downloads mixed?"
+        )
 
 
 def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:

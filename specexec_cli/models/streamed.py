@@ -354,6 +354,8 @@ class StreamedModel:
     def close(self) -> None:
         """Gives threads, files and memory back; idempotent."""
         if self.source is not None:
+            for layer in self._layers:
+                layer.release()
             self.source.close()
 
 

@@ -14,16 +14,15 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from specexec_cli.config import Tier
-from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
-from specexec_cli.offload.reader import Extent, Layout, Notice, Progress
+from specexec_cli.offload.reader import Extent, Layout, Notice, Progress, as_range
+from specexec_cli.offload.slabs import ALIGNED_BYTES, IN_FLIGHT, READ_SLABS
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
-from specexec_cli.offload.uplink import IN_FLIGHT, Uplink
+from specexec_cli.offload.uplink import Uplink, copy_error
 
 
 class Copier:
@@ -33,7 +32,6 @@ class Copier:
         self,
         layouts: Sequence[Layout],
         tiers: Sequence[Tier],
-        shifts: Sequence[int],
         buffers: Sequence[Tensor],
         link: Link,
         *,
@@ -47,7 +45,6 @@ class Copier:
         Args:
             layouts: of the layers, in the order in which they are used, again and again.
             tiers: per layer 'ram' or 'ssd'.
-            shifts: per layer, how many bytes of its buffer lie before its own first.
             buffers: (bytes,) uint8 each on the device; turn t goes to buffer t % buffers.
             host_bytes: of RAM that 'ssd' layers may take while they are on their way.
             piece_bytes: of one copy; a multiple of a disk's block.
@@ -56,7 +53,7 @@ class Copier:
             OutOfMemoryError: something does not fit into RAM.
         """
         self._link = link
-        self._shifts = list(shifts)
+        self._shifts = [layout.shift(ALIGNED_BYTES) for layout in layouts]
         self._buffers = list(buffers)
         self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
         self._thread: threading.Thread | None = None
@@ -72,9 +69,9 @@ class Copier:
         for layout, tier in zip(layouts, tiers, strict=True):
             cut = layout.pieces(piece_bytes)
             self._pieces.append(list(enumerate(cut, start=len(ranges))))
-            ranges += [[_as_tensor(piece)] for piece in cut]
+            ranges += [[as_range(piece)] for piece in cut]
             each += [tier] * len(cut)
-        slabs = max(IN_FLIGHT + 2, host_bytes // piece_bytes)
+        slabs = max(READ_SLABS, host_bytes // piece_bytes)
         self._host = LayerStream(
             ranges, each, buffers=slabs, kept=IN_FLIGHT, notice=notice, progress=progress
         )
@@ -109,10 +106,8 @@ class Copier:
             if self._turn in self._copied:
                 return self._copied[self._turn]
             error = self._error
-        if isinstance(error, StreamError | torch.OutOfMemoryError):
-            raise type(error)(*error.args)
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise StreamError(f"copying a layer to the GPU failed: {reason}") from error
+        assert error is not None
+        raise copy_error(error, "a layer") from error
 
     def give(self, mark: Any) -> None:
         """Gives the buffer of the layer back, whose last use `mark` is behind."""
@@ -206,9 +201,3 @@ class Copier:
                 target = self._buffers[buffer][start : start + blob.numel()]
                 event = self._uplink.send(target, blob, after)
         return event
-
-
-def _as_tensor(piece: Extent) -> TensorRange:
-    """The piece as the bytes of a file that a LayerStream hands out."""
-    n_bytes = piece.stop - piece.start
-    return TensorRange("piece", piece.path, "U8", (n_bytes,), piece.start, piece.stop)

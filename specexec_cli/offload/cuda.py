@@ -12,21 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from specexec_cli.config import Tier
-from specexec_cli.device import format_bytes
-from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
-from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out
-from specexec_cli.offload.resident import read_tensors, views
+from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
+from specexec_cli.offload.resident import views
+from specexec_cli.offload.slabs import ALIGNED_BYTES, COPY_BYTES
 from specexec_cli.offload.store import TensorRange
-from specexec_cli.offload.uplink import COPY_BYTES
-
-# What kernels need to load 16 bytes at once; safetensors promises 8, and disk blocks keep them.
-_ALIGNED_BYTES = 16
+from specexec_cli.offload.upload import device_buffer, upload
 
 
 class DeviceStream:
@@ -57,6 +52,7 @@ class DeviceStream:
         """
         if len(layers) != len(tiers) or device_buffers < 2:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
+        notice = once(notice)
         self.bytes_streamed = 0  # handed out from ring buffers so far
         self._link = link
         self._count = len(layers)
@@ -64,19 +60,17 @@ class DeviceStream:
         self._in_use: object | None = None  # of each use its own
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
-        # where in a buffer a layer begins, so that its tensors do at multiples of _ALIGNED_BYTES
-        self._shifts = [-layout.places[0][1] % _ALIGNED_BYTES for layout in self._layouts]
         self._resident: dict[int, dict[str, Tensor]] = {}
         self._buffers: list[Tensor] = []
         self._copier: Copier | None = None
         try:
-            self._load_resident(layers, tiers, progress)
+            self._load_resident(layers, tiers, piece_bytes, notice, progress)
             if self._streamed:
                 self._take_buffers(device_buffers)
                 host_tiers = [tiers[i] for i in self._streamed]
                 on_disk = [tier == "ssd" for tier in host_tiers]
                 self._copier = Copier(
-                    self._layouts, host_tiers, self._shifts, self._buffers, link,
+                    self._layouts, host_tiers, self._buffers, link,
                     host_bytes=host_buffers * self._largest(on_disk),
                     piece_bytes=piece_bytes, notice=notice, progress=progress,
                 )  # fmt: skip
@@ -88,19 +82,18 @@ class DeviceStream:
         self,
         layers: Sequence[Sequence[TensorRange]],
         tiers: Sequence[Tier],
+        piece_bytes: int,
+        notice: Notice,
         progress: Progress,
     ) -> None:
         chosen = [i for i, tier in enumerate(tiers) if tier == "resident"]
-        total = sum(tensor.n_bytes for i in chosen for tensor in layers[i])
-        done = 0
-        for index in chosen:
-            with _clear_shortage("a resident layer", sum(t.n_bytes for t in layers[index])):
-                loaded = read_tensors(layers[index])
-                self._resident[index] = {
-                    name: tensor.to(self._link.device) for name, tensor in loaded.items()
-                }
-            done += sum(tensor.n_bytes for tensor in layers[index])
-            progress(done, total)
+        if not chosen:
+            return
+        loaded = upload(
+            [lay_out(layers[i]) for i in chosen], self._link,
+            piece_bytes=piece_bytes, notice=notice, progress=progress,
+        )  # fmt: skip
+        self._resident = dict(zip(chosen, loaded, strict=True))
 
     def _largest(self, chosen: Sequence[bool]) -> int:
         """Bytes that the largest of the chosen layers takes in a buffer."""
@@ -108,10 +101,9 @@ class DeviceStream:
         return max((layout.buffer_bytes for layout, is_one in pairs if is_one), default=0)
 
     def _take_buffers(self, device_buffers: int) -> None:
-        size = self._largest([True] * len(self._layouts)) + _ALIGNED_BYTES
+        size = self._largest([True] * len(self._layouts))
         for _ in range(min(device_buffers, len(self._streamed) + 1)):
-            with _clear_shortage("a ring buffer on the device", size):
-                self._buffers.append(torch.empty(size, dtype=torch.uint8, device=self._link.device))
+            self._buffers.append(device_buffer(size, "a ring buffer on the device", self._link))
 
     @property
     def bytes_read(self) -> int:
@@ -147,7 +139,7 @@ class DeviceStream:
         self._link.wait(self._copier.last_use((buffer + 1) % len(self._buffers)))
         self._link.compute_waits(copied)
         try:
-            yield views(layout, self._buffers[buffer], self._shifts[place])
+            yield views(layout, self._buffers[buffer], layout.shift(ALIGNED_BYTES))
         finally:
             if self._in_use is use:  # or else restart() came first; see LayerStream.blob
                 self.bytes_streamed += layout.tensor_bytes
@@ -181,15 +173,3 @@ class DeviceStream:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-
-@contextmanager
-def _clear_shortage(purpose: str, n_bytes: int) -> Iterator[None]:
-    """Device memory running out becomes one line."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise OutOfMemoryError(
-            f"{purpose} needs {format_bytes(n_bytes)} of GPU memory, which is not free. "
-            "Close what else runs on the GPU, or use a smaller draft model: `draft`"
-        ) from None

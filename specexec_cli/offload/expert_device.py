@@ -8,69 +8,93 @@ is in, or where its rows were so many more than those of the expert whose slot i
 takes longer for the difference than a copy.
 
 A slot on the GPU is written only by copies that are ordered behind all work enqueued before, so no
-expert is overwritten while the GPU still multiplies by it.
+expert is overwritten while the GPU still multiplies by it. While one is computed, the next is on
+its way: a thread copies (expert_copies.py), and two slots are for those that are not kept.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.expert_copies import ExpertCopies
 from specexec_cli.offload.expert_files import ExpertTensors
 from specexec_cli.offload.expert_slots import FREE
 from specexec_cli.offload.experts import Batch, ExpertStore
 from specexec_cli.offload.link import Link
-
-_ALIGNED_BYTES = 16  # what kernels need to load 16 bytes at once; see cuda.py
+from specexec_cli.offload.reader import Notice
+from specexec_cli.offload.slabs import ALIGNED_BYTES, PASSING_SLOTS
 
 
 class DeviceExperts:
     """The experts of an ExpertStore for a GPU, which keeps those that are worth most."""
 
     def __init__(
-        self, store: ExpertStore, link: Link, cap_bytes: int, copy_rows: int | None
+        self,
+        store: ExpertStore,
+        link: Link,
+        cap_bytes: int,
+        copy_rows: int | None,
+        notice: Notice = lambda text: None,
     ) -> None:
         """Take the slots; experts come into them as they are used.
 
         Args:
             store: taken over: close() closes it.
-            cap_bytes: of VRAM for slots; one of them is for experts that are not kept.
+            cap_bytes: of VRAM for slots; up to PASSING_SLOTS of them are for experts that are not
+                kept.
             copy_rows: an expert of so many rows and more is copied to the GPU, others are computed
                 by the CPU. None: the CPU computes all.
+            notice: told in one line where the driver refuses to pin memory.
         Raises:
-            OutOfMemoryError: the slots do not fit into VRAM.
+            OutOfMemoryError: the slots do not fit into VRAM, or slabs not into RAM.
             ValueError: experts are to be copied, and not one slot fits under the cap.
         """
         self.store, self._link, self._copy_rows = store, link, copy_rows
         self.bytes_copied = 0  # to the GPU
         self.hits = 0  # experts asked for that were in VRAM
-        self._slot_bytes = store.slot_bytes + _ALIGNED_BYTES
-        slots = min(cap_bytes // self._slot_bytes, len(store.files) + 1) if copy_rows else 0
-        if copy_rows and not slots:
-            store.close()
-            raise ValueError(f"no slot of {self._slot_bytes} bytes fits into {cap_bytes}")
-        self._scratch = slots - 1  # the slot of what is not worth keeping
-        self._slot_of: dict[int, int] = {}  # expert -> slot; never the scratch slot
-        self._held: NDArray[np.int64] = np.full(max(slots - 1, 0), FREE)  # slot -> expert
-        self._free = list(range(slots - 1))
-        self._copying: object | None = None  # the event of a copy that was not waited for
+        self._slot_bytes = store.slot_bytes + ALIGNED_BYTES
+        most = len(store.files) + PASSING_SLOTS
+        slots = min(cap_bytes // self._slot_bytes, most) if copy_rows else 0
+        self._slots = slots
+        # the first of them are for the experts that are kept: one at least, where there are two
+        self._kept = max(slots - PASSING_SLOTS, min(slots - 1, 1), 0)
+        self._slot_of: dict[int, int] = {}  # expert -> slot, of those that are kept
+        self._held: NDArray[np.int64] = np.full(self._kept, FREE)  # slot -> expert
+        self._free = list(range(self._kept))
+        self._passing = list(range(self._kept, slots))  # that no expert passes through just now
+        self._blob = torch.empty(0, dtype=torch.uint8)
+        self._copies: ExpertCopies | None = None
         try:
-            self._blob = torch.empty(
-                max(slots, 0) * self._slot_bytes, dtype=torch.uint8, device=link.device
-            )
-        except torch.OutOfMemoryError:
+            if copy_rows and not slots:
+                raise ValueError(f"no slot of {self._slot_bytes} bytes fits into {cap_bytes}")
+            if slots:
+                self._blob = self._new_slots(slots)
+                in_ram = torch.split(store.blob, store.slot_bytes)
+                self._copies = ExpertCopies(in_ram, link, notice)
+        except BaseException:
             store.close()
+            raise
+
+    def _new_slots(self, count: int) -> Tensor:
+        size = count * self._slot_bytes
+        try:
+            return torch.empty(size, dtype=torch.uint8, device=self._link.device)
+        except torch.OutOfMemoryError:
             raise OutOfMemoryError(
-                f"slots for {slots} experts need {format_bytes(slots * self._slot_bytes)} of GPU "
-                "memory, which is not free. Close what else runs on the GPU, or compute experts on "
-                "the CPU: `experts='cpu'`"
+                f"slots for {count} experts need {format_bytes(size)} of GPU memory, which is not "
+                "free. Close what else runs on the GPU, or compute experts on the CPU: "
+                "`experts='cpu'`"
             ) from None
-        self._registered = copy_rows is not None and link.register(store.blob)
 
     def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
         """Each wanted expert once, in VRAM or in RAM; see ExpertStore.take."""
@@ -84,51 +108,87 @@ class DeviceExperts:
             ]
         others = {expert: n for expert, n in wanted.items() if expert not in here}
         for batch in self.store.take(layer, others, rows, elsewhere=here):
-            if self._copy_rows is None:
+            if self._copies is None or self._copy_rows is None:
                 yield batch
-                continue
-            many = [expert for expert, _ in batch if wanted[expert] >= self._copy_rows]
-            if few := [(expert, tensors) for expert, tensors in batch if expert not in many]:
-                copying = self._copy_what_pays([first + expert for expert, _ in few])
-                yield few  # the CPU computes while the copies are under way
-                self._now_here(copying)
-            for expert in many:
-                key = first + expert
-                slot = self._slot_for(key, self.store.scores.worth.ravel())
-                slot = self._scratch if slot is None else slot
-                self._copy(key, slot)
-                self._link.compute_waits(self._copying)
-                yield [(expert, self._tensors(key, slot))]
-                self._now_here({key: slot} if slot != self._scratch else {})
+            else:
+                many = {expert for expert, _ in batch if wanted[expert] >= self._copy_rows}
+                kept = self._places(first, batch, many, self._copy_rows)
+                yield from self._brought(self._copies, first, batch, many, kept)
 
-    def _copy_what_pays(self, keys: list[int]) -> dict[int, int]:
-        """Enqueue copies of experts that the CPU computes; returns their slots.
+    def _places(
+        self, first: int, batch: Batch, many: set[int], copy_rows: int
+    ) -> dict[int, int | None]:
+        """For each expert of a batch the slot to keep it in; None where it is not kept.
 
         For `copy_rows` rows the CPU takes as long as a copy, and a count remembers as many rows as
-        make it a fair guess of those to come. So a copy pays where the counts differ by more.
+        make it a fair guess of those to come. So a copy of what the CPU computes pays where the
+        counts differ by more.
         """
-        assert self._copy_rows is not None, "else nothing is copied"
-        slots, counts = {}, self.store.scores.counts.ravel()
-        for key in keys:
-            slot = self._slot_for(key, counts, self._copy_rows)
-            if slot is not None:
-                self._copy(key, slot)
-                slots[key] = slot
-        return slots
+        scores = self.store.scores
+        worth, counts = scores.worth.ravel(), scores.counts.ravel()
+        return {
+            expert: self._slot_for(first + expert, worth)
+            if expert in many
+            else self._slot_for(first + expert, counts, copy_rows)
+            for expert, _ in batch
+        }
 
-    def _now_here(self, slots: Mapping[int, int]) -> None:
-        """Wait for copies, whose slots are then those experts'.
+    def _brought(
+        self,
+        copies: ExpertCopies,
+        first: int,
+        batch: Batch,
+        many: set[int],
+        kept: Mapping[int, int | None],
+    ) -> Iterator[Batch]:
+        """Experts that are in RAM, those of `many` rows on the GPU.
 
-        Not before: the store may read other experts into the memory that is copied from.
+        Copies are begun as far ahead as there are slots; meanwhile the CPU computes the others.
+
+        Args:
+            first: key of the layer's first expert.
+            kept: see _places.
         """
-        self._wait_for_copy()
-        for key, slot in slots.items():
-            self._slot_of[key] = slot
-            self._held[slot] = key
-            self.store.elsewhere(key, True)
+        left = deque(expert for expert in kept if kept[expert] is not None or expert in many)
+        few = [(expert, tensors) for expert, tensors in batch if expert not in many]
+        begun: deque[tuple[int, int, Future[Any]]] = deque()
+        while few or left or begun:
+            while left and (slot := self._room(kept[left[0]])) is not None:
+                expert = left.popleft()
+                begun.append((expert, slot, self._begin(copies, first + expert, slot)))
+            if few:
+                yield few
+                few = []
+                continue
+            expert, slot, copy = begun.popleft()
+            if expert in many:
+                self._link.compute_waits(copy.result())
+                yield [(expert, self._tensors(first + expert, slot))]
+            if slot >= self._kept:
+                self._passing.append(slot)
+        copies.land()  # the store may then read other experts into these slots
+        for expert, own in kept.items():
+            if own is not None:
+                self._slot_of[first + expert] = own
+                self._held[own] = first + expert
+                self.store.elsewhere(first + expert, True)
+
+    def _room(self, kept: int | None) -> int | None:
+        """The slot to copy an expert into, which may be one to be kept in; None for want of one."""
+        if kept is not None:
+            return kept
+        return self._passing.pop() if self._passing else None
+
+    def _begin(self, copies: ExpertCopies, key: int, slot: int) -> Future[Any]:
+        """Begins to copy an expert that the store has handed out, behind all that is enqueued."""
+        source = self.store.bytes_of(key)
+        start = slot * self._slot_bytes + self._shift(key)
+        target = self._blob[start : start + source.numel()]
+        self.bytes_copied += source.numel()
+        return copies.begin(target, source, self._link.compute_mark())
 
     def _slot_for(self, key: int, worth: NDArray[np.float64], margin: float = 0.0) -> int | None:
-        """The slot to copy an expert into, which nothing is in any more; None where none is.
+        """A slot to keep an expert in, which nothing is in any more; None where none is to be had.
 
         Args:
             worth: by expert.
@@ -136,7 +196,7 @@ class DeviceExperts:
         """
         if self._free:
             return self._free.pop()
-        if not len(self._held):
+        if not self._kept:
             return None
         by_slot = np.where(self._held == FREE, np.inf, worth[self._held])
         slot = int(np.argmin(by_slot))
@@ -148,24 +208,11 @@ class DeviceExperts:
         self.store.elsewhere(last, False)
         return slot
 
-    def _copy(self, key: int, slot: int) -> None:
-        """Enqueue the copy of an expert that the store has handed out."""
-        source, shift = self.store.bytes_of(key), self._shift(key)
-        start = slot * self._slot_bytes + shift
-        target = self._blob[start : start + source.numel()]
-        self.bytes_copied += source.numel()
-        self._copying = self._link.copy(target, source, self._link.compute_mark())
-
-    def _wait_for_copy(self) -> None:
-        if self._copying is not None:
-            self._link.wait(self._copying)
-            self._copying = None
-
     def _tensors(self, key: int, slot: int) -> ExpertTensors:
         return self.store.files.tensors(key, self._blob, slot * self._slot_bytes + self._shift(key))
 
     def _shift(self, key: int) -> int:
-        return -self.store.files.first_byte(key) % _ALIGNED_BYTES
+        return -self.store.files.first_byte(key) % ALIGNED_BYTES
 
     def restart(self) -> None:
         """Forget the request of an aborted pass.
@@ -173,17 +220,20 @@ class DeviceExperts:
         An expert counts as being on the GPU once its copy is done, so the slot of one whose copy
         was under way is free again.
         """
-        self._wait_for_copy()
+        if self._copies is not None:
+            self._copies.drop()
         self._free = np.flatnonzero(self._held == FREE).tolist()
+        self._passing = list(range(self._kept, self._slots))
         self.store.restart()
 
     def close(self) -> None:
-        """Give the memory back, and close the store. Idempotent."""
-        if self._registered:
-            self._registered = False
-            self._wait_for_copy()
-            self._link.unregister(self.store.blob)
+        """Stop the threads, give the memory back, and close the store. Idempotent."""
+        copies, self._copies = self._copies, None
         self._slot_of.clear()
         self._held[:] = FREE
-        self._blob = torch.empty(0, dtype=torch.uint8)
-        self.store.close()
+        try:
+            if copies is not None:
+                copies.close()
+        finally:
+            self._blob = torch.empty(0, dtype=torch.uint8)
+            self.store.close()

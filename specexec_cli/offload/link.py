@@ -46,6 +46,7 @@ class CudaLink:
         self.device = device
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._written = torch.empty(1, device=device)  # by register()
 
     def register(self, blob: Tensor) -> bool:
         """Page-locks the memory where it is; torch's pin_memory would round it up and copy it."""
@@ -54,7 +55,7 @@ class CudaLink:
             return True
         # CUDA remembers the refusal, and the next kernel launch would report it as its own
         with suppress(RuntimeError):
-            torch.empty(1, device=self.device).fill_(1)
+            self._written.fill_(1)
         return False
 
     def unregister(self, blob: Tensor) -> None:

@@ -49,6 +49,10 @@ class Layout:
     def tensor_bytes(self) -> int:
         return sum(tensor.n_bytes for tensor, _ in self.places)
 
+    def shift(self, aligned_bytes: int) -> int:
+        """Where in a buffer it begins, so that its first tensor does at a multiple of these."""
+        return -self.places[0][1] % aligned_bytes if self.places else 0
+
     def pieces(self, piece_bytes: int = PIECE_BYTES) -> list[Extent]:
         """The extents cut into reads of at most `piece_bytes`."""
         return [
@@ -77,6 +81,12 @@ def lay_out(ranges: Sequence[TensorRange]) -> Layout:
         size = last.offset + last.stop - last.start
         places.append((tensor, last.offset + tensor.start - last.start))
     return Layout(tuple(extents), tuple(places), size)
+
+
+def as_range(piece: Extent) -> TensorRange:
+    """The piece as a tensor of bytes, for those who are given tensors to read."""
+    n_bytes = piece.stop - piece.start
+    return TensorRange("piece", piece.path, "U8", (n_bytes,), piece.start, piece.stop)
 
 
 class DirectFile:

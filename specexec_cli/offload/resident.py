@@ -115,6 +115,10 @@ def _begin(
     return pool.submit(file.read_into, target, piece.start, piece.stop)
 
 
+class StayingTensors(dict[str, Tensor]):
+    """A layer's tensors by name, the same ones in every pass."""
+
+
 def as_blob(buffer: HugeBuffer) -> Tensor:
     """The buffer as (bytes,) uint8, which keeps it mapped."""
     if not buffer.n_bytes:

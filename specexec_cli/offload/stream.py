@@ -31,6 +31,7 @@ from specexec_cli.offload.reader import (
     once,
 )
 from specexec_cli.offload.resident import (
+    StayingTensors,
     as_blob,
     check_free,
     load,
@@ -85,7 +86,7 @@ class LayerStream:
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
         self._resident: dict[int, Tensor] = {}  # blobs of the 'ram' layers
-        self._views: dict[int, dict[str, Tensor]] = {}  # of those, made when first asked for
+        self._views: dict[int, StayingTensors] = {}  # of those, made when first asked for
         self._files: dict[Path, DirectFile] = {}
         self._buffers: list[HugeBuffer] = []
         self._kept = kept
@@ -153,12 +154,12 @@ class LayerStream:
             StreamError: the file could not be read, by name and offset.
         """
         with self.blob(index) as blob:
-            found = self._views.get(index)
-            if found is None:
-                found = views(self.layouts[index], blob)
-                if index in self._resident:
-                    self._views[index] = found
-            yield found
+            if index not in self._resident:
+                yield views(self.layouts[index], blob)
+                return
+            if index not in self._views:
+                self._views[index] = StayingTensors(views(self.layouts[index], blob))
+            yield self._views[index]
 
     @contextmanager
     def blob(self, index: int) -> Iterator[Tensor]:

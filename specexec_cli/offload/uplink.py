@@ -16,17 +16,16 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from specexec_cli.device import format_bytes
+from specexec_cli.errors import StreamError
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import Notice
 from specexec_cli.offload.resident import as_blob
-
-COPY_BYTES = 16 << 20  # two of them take 1.3 ms at 25 GB/s
-IN_FLIGHT = 2
-_SLABS = IN_FLIGHT + 1  # one is filled while the others are copied
+from specexec_cli.offload.slabs import IN_FLIGHT, STAGING_SLABS
 
 
 class Uplink:
@@ -94,7 +93,7 @@ class Uplink:
         """
         if self._slabs and not self.is_pinned(source):
             # the copy out of it was before the IN_FLIGHT last ones, so it has been waited for
-            slab = self._slabs[self._staged % _SLABS][: source.numel()]
+            slab = self._slabs[self._staged % STAGING_SLABS][: source.numel()]
             _stage(slab, source)
             self._staged += 1
             source = slab
@@ -129,9 +128,21 @@ class Uplink:
                 self._link.unregister(blob)
 
 
+def copy_error(error: BaseException, what: str) -> Exception:
+    """What the consumer of a thread that copies is told of an error there, in one line.
+
+    Args:
+        what: was to be copied, as in "a layer".
+    """
+    if isinstance(error, StreamError | torch.OutOfMemoryError):
+        return type(error)(*error.args)
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return StreamError(f"copying {what} to the GPU failed: {reason}")
+
+
 def _new_slabs(n_bytes: int) -> list[Tensor]:
     slabs = []
-    for _ in range(_SLABS):
+    for _ in range(STAGING_SLABS):
         buffer = HugeBuffer(n_bytes, "a slab for copies to the GPU", "Close other programs")
         slabs.append(as_blob(buffer))
         buffer.close()  # the blob holds the memory from now on

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from specexec_cli.planning.conforming import REFUSED, RUNS
 
@@ -26,8 +26,9 @@ class Architecture:
     # "built": sizes are not told from these fields, but counted on a model built without weights
     mlp: Literal["built", "gated", "plain", "experts"] = "built"
     norms: int = 2  # vectors of hidden size in a layer's norms, biases not counted
-    # a norm for queries and one for keys, each of the size of one head or of all of them
-    query_key_norms: Literal["none", "one head", "all heads"] = "none"
+    # a norm for queries and one for keys, each of the size of one head or of all of them;
+    # "as configured": of one head where config.json says use_qk_norm
+    query_key_norms: Literal["none", "one head", "all heads", "as configured"] = "none"
     # which linears have a bias: those of queries, keys and values ("qkv"); all of attention and
     # MLP, with those of the LayerNorms ("all"); or, where config.json asks for them, attention's
     # or of these the first three; or attention's, the router's and the experts'
@@ -43,8 +44,19 @@ class Architecture:
     latent: bool = False  # keys and values of all heads come from one cached vector (MLA)
 
 
+# a maker's `model_type` -> transformers' own of the same architecture.
+# Source: "Kimi-K2 reuses the DeepSeekV3CausalLM architecture [...] you can still run the model by
+# changing model_type to deepseek_v3", docs/deploy_guidance.md of MoonshotAI/Kimi-K2
+ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+
 _table: dict[str, Architecture] = {}
 ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(_table)
+
+
+def known_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config.json with transformers' `model_type` in place of an alias of it."""
+    known = ALIASES.get(str(config.get("model_type")))
+    return config if known is None else {**config, "model_type": known}
 
 
 def refusal(model_type: str) -> str:
@@ -86,7 +98,7 @@ register(Architecture(model_type="deepseek_v2", title="DeepseekV2", mlp="experts
 register(
     Architecture(
         model_type="glm4_moe", title="Glm4Moe", mlp="experts", biases="qkv as configured",
-        router_bias=True,
+        query_key_norms="as configured", router_bias=True,
     )
 )  # fmt: skip
 register(Architecture(model_type="qwen3", title="Qwen3", mlp="gated", query_key_norms="one head"))

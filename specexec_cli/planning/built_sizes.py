@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,6 +59,7 @@ def built(config: Mapping[str, Any]) -> BuiltModel:
 
     Raises:
         ConfigError: transformers cannot build it.
+        OutOfMemoryError: there is no room for what it holds beside weights.
     """
     return _built(json.dumps(dict(config), sort_keys=True))
 
@@ -70,6 +71,8 @@ def _built(config_json: str) -> BuiltModel:
     stored = json.loads(config_json)
     try:
         model = empty_model(CONFIG_MAPPING[stored["model_type"]].from_dict(stored))
+    except OutOfMemoryError:
+        raise
     except Exception as error:  # whatever a value of the config makes transformers do
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"config.json describes no model: {reason}") from error
@@ -152,7 +155,9 @@ def _kv_elements(layer: nn.Module, config: PretrainedConfig) -> int:
             return int(keys.out_features + (values or keys).out_features)
     heads = int(config.num_attention_heads)
     kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if getattr(config, "multi_query", False):
+    if getattr(config, "new_decoder_architecture", False):
+        kv_heads = heads  # Falcon's code gives each query head a copy, and caches the copies
+    elif getattr(config, "multi_query", False):
         kv_heads = 1
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 2 * kv_heads * int(head_dim)
@@ -169,7 +174,11 @@ def _expanded(layer: nn.Module) -> int:
 
 
 def empty_model(config: PretrainedConfig) -> PreTrainedModel:
-    """transformers' own model for text, its parameters on the meta device, its buffers real."""
+    """transformers' own model for text, its parameters on the meta device, its buffers real.
+
+    Raises:
+        OutOfMemoryError: there is no room for the buffers; all else is transformers' own error.
+    """
     import torch
     from accelerate import init_empty_weights
     from torch.overrides import TorchFunctionMode
@@ -189,7 +198,8 @@ def empty_model(config: PretrainedConfig) -> PreTrainedModel:
                 kwargs = {**kwargs, "device": "meta"}
             return func(*args, **kwargs)
 
-    with init_empty_weights(include_buffers=False), EmptyOnMeta():
+    shortage = clear_shortage("a model does not fit into it, even without its weights")
+    with shortage, init_empty_weights(include_buffers=False), EmptyOnMeta():
         model: PreTrainedModel = text_model_class(config)._from_config(
             config,
             attn_implementation="eager",
@@ -250,11 +260,19 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{leaf}" if path else leaf, buffer
 
 
-def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """own_tensors of the parts that read and write text."""
+def text_paths(model: PreTrainedModel) -> list[str]:
+    """Names of the modules that read and write text; "" is the model itself, all of it."""
+    if model.config.get_text_config(decoder=True) is model.config:
+        return [""]
     text = [path_of(model, text_decoder(model))]
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         text += [path_of(model, module)] if module is not None else []
+    return text
+
+
+def text_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """own_tensors of the parts that read and write text."""
+    text = text_paths(model)
     for name, tensor in own_tensors(model):
         if any(not path or name.startswith(f"{path}.") for path in text):
             yield name, tensor

@@ -95,13 +95,14 @@ def layer_weights(
     biases = of_experts = 0
     others = shape.kind.norms * shape.hidden + (shape.heads if shape.kind.sinks else 0)
     if shape.kind.latent:
-        attention, norms = _latent_attention(shape, config)
-        others += norms
+        attention, latent_norms = _latent_attention(shape, config)
+        others += latent_norms
     if shape.kind.router_bias and index >= int(config.get("first_k_dense_replace", 0)):
         others += expert_count(config)
-    if shape.kind.query_key_norms == "one head":
+    norms = shape.kind.query_key_norms
+    if norms == "one head" or (norms == "as configured" and config.get("use_qk_norm", False)):
         others += 2 * shape.head_dim
-    elif shape.kind.query_key_norms == "all heads":
+    elif norms == "all heads":
         others += query + key
     if shape.kind.biases == "qkv":
         biases += query + 2 * key

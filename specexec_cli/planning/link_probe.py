@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.device import free_ram_bytes
+from specexec_cli.errors import clear_shortage
 from specexec_cli.offload.memory import HugeBuffer
+from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning.probe import best_of
 
 if TYPE_CHECKING:
@@ -22,6 +24,7 @@ _PIN_TRIAL_BYTES = 1280 << 20
 _LARGE_TARGET_BYTES = 16 << 30  # that are streamed where no target is known yet
 
 
+@clear_shortage("there is no room to measure the link to it")
 def probe_link(
     device: Any,
     n_bytes: int = 256 << 20,
@@ -39,7 +42,7 @@ def probe_link(
     import torch
 
     from specexec_cli.offload.link import CudaLink
-    from specexec_cli.offload.uplink import COPY_BYTES, Uplink
+    from specexec_cli.offload.uplink import Uplink
 
     link = CudaLink(device)
     uplink = Uplink(link)

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
+from specexec_cli.offload.slabs import COPY_BYTES, PASSING_SLOTS, STAGING_SLABS
 from specexec_cli.planning.arithmetic import compute_seconds
-from specexec_cli.planning.memory import FLOAT32_BYTES, Work
+from specexec_cli.planning.memory import FLOAT32_BYTES, Parts, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import (
     Machine,
@@ -82,18 +83,21 @@ def gpu_mixture_plan(
             return beside
     outputs, slot = _outputs(target, experts, work), experts.largest + HUGE_PAGE_BYTES // 8
     copy_rows = _copy_rows(target, experts, machine, where)
-    kept_back = outputs + (2 * slot if copy_rows is not None else 0)
+    kept_back = outputs + (PASSING_SLOTS * slot if copy_rows is not None else 0)
+    slabs = STAGING_SLABS * buffer_bytes([min(slot, COPY_BYTES)]) if copy_rows is not None else 0
+    in_ram = _least(experts) + slabs
     less = replace(
         machine,
         vram_bytes=max(1, machine.vram_bytes - round(kept_back / (1 - machine.margin))),
-        ram_bytes=max(0, machine.ram_bytes - round(_least(experts) / (1 - machine.margin))),
+        ram_bytes=max(0, machine.ram_bytes - round(in_ram / (1 - machine.margin))),
     )
     plan = make_plan(target.dense, draft, work, less)
     vram = machine.usable(machine.vram_bytes) - plan.peak_vram_bytes - outputs
-    on_device = min(vram, (experts.in_all + 1) * slot) if copy_rows is not None else 0
-    cap = machine.usable_ram() - plan.peak_ram_bytes
+    on_device = min(vram, (experts.in_all + PASSING_SLOTS) * slot) if copy_rows is not None else 0
+    cap = machine.usable_ram() - plan.peak_ram_bytes - slabs
     most = buffer_bytes([experts.in_all * slot])
     cap = max(_least(experts), min(cap, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+    staged: Parts = (("slabs for experts", slabs),) if slabs else ()
     rows = work.verify_rows
     ssd_bytes = sum(
         size for size, tier in zip(target.dense.layers, plan.tiers, strict=True) if tier == "ssd"
@@ -103,7 +107,7 @@ def gpu_mixture_plan(
     link_bytes = plan.link_bytes + copied
     return replace(
         plan,
-        ram=(*plan.ram, ("expert cache", cap)),
+        ram=(*plan.ram, ("expert cache", cap), *staged),
         vram=(*plan.vram, ("experts", on_device), ("experts' outputs", outputs)),
         ssd_bytes=ssd_bytes,
         ssd_s=ssd_bytes / machine.ssd_bytes_per_s,

@@ -119,7 +119,8 @@ def resolve(
     tree = request.tree.resolve(pair.tree, request.method, request.slots)
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     draft_sizes = draft.sizes if draft is not None else None
-    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, target.sizes.total)
+    unpacked_bytes = max(target.sizes.total, 2 * target.sizes.layer_params)
+    dtype = compute_dtype(request.dtype, site.device, target.stored_dtype, unpacked_bytes)
     context_tokens = _context_tokens(request, target, count_tokens)
     settings = dict(site.settings)
 
@@ -213,7 +214,9 @@ def _context_tokens(
     return min(wanted, target.window_tokens or wanted)
 
 
-def compute_dtype(name: DtypeName, device: str, stored: str | None, total_bytes: int) -> DtypeName:
+def compute_dtype(
+    name: DtypeName, device: str, stored: str | None, unpacked_bytes: int
+) -> DtypeName:
     """What to compute in.
 
     Where it is left to us: the checkpoint's own dtype on a GPU; on a CPU bfloat16 where there are
@@ -222,13 +225,14 @@ def compute_dtype(name: DtypeName, device: str, stored: str | None, total_bytes:
     Args:
         device: cpu, or a GPU.
         stored: the dtype that config.json names.
-        total_bytes: of the checkpoint.
+        unpacked_bytes: of the checkpoint, its packed weights counted as two bytes each: what they
+            are multiplied by costs the same however small they are stored.
     """
     if name != "auto":
         return name
     if device != "cpu":
         return cast(DtypeName, stored) if stored in ("float16", "bfloat16") else "float32"
-    large = total_bytes >= SMALL_MODEL_BYTES
+    large = unpacked_bytes >= SMALL_MODEL_BYTES
     return "bfloat16" if large and _has_arithmetic("bfloat16") else "float32"
 
 

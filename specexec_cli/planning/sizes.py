@@ -14,7 +14,7 @@ from typing import Any
 
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.architectures import ARCHITECTURES
+from specexec_cli.planning.architectures import ARCHITECTURES, known_config
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.layer_shapes import (
@@ -136,6 +136,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
     Raises:
         ConfigError: the architecture is not known, or a key is missing.
     """
+    config = known_config(config)
     if _is_built(config):
         return _built_bytes(config)
     config = {**config, **config.get("text_config", {})}
@@ -173,10 +174,11 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
 
 def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
     """As architecture_bytes, with the bytes that are really in the files."""
-    if _is_built(checkpoint.config) or "text_config" in checkpoint.config:
+    config = known_config(checkpoint.config)
+    if _is_built(config) or "text_config" in config:
         # names of parts that are not read look like those of layers: what is stored tells the dtype
-        return architecture_bytes({**checkpoint.config, "dtype": _stored_dtype(checkpoint)})
-    model = architecture_bytes(checkpoint.config)
+        return architecture_bytes({**config, "dtype": _stored_dtype(checkpoint)})
+    model = architecture_bytes(config)
     layers = [0] * len(model.layers)
     resident = head = table = 0
     own_head = False  # not only a bias beside the embeddings' table

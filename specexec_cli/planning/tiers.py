@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
+from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
 from specexec_cli.planning.memory import (
     GPU_CONTEXT_BYTES,
@@ -229,8 +230,9 @@ def _beside(
     if not machine.vram_bytes:
         return (*program, *fixed_parts(target, draft, work)), ()
     table = 0 if stays else target.table
-    ram: Parts = (*program, ("embeddings", table)) if table else program
-    return ram, gpu_parts(
+    slabs = 0 if stays else SLAB_BYTES
+    ram = (*program, ("embeddings", table), ("slabs for copies", slabs))
+    return tuple(part for part in ram if part[1]), gpu_parts(
         target, draft, work, machine.context_bytes, table_in_ram=table_in_ram(stays, True)
     )
 

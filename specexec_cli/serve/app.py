@@ -124,9 +124,9 @@ def _add_facts(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     async def health() -> Response:
         now = service.engine.figures()
-        word = "shutting down" if service.closing else "ok"
+        word = "shutting down" if service.closing else "failed" if now.failed else "ok"
         told = {"status": word, "running": now.running, "waiting": now.waiting, "slots": now.slots}
-        return JSONResponse(told, 503 if service.closing else 200)
+        return JSONResponse(told, 200 if word == "ok" else 503)
 
     @app.get("/metrics")
     async def figures() -> Response:

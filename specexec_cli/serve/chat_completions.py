@@ -17,7 +17,8 @@ from specexec_cli.serve.bodies import ChatBody, ChatMessage, CompletionBody, Nam
 from specexec_cli.serve.completions import Answer
 from specexec_cli.serve.reply import ReplyText, Said
 from specexec_cli.serve.service import Prompt, Service
-from specexec_cli.serve.tools import Call, Dialect, dialect_of
+from specexec_cli.serve.tool_dialects import KNOWN, dialect_of, has_tools
+from specexec_cli.serve.tools import Call, Dialect
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -112,10 +113,14 @@ def dialect(service: Service, tools: Sequence[Tool]) -> Dialect | None:
         return None
     found = dialect_of(service.chat_template)
     if found is None:
+        reason = (
+            f"asks for calls in a form that is not read here (read are those of {KNOWN})"
+            if has_tools(service.chat_template)
+            else "has no place for them"
+        )
         raise ApiError(
             400,
-            f"{service.model} cannot be told of tools: its chat template has no place for them, "
-            "or asks for calls in a form that is not known here. Leave tools out",
+            f"{service.model} cannot be told of tools: its chat template {reason}. Leave tools out",
             param="tools",
             code="tools_not_supported",
         )
@@ -140,7 +145,7 @@ async def grammar(
             )  # fmt: skip
         choice = body.tool_choice
         must = _chosen(choice, tools) if isinstance(choice, NamedTool) else tools
-        return await service.grammar(lambda maker: maker.lark(known.grammar(must)))
+        return await service.grammar(lambda maker: maker.lark(known.grammar(must, maker.spelled)))
     return await json_grammar(service, body) if structured else None
 
 
@@ -186,9 +191,12 @@ class ChatAnswer(Answer):
         super().__init__(service, request, body, texts)
         # a grammar leaves no room for thinking
         self._replies = [
-            ReplyText(prompt.text if text.request.constraint is None else None, known, tools)
+            ReplyText(
+                prompt.text if text.request.constraint is None else None, known, tools,
+                one_call=body.parallel_tool_calls is False,
+            )
             for text in texts
-        ]
+        ]  # fmt: skip
         self._said = [Said() for _ in texts]
 
     def begun(self, index: int) -> dict[str, Any] | None:

@@ -54,6 +54,11 @@ class GrammarMaker:
         size = max(vocab_size, len(tokenizer))
         self._eos_ids = sorted(eos_ids)
         self._tokens = llguidance.hf.from_tokenizer(tokenizer, size, list(self._eos_ids))
+        self._special = {
+            token.content: index
+            for index, token in tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
         self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> LLMatcher:
@@ -77,6 +82,11 @@ class GrammarMaker:
             ConfigError: it cannot be used; says why.
         """
         return self._compiled(LLMatcher.grammar_from_lark(text), "the tools' parameters")
+
+    def spelled(self, mark: str) -> str:
+        """A mark in llguidance's dialect of Lark: the special token, or the mark's letters."""
+        index = self._special.get(mark)
+        return json.dumps(mark) if index is None else f"<[{index}]>"
 
     def constraint(self, grammar: LLMatcher, prompt_tokens: int) -> GrammarConstraint:
         """A constraint for one text behind a prompt of so many tokens."""

@@ -26,12 +26,21 @@ class ReplyText:
         prompt: as the chat template rendered it; some open the thinking part themselves. None where
             the reply has no thinking, and its marks are text like any other.
         dialect: how calls are written; None where there are no tools.
+        one_call: tell the first call of the reply alone.
     """
 
-    def __init__(self, prompt: str | None, dialect: Dialect | None, tools: Sequence[Tool]) -> None:
+    def __init__(
+        self,
+        prompt: str | None,
+        dialect: Dialect | None,
+        tools: Sequence[Tool],
+        *,
+        one_call: bool = False,
+    ) -> None:
         self._split = None if prompt is None else ThinkSplitter(prompt)
         self._dialect = dialect
         self._tools = tools
+        self._most_calls = 1 if one_call else None
         self._held = ""  # a call, or what may turn out to be one
         self._spoken = False  # some of the answer has been told
 
@@ -61,6 +70,7 @@ class ReplyText:
             calls = self._dialect.calls(self._held, self._tools)
             if not calls:
                 content += self._held
+            calls = calls[: self._most_calls]
             self._held = ""
         self._spoken = self._spoken or bool(content.strip())
         if calls:

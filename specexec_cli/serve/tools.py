@@ -1,18 +1,23 @@
 """Tools: how the models of each family write a call, and how it is read back.
 
 A model's chat template tells it of the tools and of the way to call them; which way that is, is
-seen from the marks in the template.
+seen from the marks in the template. Calls of JSON alone are here, those with arguments between
+tags in tool_tags.py, Mistral's in tool_lists.py.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specexec_cli.serve.bodies import Tool
+
+# a mark as a grammar in llguidance's dialect of Lark has it: a special token, or its letters
+Spell = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,34 +29,22 @@ class Call:
     id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Dialect:
-    """How one family writes calls: JSON objects between two marks."""
+class Dialect(ABC):
+    """How one family writes calls.
 
-    mark: str  # in the chat template
-    opens: str  # before a call; a reply that begins with "{" is one, where this is empty
-    closes: str
-    arguments: str  # the key of the arguments
+    Attributes:
+        opens: what stands before a call; where it is empty, a reply that begins with "{" is one.
+    """
 
-    def grammar(self, tools: Sequence[Tool]) -> str:
+    opens: str
+
+    @abstractmethod
+    def grammar(self, tools: Sequence[Tool], spell: Spell) -> str:
         """Exactly one call of one of the tools, in llguidance's dialect of Lark."""
-        calls = []
-        for tool in tools:
-            # the parameters are a schema of their own, since their references begin at their root
-            schema = {
-                **(tool.function.parameters or {"type": "object"}),
-                # JSON as templates write it, and as models have learned it
-                "x-guidance": {
-                    "whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ",
-                },
-            }  # fmt: skip
-            before = f'{{"name": {json.dumps(tool.function.name)}, "{self.arguments}": '
-            calls.append(f'{json.dumps(before)} %json {json.dumps(schema)} "}}"')
-        rules = "\n".join(f"call{index}: {call}" for index, call in enumerate(calls))
-        either = " | ".join(f"call{index}" for index in range(len(calls)))
-        opens = f'"{self.opens}" "\\n" ' if self.opens else ""
-        closes = f' "\\n" "{self.closes}"' if self.closes else ""
-        return f"start: {opens}({either}){closes}\n{rules}\n"
+
+    @abstractmethod
+    def calls(self, text: str, tools: Sequence[Tool]) -> list[Call]:
+        """The calls in a text that begins with one; none where it is not what it looked like."""
 
     def begins(self, text: str) -> int | None:
         """Where the first call of a text begins, or may yet turn out to begin."""
@@ -63,35 +56,81 @@ class Dialect:
         ends = range(min(len(text), len(self.opens) - 1), 0, -1)
         return next((len(text) - n for n in ends if text.endswith(self.opens[:n])), None)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JsonDialect(Dialect):
+    """JSON objects between two marks (Hermes, Qwen), or one that is the whole reply (Llama 3)."""
+
+    opens: str
+    closes: str
+    arguments: str  # the key of the arguments
+
+    def grammar(self, tools: Sequence[Tool], spell: Spell) -> str:
+        """See Dialect."""
+        opens = f'{spell(self.opens)} "\\n" ' if self.opens else ""
+        closes = f' "\\n" {spell(self.closes)}' if self.closes else ""
+        calls = [f'{json_call(tool, self.arguments)} "}}"' for tool in tools]
+        return either_of(calls, f"{opens}(call){closes}")
+
     def calls(self, text: str, tools: Sequence[Tool]) -> list[Call]:
-        """The calls in a text that begins with one; none where it is not what it looked like."""
+        """See Dialect."""
         pieces = [text]
         if self.opens:
             pieces = [piece.partition(self.closes)[0] for piece in text.split(self.opens)[1:]]
-        known = {tool.function.name for tool in tools}
-        calls = [self._call(piece, known) for piece in pieces]
-        return [] if None in calls else [call for call in calls if call is not None]
+        return all_or_none([self._call(piece, names_of(tools)) for piece in pieces])
 
     def _call(self, piece: str, known: set[str]) -> Call | None:
-        try:
-            found = json.loads(piece)
-        except (ValueError, RecursionError):
+        found = read_object(piece)
+        if found is None or found.get("name") not in known:
             return None
-        if not isinstance(found, dict) or found.get("name") not in known:
-            return None
-        arguments: Any = found.get(self.arguments, {})
-        return Call(found["name"], json.dumps(arguments, ensure_ascii=False))
+        return Call(found["name"], written(found.get(self.arguments, {})))
 
 
-# Hermes, Qwen 2.5 and 3, and many that were trained after them; Llama 3.1 to 3.3.
-_DIALECTS = (
-    Dialect(mark="<tool_call>", opens="<tool_call>", closes="</tool_call>", arguments="arguments"),
-    Dialect(mark='"parameters":', opens="", closes="", arguments="parameters"),
-)
+def names_of(tools: Sequence[Tool]) -> set[str]:
+    """The names that a call may have."""
+    return {tool.function.name for tool in tools}
 
 
-def dialect_of(template: str | None) -> Dialect | None:
-    """How the model with this chat template writes calls; None where that is not known."""
-    if template is None or "tools" not in template or "<function=" in template:
+def all_or_none(calls: Sequence[Call | None]) -> list[Call]:
+    """Calls of one reply; none of them where one is not what it looked like."""
+    found = [call for call in calls if call is not None]
+    return found if len(found) == len(calls) else []
+
+
+def read_object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None where the text is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return None
-    return next((each for each in _DIALECTS if each.mark in template), None)
+    return found if isinstance(found, dict) else None
+
+
+def written(arguments: Any) -> str:
+    """Arguments as clients get them."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """A value of JSON as templates write it and as models have learned it, in a Lark grammar."""
+    spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+    return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
+
+
+def json_call(tool: Tool, arguments: str) -> str:
+    """A call as a JSON object without its last brace, in a Lark grammar.
+
+    The parameters are a schema of their own, since their references begin at their root.
+
+    Args:
+        arguments: the key of the arguments.
+    """
+    before = f'{{"name": {json.dumps(tool.function.name)}, "{arguments}": '
+    return f"{json.dumps(before)} {json_rule(tool.function.parameters or {'type': 'object'})}"
+
+
+def either_of(calls: Sequence[str], start: str) -> str:
+    """A Lark grammar whose `call` is one of these expansions."""
+    names = [f"call{index}" for index in range(len(calls))]
+    rules = "\n".join(f"{name}: {call}" for name, call in zip(names, calls, strict=True))
+    return f"start: {start}\ncall: {' | '.join(names)}\n{rules}\n"

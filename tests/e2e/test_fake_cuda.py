@@ -66,19 +66,36 @@ def passes_on_the_device(
     return found
 
 
-def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[Tier] | None) -> None:
+def passes_on_the_cpu(folder: Path) -> Tensor:
     model = open_float32(folder)
-    expected = passes(model)
+    found = passes(model)
     model.close()
+    return found
+
+
+def assert_like_the_cpu(folder: Path, triton: bool, tiers: list[Tier] | None) -> None:
+    expected = passes_on_the_cpu(folder)
     found = passes_on_the_device(folder, triton, tiers, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def in_float32(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Tensor]:
+    """A checkpoint, and the logits that it ought to have."""
+    folder = tmp_path_factory.mktemp(request.param)
+    save_checkpoint(folder, architecture(request.param))
+    return folder, passes_on_the_cpu(folder)
+
+
 @pytest.mark.parametrize("triton", [False, True])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_tier_computes_what_the_cpu_does(name: str, triton: bool, tmp_path: Path) -> None:
-    save_checkpoint(tmp_path, architecture(name))
-    assert_like_the_cpu(tmp_path, triton, ["resident", "ram", "ssd"])
+def test_every_tier_computes_what_the_cpu_does(
+    in_float32: tuple[Path, Tensor], triton: bool
+) -> None:
+    folder, expected = in_float32
+    found = passes_on_the_device(folder, triton, ["resident", "ram", "ssd"], torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -86,9 +103,7 @@ def test_every_tier_computes_what_the_cpu_does(name: str, triton: bool, tmp_path
 def test_two_bytes_are_near_float32(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """No operation is given operands of two dtypes, and nothing but precision is lost."""
     save_checkpoint(tmp_path, architecture(name), dtype=dtype)
-    model = open_float32(tmp_path)
-    expected = passes(model)
-    model.close()
+    expected = passes_on_the_cpu(tmp_path)
     found = passes_on_the_device(tmp_path, False, ["resident", "ram", "ssd"], dtype)
     assert found.dtype == torch.float32
     assert float((found - expected).norm() / expected.norm()) < 0.05

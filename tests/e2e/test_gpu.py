@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,9 +22,12 @@ TREE = TreeConfig(budget=24, max_depth=8, batch=8)
 LAYERS = byte_llama(num_hidden_layers=8)
 
 
-@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["fake", "no pins", pytest.param("gpu", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Iterator[None]:
-    with fake_cuda() if request.param == "fake" else nullcontext():
+    if request.param == "gpu":
+        yield
+        return
+    with fake_cuda(pins_bytes=0 if request.param == "no pins" else None):
         yield
 
 

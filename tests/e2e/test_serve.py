@@ -7,36 +7,18 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from serving import Served, served, wait_until_idle
+from tool_templates import OTHERS, TEMPLATES, WEATHER
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.session import Session, TextSession
 
 HELLO = [{"role": "user", "content": "hello"}]
-# what a template of Qwen's says of tools, in short
-TOOL_TEMPLATE = (
-    "{% if tools %}<|system|>{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
-    " Call as in <tool_call>{{ '{' }}...{{ '}' }}</tool_call><|end|>{% endif %}"
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-WEATHER = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {
-            "type": "object",
-            "properties": {"day": {"enum": ["today", "tomorrow"]}},
-            "required": ["day"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +51,22 @@ def test_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("demo").owned_by == "specexec"
     with pytest.raises(openai.NotFoundError, match="no model 'gpt-4' is open"):
         client.models.retrieve("gpt-4")
+
+
+def test_the_documented_connections_work_as_copied(
+    server: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
+    (pair,) = re.findall(r"^    specexec serve --pair (\S+)$", page, re.M)
+    assert pair == server.service.model
+    connect = page.partition("## Connect")[2].partition("## ")[0]
+    assert set(re.findall(r'model(?:=|: )"?([\w.-]+)', connect)) == {pair}
+    (snippet,) = re.findall(r"```python\n(.*?)```", connect, re.S)
+    assert "http://127.0.0.1:8000/v1" in snippet
+    names: dict[str, openai.OpenAI] = {}
+    exec(snippet.replace("http://127.0.0.1:8000", server.url), names)
+    names["client"].close()
+    assert capsys.readouterr().out.strip()
 
 
 @pytest.mark.parametrize(
@@ -221,11 +219,23 @@ def test_json_mode_is_what_it_is_without_drafts(
     assert set(json.loads(text)) == {"name", "ages"}
 
 
-def test_tools(client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", sorted(OTHERS))
+def test_tools_of_a_form_that_is_not_read_are_refused(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", OTHERS[family])
+    with pytest.raises(openai.BadRequestError, match=r"not read here \(read are .* GLM.*Mistral"):
+        client.chat.completions.create(model="demo", messages=HELLO, tools=[WEATHER])
+
+
+@pytest.mark.parametrize("family", sorted(TEMPLATES))
+def test_tools(
+    client: openai.OpenAI, server: Served, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
     asked = {"model": "demo", "messages": HELLO, "max_tokens": 100, "tools": [WEATHER]}
     with pytest.raises(openai.BadRequestError, match="its chat template has no place for them"):
         client.chat.completions.create(**asked)
-    monkeypatch.setattr(server.service.tokenizer, "chat_template", TOOL_TEMPLATE)
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", TEMPLATES[family])
     named = {"type": "function", "function": {"name": "weather"}}
     for choice in ("required", named):
         found = client.chat.completions.create(**asked, tool_choice=choice).choices[0]
@@ -238,6 +248,10 @@ def test_tools(client: openai.OpenAI, server: Served, monkeypatch: pytest.Monkey
     parts = client.chat.completions.create(**asked, tool_choice="required", stream=True)
     calls = [one for part in parts for one in part.choices[0].delta.tool_calls or []]
     assert [(one.index, one.function.name) for one in calls] == [(0, "weather")]
+    plain = client.chat.completions.create(
+        **asked, tool_choice="required", parallel_tool_calls=False
+    )
+    assert len(plain.choices[0].message.tool_calls or []) == 1
     # and the call goes back with its result
     turn = [*HELLO, found.message.model_dump(exclude_none=True)]
     turn.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})

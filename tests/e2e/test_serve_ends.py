@@ -17,6 +17,7 @@ import pytest
 from serving import Served, is_idle, served, wait_until_idle
 
 import specexec_cli
+from specexec_cli.engine.batched import Batched
 from specexec_cli.errors import StreamError
 from specexec_cli.session import Session, TextSession
 
@@ -95,6 +96,24 @@ def test_a_failed_pass_is_a_500_and_the_next_text_works(
         with pytest.raises(openai.APIError, match="the disk does not answer"):
             list(stream)
     assert client.completions.create(**asked).choices[0].text == expected
+
+
+def test_an_engine_that_has_ended_by_a_bug_says_so(
+    session: TextSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dying(self: Batched) -> None:
+        raise KeyError("a bug")
+
+    with served(session) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        monkeypatch.setattr(Batched, "_admit", dying)
+        for reason in ("an error of specexec itself: its log", "start the server again"):
+            answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert answer.status_code == 500
+            assert reason in answer.json()["error"]["message"]
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+    assert "KeyError" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("slots", [1, 3])

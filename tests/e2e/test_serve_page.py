@@ -126,10 +126,11 @@ def test_a_message_edited_while_its_reply_comes(page: Browser, server: Served) -
     wait_until_idle(server.url)
 
 
-def test_what_goes_wrong_is_said(page: Browser) -> None:
-    settle(page, top_p=7)
+@pytest.mark.parametrize("name", ["top-p", "min-p"])
+def test_what_goes_wrong_is_said(page: Browser, name: str) -> None:
+    settle(page, **{name.replace("-", "_"): 7})
     send(page, "hello")
-    page.wait("document.getElementById('problem').textContent.includes('top-p must be')")
+    page.wait(f"document.getElementById('problem').textContent.includes('{name} must be')")
     assert replied(page, 1) == ["hello"]
     page.complaints.clear()  # the browser tells of each answer that is an error
 

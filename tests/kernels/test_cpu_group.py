@@ -9,15 +9,19 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from packed import random_weight
+from row_packed import FORMATS
+from row_packed import random_weight as random_row_weight
 from specexec_kernels import cpu_group, cpu_jit, cpu_linear, cpu_team, dispatch
 from specexec_kernels.cpu_group import Group
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import products
+from specexec_kernels.formats.base import RowWeight
 from specexec_kernels.packing import PackedFormat, PackedWeight
 from torch import Tensor
 
-Weight = Tensor | Transposed | PackedWeight
-KINDS = ("bfloat16", "float16", "float32", "transposed", "gptq", "awq")
+Weight = Tensor | Transposed | PackedWeight | RowWeight
+ROW_PACKED = ("mxfp4", "int4-zeros", "fp8-block")  # without offsets, with them, blocks of outputs
+KINDS = ("bfloat16", "float16", "float32", "transposed", "gptq", "awq", *ROW_PACKED)
 ROWS, INPUTS, OUTPUTS = 30, 128, 288
 
 
@@ -26,13 +30,15 @@ def weight(kind: str, seed: int) -> Weight:
     if kind in ("gptq", "awq"):
         fmt = PackedFormat(4, awq=kind == "awq", stored_minus_one=kind == "gptq")
         return random_weight(fmt, INPUTS, OUTPUTS, 32)
+    if kind in ROW_PACKED:
+        return random_row_weight(FORMATS[kind], OUTPUTS, INPUTS, seed)
     if kind == "transposed":
         return Transposed(torch.randn(INPUTS, OUTPUTS).bfloat16())
     return torch.randn(OUTPUTS, INPUTS).to(getattr(torch, kind))
 
 
 def alone(rows: Tensor, weight: Weight) -> Tensor:
-    if isinstance(weight, PackedWeight):
+    if isinstance(weight, PackedWeight | RowWeight):
         return dispatch.quantized_matmul(rows, weight)
     if isinstance(weight, Transposed):
         return cpu_linear.transposed_product(rows, weight.stored).to(rows.dtype)
@@ -93,12 +99,13 @@ def test_weights_that_no_kernel_takes_together() -> None:
     assert not taken([plain, packed])
     assert not taken([plain], [weight("float16", 0)])
     assert not taken([packed], [replace(packed, group_size=64)])
+    assert not taken([weight("mxfp4", 0)], [weight("int4-zeros", 0)])
     assert not taken([plain[:-1]]), "no whole strips"
     assert not taken([torch.randn(INPUTS, OUTPUTS).t()]), "not as rows lie in memory"
     assert cpu_group.form_for(rows.to("meta"), [Group([plain])]) is None
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "gptq"])
+@pytest.mark.parametrize("kind", ["bfloat16", "gptq"])  # others put rows in order by a kernel
 def test_one_launch_for_all(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = []
     run = cpu_team.run

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import ConfigError, OutOfMemoryError
+from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning.arithmetic import compute_seconds, knee_rows
 from specexec_cli.planning.memory import (
     GPU_LIBRARY_BYTES,
@@ -72,7 +73,7 @@ def cases(draw: st.DrawFn) -> tuple[ModelBytes, ModelBytes, Work, Machine]:
 
     on_gpu = draw(st.booleans())
     vram = int((memory() + beside_vram) / 0.96) if on_gpu else 0
-    ram = int((memory() + 500 * MB + (0 if on_gpu else fixed)) / 0.96)
+    ram = int((memory() + 500 * MB + (SLAB_BYTES if on_gpu else fixed)) / 0.96)
     # beside a GPU often with what stays unpinned, and often too little for that
     ram += draw(st.sampled_from([0, 4 * GB, 6 * GB])) if on_gpu else 0
     machine = Machine(
@@ -127,7 +128,7 @@ def test_memory_is_never_exceeded_and_every_layer_is_placed(
     fixed = sum(size for _, size in fixed_parts(target, draft, work))
     ring = plan.ssd_buffers * max(layers("ssd"), default=0)
     on_gpu = machine.vram_bytes > 0
-    held = sum(layers("ram")) + ring + machine.base_bytes + (0 if on_gpu else fixed)
+    held = sum(layers("ram")) + ring + machine.base_bytes + (SLAB_BYTES if on_gpu else fixed)
     pages = HUGE_PAGE_BYTES * (len(target.layers) + 3)
     assert held <= plan.peak_ram_bytes <= held + pages
     if on_gpu:

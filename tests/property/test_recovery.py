@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
+from threading import enumerate as enumerate_threads
 from types import SimpleNamespace
 from typing import Any
 
@@ -285,6 +287,49 @@ def test_every_method(
     break_everywhere(Conversation(*sessions, method, temperature), kind, [], 31, [])
 
 
+def streamed_by_a_gpu(mode: str, *args: Any) -> Plan:
+    """In the place of planning.placement.place, for targets of two layers."""
+    *asked, _experts = args
+    return plan_of(*asked, ["ram", "ssd"], 2, 2)
+
+
+def test_loading_for_a_gpu(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever memory ends: one line, no thread and no pinned memory left, and the next succeeds.
+
+    tests/unit/test_device_stream.py ends it at every buffer of rings and slabs.
+    """
+
+    def placed(mode: str, *args: Any) -> Plan:
+        *asked, _experts = args
+        return plan_of(*asked, ["resident", "ram"], 2, 2)
+
+    monkeypatch.setattr(resolve, "place", placed)
+    monkeypatch.setattr(loading, "_measured", lambda *args: {})
+
+    def opened(fault: NoMemory) -> None:
+        before = set(enumerate_threads())  # other tests' sessions stay open
+        with fake_cuda():  # which holds that nothing stays registered
+            try:
+                with fault:
+                    session = Session.open(**pair, dtype="float32", device="cuda")
+                session.close()
+            finally:
+                began = set(enumerate_threads()) - before
+                assert not [thread for thread in began if thread.name.startswith("specexec")]
+
+    recorded = NoMemory()
+    opened(recorded)
+    chosen = sample(points(recorded.sites), [], 11)
+    assert {"streamed.py", "upload.py"} <= {Path(point[0][0]).name for point in chosen}
+    for point in chosen:
+        fault = NoMemory(point)
+        with pytest.raises(OutOfMemoryError) as found:
+            opened(fault)
+        assert fault.fired
+        assert "\n" not in str(found.value)
+    opened(NoMemory())
+
+
 @pytest.mark.parametrize(
     ("kind", "all_of", "every", "seen"),
     [
@@ -302,12 +347,7 @@ def test_a_session_on_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Streamed through a ring on the device, drafted by captured steps whose buffers grow."""
-
-    def placed(mode: str, *args: Any) -> Plan:
-        *asked, _experts = args
-        return plan_of(*asked, ["ram", "ssd"], 2, 2)
-
-    monkeypatch.setattr(resolve, "place", placed)
+    monkeypatch.setattr(resolve, "place", streamed_by_a_gpu)
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
     with fake_cuda(), Session.open(**pair, dtype="float32", device="cuda") as session:
         conversation = Conversation(session, sessions[1], "specexec", 0.8)

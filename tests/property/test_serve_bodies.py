@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from serving import Served, served
+from tool_templates import TEMPLATES, WEATHER
 
 from specexec_cli.session import Session
 
@@ -71,6 +72,25 @@ COMPLETION = st.fixed_dictionaries(
     {"prompt": st.text(max_size=20) | st.lists(st.integers(-1, 5000), max_size=4) | JSON},
     optional={**COMMON, "logprobs": NUMBER, "echo": st.booleans(), "best_of": NUMBER},
 )
+# tools of a model that has a form for them: most are right, so that what is behind them is reached
+NAME = st.sampled_from(["weather", "clock", "a.b-c"])
+TOOLS = st.fixed_dictionaries(
+    {"tools": st.lists(
+        st.fixed_dictionaries(
+            {"type": st.just("function"),
+             "function": st.fixed_dictionaries(
+                 {"name": NAME},
+                 optional={"parameters": SCHEMA | st.just(WEATHER["function"]["parameters"]) | JSON,
+                           "description": st.text(max_size=5), "strict": st.booleans()})}),
+        min_size=1, max_size=3)},
+    optional={
+        "tool_choice": st.sampled_from(["none", "auto", "required"])
+        | st.fixed_dictionaries({"type": st.just("function"),
+                                 "function": st.fixed_dictionaries({"name": NAME})}),
+        "parallel_tool_calls": st.booleans(), "stream": st.booleans(), "messages": st.lists(
+            MESSAGE, min_size=1, max_size=3),
+    },
+)  # fmt: skip
 # One field of a good body is enough to spoil: the rest is left as it is.
 GOOD: dict[str, dict[str, Any]] = {
     "chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -124,6 +144,26 @@ def test_one_wrong_field(server: Served, path: str, data: st.DataObject) -> None
 def test_many_wrong_fields(server: Served, path: str, data: st.DataObject) -> None:
     body = data.draw(CHAT if path == "chat/completions" else COMPLETION)
     check(answer(server, path, json.dumps({"max_tokens": 2, **body}).encode()))
+
+
+@pytest.mark.parametrize("family", ["glm-4.5", "hermes", "mistral-small", "qwen-coder"])
+def test_tools_that_the_model_can_be_told_of(
+    server: Served, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    monkeypatch.setattr(server.service.tokenizer, "chat_template", TEMPLATES[family])
+    accepted = 0
+
+    @settings(FEW, max_examples=25)
+    @given(tools=TOOLS)
+    def tried(tools: dict[str, Any]) -> None:
+        nonlocal accepted
+        body = {**GOOD["chat/completions"], "max_tokens": 3, **tools}
+        response = answer(server, "chat/completions", json.dumps(body).encode())
+        check(response)
+        accepted += response.status_code == 200
+
+    tried()
+    assert accepted, "no body got behind the check of tools"
 
 
 @FEW

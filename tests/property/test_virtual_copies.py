@@ -20,8 +20,8 @@ from virtual_time import DeadlockError, Hardware, VirtualTime, virtual_time
 from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.offload.slabs import IN_FLIGHT
 from specexec_cli.offload.store import TensorRange
-from specexec_cli.offload.uplink import IN_FLIGHT
 
 PIECE = 8192
 RATE = 1e6  # bytes a second

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fake_links import EagerLink, LazyLink, LimitedLink
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,94 +21,13 @@ from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import memory
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
+from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Machine, Work, plan_of
 
 LAYERS = 5
 PIECE = 64 << 10  # a layer is three of them
-
-
-class EagerLink:
-    """Copies happen at once: nothing may be copied into a slot that is still in use."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.registered: set[int] = set()
-
-    def register(self, blob: Tensor) -> bool:
-        assert blob.data_ptr() % 4096 == 0
-        self.registered.add(blob.data_ptr())
-        return True
-
-    def unregister(self, blob: Tensor) -> None:
-        self.registered.remove(blob.data_ptr())
-
-    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        assert after is not None
-        target.copy_(source)
-        return True
-
-    def compute_waits(self, event: Any) -> None:
-        pass
-
-    def compute_mark(self) -> Any:
-        return True
-
-    def done(self, event: Any) -> bool:
-        return True
-
-    def wait(self, event: Any) -> None:
-        pass
-
-
-class LazyLink(EagerLink):
-    """Copies happen only when somebody waits for them: every wait that is needed must be there."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queue: list[tuple[Tensor, Tensor]] = []
-        self.performed = 0
-        self.lock = threading.Lock()
-
-    def copy(self, target: Tensor, source: Tensor, after: Any) -> Any:
-        with self.lock:
-            self.queue.append((target, source))
-            return self.performed + len(self.queue)
-
-    def compute_waits(self, event: Any) -> None:
-        self.wait(event)
-
-    def compute_mark(self) -> Any:
-        return 0  # computing on the CPU is over when it returns
-
-    def done(self, event: Any) -> bool:
-        return event <= self.performed
-
-    def wait(self, event: Any) -> None:
-        with self.lock:
-            while self.performed < event:
-                target, source = self.queue.pop(0)
-                target.copy_(source)
-                self.performed += 1
-
-
-class LimitedLink(LazyLink):
-    """Pins so many bytes and no more."""
-
-    def __init__(self, limit: int) -> None:
-        super().__init__()
-        self.pinned: dict[int, int] = {}
-        self.limit = limit
-
-    def register(self, blob: Tensor) -> bool:
-        if sum(self.pinned.values()) + blob.numel() > self.limit:
-            return False
-        self.pinned[blob.data_ptr()] = blob.numel()
-        return super().register(blob)
-
-    def unregister(self, blob: Tensor) -> None:
-        del self.pinned[blob.data_ptr()]
-        super().unregister(blob)
 
 
 @pytest.fixture(params=["eager", "lazy", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -447,6 +368,48 @@ def test_device_memory_that_runs_out_is_one_line(
     with pytest.raises(OutOfMemoryError, match=r"buffer on the device needs 311 kB of GPU memory"):
         DeviceStream(layers, ["ram"] * LAYERS, eager)
     assert not eager.registered
+
+
+@pytest.mark.parametrize("limit", [0, 500_000, 1 << 40])
+@pytest.mark.parametrize("tier", ["resident", "ram", "ssd"])
+def test_no_more_ram_is_taken_than_was_planned(
+    tier: Tier, limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slabs included; layers are larger than a slab, so that slabs have their full size."""
+    n_bytes, count = 20 << 20, 4
+    file = tmp_path / "weights"
+    with file.open("wb") as out:
+        out.truncate(n_bytes)  # every layer has the same bytes
+    layers = [[TensorRange(f"{i}", file, "U8", (n_bytes,), 0, n_bytes)] for i in range(count)]
+    target = ModelBytes(
+        layers=(n_bytes,) * count, resident=0, layer_params=n_bytes, largest_matrix=1,
+        active_params=1, kv_elements=1, hidden=1, intermediate=1, vocab=1,
+    )  # fmt: skip
+    machine = Machine(ram_bytes=10**9, vram_bytes=10**9, base_bytes=0)
+    plan = plan_of(target, None, Work(), machine, [tier] * count, 2, 2)
+    live = peak = 0
+    make = memory.HugeBuffer.__init__
+
+    def counted(buffer: memory.HugeBuffer, size: int, *args: Any) -> None:
+        nonlocal live, peak
+        make(buffer, size, *args)
+        live += size
+        peak = max(peak, live)
+        weakref.finalize(buffer._mapping, gone, size)
+
+    def gone(size: int) -> None:
+        nonlocal live
+        live -= size
+
+    monkeypatch.setattr(memory.HugeBuffer, "__init__", counted)
+    with DeviceStream(
+        layers, [tier] * count, LimitedLink(limit), host_buffers=2, device_buffers=2
+    ) as stream:
+        for layer in range(count):
+            with stream.layer(layer):
+                pass
+    assert live == 0
+    assert plan.peak_ram_bytes - SLAB_BYTES < peak <= plan.peak_ram_bytes
 
 
 @pytest.mark.parametrize("limit", [0, 5 * PIECE, 1 << 40])

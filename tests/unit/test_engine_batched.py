@@ -17,7 +17,7 @@ from specexec_cli.decoding import batch
 from specexec_cli.engine.batched import Batched
 from specexec_cli.engine.factory import open_engine
 from specexec_cli.engine.one_at_a_time import OneAtATime
-from specexec_cli.engine.text import QueueFullError, Running, TextRequest
+from specexec_cli.engine.text import EngineFailedError, QueueFullError, Running, TextRequest
 from specexec_cli.errors import ConfigError, StreamError
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
@@ -246,9 +246,11 @@ def test_nobody_waits_for_an_engine_that_has_died(
     running = engine.submit(text(plain, "abc"))
     with pytest.raises(KeyError):
         list(running)
-    engine.close()
-    with pytest.raises(QueueFullError):
-        engine.submit(text(plain, "abc"))
+    assert engine.figures().failed
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match=r"has ended the engine, .* start the server"):
+            engine.submit(text(plain, "abc"))
+        engine.close()
 
 
 def test_rows_of_a_prompt_that_came_in_pieces_are_all_counted(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from specexec_kernels.formats.fp4 import Fp4
 from torch import Tensor, nn
 
 from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.quantized import RowLinear
 
 EXPERTS, HIDDEN, INNER = 7, 64, 96
 
@@ -62,6 +64,36 @@ def test_matrices_of_an_expert_that_are_stored_differently(computed: torch.dtype
     weights, index = torch.rand(3, EXPERTS).topk(2, dim=-1)
     expected = one_after_another(moe, rows, index, weights)
     assert torch.equal(moe(rows, index, weights), expected)
+
+
+@pytest.mark.parametrize("count", [1, 3, 40])
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+def test_packed_experts_with_biases(count: int, computed: torch.dtype) -> None:
+    """As gpt-oss has them: a bias is added behind the rounding, together as alone."""
+    experts = nn.ModuleList(
+        nn.ModuleDict({"gate": packed(seed), "up": packed(seed + 10), "down": packed(seed + 20)})
+        for seed in range(4)
+    )
+    moe = PerExpert(experts, _ActTimesUp(nn.SiLU()))
+    replace_activations(moe)
+    rows = torch.randn(count, HIDDEN).to(computed)
+    weights, index = torch.rand(count, 4).topk(2, dim=-1)
+    known = [moe.weights_of(number) for number in range(4)]
+    assert moe.takes_together(rows, known)
+    assert torch.equal(moe(rows, index, weights), one_after_another(moe, rows, index, weights))
+
+
+def packed(seed: int) -> RowLinear:
+    fmt = Fp4(64, 32)
+    stored = {part.leaf: (part.shape(HIDDEN, HIDDEN), torch.uint8) for part in fmt.parts}
+    linear = RowLinear(HIDDEN, HIDDEN, fmt, stored, bias=True)
+    rng = torch.Generator().manual_seed(seed)
+    for name, parameter in list(linear.named_parameters()):
+        values = torch.randint(120, 131, parameter.shape, generator=rng).to(torch.uint8)
+        if name == "bias":
+            values = torch.randn(HIDDEN, generator=rng).half()
+        setattr(linear, name, nn.Parameter(values, requires_grad=False))
+    return linear
 
 
 def test_routing() -> None:

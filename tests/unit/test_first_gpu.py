@@ -24,8 +24,10 @@ import first_gpu_steps as own
 from first_gpu_report import Check, Step
 
 from specexec_cli.device import GpuInfo
+from specexec_cli.models import graphs
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
+FEW_SLOTS = 256
 GPU = GpuInfo(0, "Card", 24 * 10**9, 23 * 10**9, 4, 16, "570.86.15")
 
 
@@ -252,9 +254,15 @@ def test_the_script_runs_what_was_asked_for(
     assert "the steps are a, b" in capsys.readouterr().err
 
 
-def test_caches_grow_within_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draft steps attend to all slots of their buffers: so many as short texts need."""
+    monkeypatch.setattr(graphs, "_CAPACITY", FEW_SLOTS)
+
+
+def test_caches_grow_within_a_text(few_slots: None) -> None:
     with fake_cuda():
-        checks = own.growth_step()
+        checks = own.growth_step(FEW_SLOTS)
     assert verdicts(checks) == [True, True], checks
 
 
@@ -265,13 +273,13 @@ def test_large_trees_over_streamed_layers() -> None:
 
 
 @pytest.mark.parametrize("where", ["copy", "capture"])
-def test_an_interrupted_session_writes_the_text_of_the_cpu(where: str) -> None:
+def test_an_interrupted_session_writes_the_text_of_the_cpu(where: str, few_slots: None) -> None:
     with fake_cuda():
         checks = own.interrupt_step(where)
     assert verdicts(checks) == [True, True], checks
 
 
-def test_a_session_of_an_act_order_checkpoint() -> None:
+def test_a_session_of_an_act_order_checkpoint(few_slots: None) -> None:
     with fake_cuda():
         checks = own.text_step()
     assert verdicts(checks) == [True, True, True], checks

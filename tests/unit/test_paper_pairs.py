@@ -20,6 +20,7 @@ from specexec_cli.errors import OutOfMemoryError
         ("llama2-70b-chat-gptq-7b-gptq", 24, 64, ["--budget", "256"]),  # RTX 4090 and 3090
         ("llama2-70b-chat-gptq-7b-gptq", 16, 64, ["--budget", "128"]),
         ("llama2-70b-chat-gptq-7b-gptq", 12, 64, ["--budget", "128", "--context", "2048"]),
+        ("llama2-70b-chat-gptq-7b-gptq", 8, 64, ["--budget", "64", "--context", "512"]),
         ("llama2-70b-gptq-7b-gptq", 16, 64, []),
         ("llama2-70b-chat-gptq-sheared", 11, 64, ["--budget", "128"]),  # RTX 2080 Ti
         ("llama2-70b-gptq-sheared", 11, 64, []),

@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 from checkpoints import BYTE_VOCAB, byte_llama, save_checkpoint
+from quantized_checkpoints import save_quantized
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.config import OffloadMode
-from specexec_cli.device import HUGE_PAGE_BYTES
+from specexec_cli.device import HUGE_PAGE_BYTES, CpuInfo
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.slabs import SLAB_BYTES
+from specexec_cli.planning import resolve as planner
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site
@@ -41,7 +44,9 @@ def test_the_rate_that_streamed_bytes_can_come_at(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, byte_llama(num_hidden_layers=8))
     rates: dict[str, set[float | None]] = {}
     unpinned = 4_000_000_000  # that stays free beside a GPU
-    for ram_bytes in (6 << 20, unpinned + (12 << 20), unpinned + (40 << 20)):
+    least = int(SLAB_BYTES / 0.96)  # beside the margin
+    beside = SLAB_BYTES + unpinned
+    for ram_bytes in (least + (6 << 20), beside + (12 << 20), beside + (40 << 20)):
         for vram_bytes in range(700_000_000, 740_000_000, HUGE_PAGE_BYTES):
             try:
                 found = decided(tmp_path, site(ram_bytes, vram_bytes))
@@ -199,3 +204,18 @@ def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
     whole = resolve(Request(pair="qwen3-30b-a3b"), site(96 * 10**9, 0))
     assert not whole.plan.expert_bytes
     assert "experts" not in {row.part for row in whole.placement}
+
+
+def test_packed_weights_count_as_what_they_unpack_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small models compute in float32; 0.9 GB in 4 bits are 1.5 billion weights, and do not."""
+    _, folder = save_quantized(tmp_path)
+    monkeypatch.setattr(planner, "cpu_info", lambda: CpuInfo("A CPU", 2, ("avx512_bf16",)))
+    sizes = decided(folder, site(1 << 30, 0)).target.sizes
+    unpacked_bytes = 2 * sizes.layer_params
+    assert sizes.packed
+    assert sizes.total < unpacked_bytes
+    for limit, dtype in ((unpacked_bytes, "bfloat16"), (unpacked_bytes + 1, "float32")):
+        monkeypatch.setattr(planner, "SMALL_MODEL_BYTES", limit)
+        assert decided(folder, site(1 << 30, 0)).dtype == dtype

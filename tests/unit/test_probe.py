@@ -9,13 +9,15 @@ import fake_cuda as fake
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from faults import NoMemory, points
 from specexec_kernels import dispatch
 from specexec_kernels.packing import PackedWeight
 from torch import Tensor
 from torch.nn.functional import linear
 
-from specexec_cli.errors import StreamError
+from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import uplink
+from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning import link_probe, probe
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.link_probe import probe_link
@@ -174,7 +176,7 @@ def test_the_link_is_measured_on_the_way_that_layers_will_go(
 
     monkeypatch.setattr(uplink.Uplink, "send", timed)
     monkeypatch.setattr(link_probe, "best_of", best_of)
-    piece = uplink.COPY_BYTES
+    piece = COPY_BYTES
     with fake_cuda(pins_bytes=pins_pieces * piece) as runtime:
         # three are slabs, one is left to others: of five, one piece of ten
         found = probe_link(fake.CUDA, n_bytes=2 * piece, streamed_bytes=10 * piece)
@@ -193,8 +195,27 @@ def test_no_more_is_pinned_for_a_probe_than_the_largest_known_limit(
         return pin(self, blobs)
 
     monkeypatch.setattr(uplink.Uplink, "pin", noted)
-    monkeypatch.setattr(link_probe, "_PIN_TRIAL_BYTES", 4 * uplink.COPY_BYTES)
+    monkeypatch.setattr(link_probe, "_PIN_TRIAL_BYTES", 4 * COPY_BYTES)
     with fake_cuda():
-        for streamed_bytes in (0, 3 * uplink.COPY_BYTES, 1 << 40):
-            probe_link(fake.CUDA, uplink.COPY_BYTES, streamed_bytes, repeats=1)
-    assert [n_bytes // uplink.COPY_BYTES for n_bytes in pinned] == [1, 3, 4]
+        for streamed_bytes in (0, 3 * COPY_BYTES, 1 << 40):
+            probe_link(fake.CUDA, COPY_BYTES, streamed_bytes, repeats=1)
+    assert [n_bytes // COPY_BYTES for n_bytes in pinned] == [1, 3, 4]
+
+
+@pytest.mark.parametrize("pins_pieces", [0, 4, 1000])
+def test_memory_that_ends_while_the_link_is_measured_is_one_line(pins_pieces: int) -> None:
+    """Also where a refusal to pin has been answered just before, which CUDA reports later."""
+
+    def measure(fault: NoMemory) -> None:
+        with fake_cuda(pins_bytes=pins_pieces * COPY_BYTES), fault:
+            probe_link(fake.CUDA, COPY_BYTES, 4 * COPY_BYTES, repeats=1)
+
+    recorded = NoMemory()
+    measure(recorded)
+    ends = points(recorded.sites)
+    assert ends
+    for point in ends:
+        fault = NoMemory(point)
+        with pytest.raises(OutOfMemoryError, match=r"^the GPU's memory is too small: [^\n]*$"):
+            measure(fault)
+        assert fault.fired

@@ -18,7 +18,8 @@ from specexec_cli.sampling import Sampler
 from specexec_cli.serve import grammar
 from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.grammar import GrammarMaker
-from specexec_cli.serve.tools import dialect_of
+from specexec_cli.serve.tool_dialects import HERMES, LLAMA
+from specexec_cli.serve.tools import JsonDialect
 
 DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo" / "target"
 TOKENIZER = load_tokenizer(DEMO)
@@ -99,10 +100,8 @@ def fits(constraint: grammar.GrammarConstraint, text: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("template", ["<tool_call>", '"parameters":'])
-def test_references_in_parameters_begin_at_their_root(template: str) -> None:
-    dialect = dialect_of("{% if tools %}" + template)
-    assert dialect is not None
+@pytest.mark.parametrize("dialect", [HERMES, LLAMA])
+def test_references_in_parameters_begin_at_their_root(dialect: JsonDialect) -> None:
     parameters = {
         "type": "object",
         "properties": {"n": {"$ref": "#/$defs/I"}, "rest": {"$ref": "#"}},
@@ -111,7 +110,7 @@ def test_references_in_parameters_begin_at_their_root(template: str) -> None:
     }
     function = {"name": "sum-up.2", "parameters": parameters}
     tool = Tool.model_validate({"type": "function", "function": function})
-    calls = MAKER.lark(dialect.grammar([tool]))
+    calls = MAKER.lark(dialect.grammar([tool], MAKER.spelled))
     opens, closes = (f"{dialect.opens}\n", f"\n{dialect.closes}") if dialect.opens else ("", "")
     for arguments, right in (('{"n": 1, "rest": {"n": 2}}', True), ('{"n": "x"}', False)):
         call = f'{opens}{{"name": "sum-up.2", "{dialect.arguments}": {arguments}}}{closes}'

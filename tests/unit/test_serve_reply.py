@@ -12,20 +12,21 @@ from hypothesis import strategies as st
 
 from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.reply import ReplyText, Said
-from specexec_cli.serve.tools import dialect_of
+from specexec_cli.serve.tool_dialects import HERMES, LLAMA
+from specexec_cli.serve.tools import Dialect
 
 TOOLS = [
     Tool.model_validate({"type": "function", "function": {"name": name}})
     for name in ("weather", "clock")
 ]
-HERMES = dialect_of("{% if tools %}<tool_call>")
-LLAMA = dialect_of('{% if tools %}{"name": function name, "parameters": dictionary}')
 CALL = '{"name": "weather", "arguments": {"day": "heute"}}'
 OTHER = '{"name": "clock", "arguments": {}}'
 
 
-def told(pieces: list[str], dialect: object, prompt: str | None = "") -> Said:
-    reply = ReplyText(prompt, dialect, TOOLS if dialect else [])  # type: ignore[arg-type]
+def told(
+    pieces: list[str], dialect: Dialect | None, prompt: str | None = "", *, one_call: bool = False
+) -> Said:
+    reply = ReplyText(prompt, dialect, TOOLS if dialect else [], one_call=one_call)
     parts = [*(reply.push(piece) for piece in pieces), reply.finish()]
     return Said(
         "".join(part.content for part in parts),
@@ -37,15 +38,6 @@ def told(pieces: list[str], dialect: object, prompt: str | None = "") -> Said:
 def cut(text: str, at: list[int]) -> list[str]:
     ends = sorted({min(one, len(text)) for one in at} | {0, len(text)})
     return [text[start:stop] for start, stop in pairwise(ends)]
-
-
-def test_dialects_are_seen_from_the_template() -> None:
-    assert HERMES is not None
-    assert LLAMA is not None
-    assert HERMES != LLAMA
-    assert dialect_of(None) is None
-    assert dialect_of("{{ messages }}<tool_call>") is None, "it does not ask for tools"
-    assert dialect_of("{% if tools %}<tool_call><function=x>") is None, "calls are not JSON"
 
 
 @given(at=st.lists(st.integers(0, 250), max_size=12))
@@ -60,6 +52,14 @@ def test_calls_between_marks(at: list[int]) -> None:
     assert [call.name for call in found.calls] == ["weather", "clock"]
     assert json.loads(found.calls[0].arguments) == {"day": "heute"}
     assert len({call.id for call in found.calls}) == 2
+
+
+def test_one_call_is_told_where_no_more_are_wanted() -> None:
+    text = f"<tool_call>{CALL}</tool_call>\n<tool_call>{OTHER}</tool_call>"
+    assert [call.name for call in told([text], HERMES).calls] == ["weather", "clock"]
+    found = told([text], HERMES, one_call=True)
+    assert [call.name for call in found.calls] == ["weather"]
+    assert found.content == ""
 
 
 @given(at=st.lists(st.integers(0, 100), max_size=8))

@@ -5,7 +5,7 @@ import { rendered } from "./markdown.js";
 import { askFor, modelFacts } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
-const NUMBERS = ["temperature", "top_p", "top_k", "repetition_penalty", "seed", "max_tokens"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens"];
 
 let settings = chats.loadSettings();
 let chat = chats.allChats()[0] || chats.newChat();

@@ -1,0 +1,166 @@
+"""Which tensor of a checkpoint each parameter of a model is, and why the others are of no use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.models.stored_names import Conversion, StoredNames
+from specexec_cli.offload.store import Checkpoint, TensorRange
+from specexec_cli.planning.built_sizes import own_tensors, text_paths, text_tensors
+
+# a tensor of one expert, as PerExpert names it
+_OF_EXPERT = re.compile(
+    r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate_up|gate|up|down)\."
+    r"(?P<leaf>weight|bias)"
+)
+_PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
+# why tensors are of no use
+_LEAF = "products with unpacked weights do not need it"
+OTHER_PART = "not of the part that reads and writes text"
+_FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def is_piece(name: str) -> bool:
+    """Whether a name in Skeleton.layer_tensors is that of a piece, not of a parameter."""
+    return name.startswith(_PIECE)
+
+
+class TensorFinder:
+    """Looks up a model's tensors, and knows which of the checkpoint nobody asked for."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        model: PreTrainedModel,
+        names: StoredNames,
+        leaves: Mapping[str, tuple[str, str]],
+    ) -> None:
+        """
+        Args:
+            leaves: see StoredNames.read.
+        """
+        self._checkpoint, self._model, self._names = checkpoint, model, names
+        self._leaves = leaves
+        self._tied = model.get_expanded_tied_weights_keys(all_submodels=True)
+        self._text_paths = text_paths(model)
+        self._used: set[str] = set()
+
+    def layer(
+        self, layer: nn.Module, prefix: str
+    ) -> tuple[dict[str, TensorRange], list[Conversion]]:
+        """One decoder layer's tensors, by name inside the layer, and what is to be made of them."""
+        found: dict[str, TensorRange] = {}
+        made = [each for each in self._names.conversions if each.first.startswith(prefix)]
+        targets = set()
+        for each in made:
+            for name in each.names:
+                found[_PIECE + name] = self._checkpoint.tensors[name]
+            targets |= each.targets()
+            self._used.update(each.names)
+        for name, parameter in own_tensors(layer):
+            if prefix + name not in targets:
+                found[name] = self._find(prefix + name, parameter)
+        return found, made
+
+    def resident(self, layers_prefix: str) -> dict[str, TensorRange]:
+        """Every tensor that text needs outside the layers."""
+        return {
+            name: self._find(name, parameter)
+            for name, parameter in text_tensors(self._model)
+            if not name.startswith(layers_prefix) and name not in self._tied
+        }
+
+    def unused(self) -> dict[str, str]:
+        """Tensors that nobody asked for, and why; to be asked for last.
+
+        Raises:
+            CheckpointError: one is of the part that reads and writes text, and nothing says why
+                it would be of no use.
+        """
+        places = {name: place for place, name in self._names.plain.items()}
+        for conversion in self._names.conversions:
+            places |= dict.fromkeys(conversion.names, conversion.first)
+        found = {}
+        for name in self._checkpoint:
+            if name in self._used:
+                continue
+            reason = self._names.unused.get(name) or self._reason(name, places[name])
+            if reason is None:
+                raise CheckpointError(
+                    f"{self._checkpoint.folder}: tensor '{name}' is '{places[name]}' of a "
+                    f"{self._model.config.model_type} model, a part that is not run here. Use a "
+                    "model without it"
+                )
+            found[name] = reason
+        return found
+
+    def _reason(self, name: str, place: str) -> str | None:
+        """Why a tensor with a place in the model was not asked for; None where nothing tells."""
+        if place in self._tied:
+            return f"tied to {self._tied[place]}"
+        if any(not path or place.startswith(f"{path}.") for path in self._text_paths):
+            return _LEAF if name in self._leaves else None
+        return OTHER_PART
+
+    def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
+        """An expert's tensor inside one of all experts, None where it has one of its own.
+
+        The first dimension is that of the experts. Where `gate` and `up` are apart, the rows of
+        `gate` come before those of `up`.
+
+        Raises:
+            CheckpointError: the tensor of all experts is of another shape than the config says.
+        """
+        of_expert = _OF_EXPERT.fullmatch(name)
+        if of_expert is None or name in self._names.plain:
+            return None
+        linear, is_bias = of_expert["linear"], of_expert["leaf"] == "bias"
+        fused = f"{of_expert['block']}.{'down_proj' if linear == 'down' else 'gate_up_proj'}"
+        fused += "_bias" if is_bias else ""
+        tensor = self._checkpoint.tensors.get(self._names.plain.get(fused, ""))
+        if tensor is None:
+            return None
+        halves = 2 if linear in ("gate", "up") else 1
+        each, index = (halves * parameter.shape[0], *parameter.shape[1:]), int(of_expert["index"])
+        if tensor.shape[1:] != each or index >= tensor.shape[0]:
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, "
+                f"config.json asks for [experts, {', '.join(map(str, each))}]. Are both files of "
+                "the same model?"
+            )
+        self._used.add(tensor.name)
+        # counted in rows of the last dimension: a bias is one of them
+        rows = 1 if is_bias else parameter.shape[0]
+        first = halves * rows * index + (rows if linear == "up" else 0)
+        return replace(tensor.rows(first, rows), shape=tuple(parameter.shape))
+
+    def _find(self, name: str, parameter: Tensor) -> TensorRange:
+        if (part := self._of_fused(name, parameter)) is not None:
+            return part
+        stored = self._names.plain.get(name, name)
+        tensor = self._checkpoint.tensors.get(stored)
+        if tensor is None:
+            raise CheckpointError(
+                f"{self._checkpoint.folder}: tensor '{stored}' is missing. "
+                "The download may be incomplete, or config.json belongs to another model"
+            )
+        self._used.add(stored)
+        if tensor.shape != tuple(parameter.shape):
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{stored}' has shape {list(tensor.shape)}, config.json "
+                f"says {list(parameter.shape)}. Are both files of the same model?"
+            )
+        if parameter.dtype in _FLOAT_DTYPES and tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{tensor.path}: tensor '{stored}' is stored as {tensor.dtype}, not as one of "
+                f"{', '.join(_FLOATS)}. Is it quantized in a way that config.json does not tell?"
+            )
+        return tensor
