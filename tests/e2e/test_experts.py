@@ -73,8 +73,9 @@ def assert_same_under_caps(folder: Path, dtype: torch.dtype, slots: list[int]) -
     expected = logits_of_a_text(whole)
     whole.close()
     each = slot_bytes(folder)
-    for tier in ("ssd", "ram"):
-        for count in slots:
+    # what a cap changes does not ask where the dense parts are: the ends tell whether both agree
+    for tier, counts in (("ssd", slots), ("ram", [slots[0], slots[-1]])):
+        for count in counts:
             model = opened(tier, count * each)
             assert model.experts is not None
             assert model.experts.slots == count
