@@ -185,12 +185,16 @@ def test_overlapped_drafting_happened_in_the_cases(sessions, late) -> None:
         assert sessions[draft].stats.draft_hidden_s > 0.0
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.usefixtures("late")
 def test_own_rows_of_a_shared_cache_equal_a_fresh_prefill(
-    temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    temperature: float, overlap: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind the target's exact rows: those of committed tokens that the target is about to run,
-    and of every expanded node, as if its path had been run alone."""
+    and of every expanded node, as if its path had been run alone. Rows that the search
+    went on to during the last pass are kept as the target's exact rows take the place of those in
+    front of them, so they are only near that."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     save_checkpoint(tmp_path / "target", CONFIG, std=0.12)
     save_byte_tokenizer(tmp_path / "target")
@@ -200,15 +204,18 @@ def test_own_rows_of_a_shared_cache_equal_a_fresh_prefill(
     sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
     tree = TreeConfig(budget=12, max_depth=4, batch=3)
     drafter = ModelDrafter(draft, sampler, tree, draft.vocab_size, shared=target)
-    grow, compared = drafter.grow, []
+    grow, compared, kept = drafter.grow, [], []
 
     def grow_and_compare(*arguments: object) -> object:
+        kept.append(drafter._kept is not None)
         grown = grow(*arguments)  # type: ignore[arg-type]
-        compared.append(_compare_own_rows(drafter, target))
+        compared.append(_compare_own_rows(drafter, target, 0.05 if overlap else 0.0))
         return grown
 
     monkeypatch.setattr(drafter, "grow", grow_and_compare)
-    steps = list(specexec(target, drafter, sampler, random_tokens(10), 30, ()))
+    ahead = drafter if overlap else None
+    steps = list(specexec(target, drafter, sampler, random_tokens(10), 30, (), ahead=ahead))
+    assert any(kept) == overlap
     assert max(len(step.tokens) for step in steps) > 1
     assert max(compared) > 4, "rows of nodes"
     assert_fresh(target.model, target.cache, target.tokens)
@@ -216,8 +223,12 @@ def test_own_rows_of_a_shared_cache_equal_a_fresh_prefill(
     draft.close()
 
 
-def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget) -> int:
-    """How many nodes have a row; each is that of a prefill of its path."""
+def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget, share: float) -> int:
+    """How many nodes have a row; each is that of a prefill of its path.
+
+    Args:
+        share: of a row's largest number, by which it may differ.
+    """
     cache, nodes = drafter._cache, drafter._rows._nodes
     assert isinstance(cache, SharedCache)
     shared, context = cache.layers[0].shared, list(drafter._context)
@@ -234,5 +245,6 @@ def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget) -> int:
         for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
             for part in ("keys", "values"):
                 row = getattr(theirs, part)[:, :, theirs.length - 1]
-                torch.testing.assert_close(getattr(ours, part)[:, :, place], row, rtol=0, atol=5e-5)
+                near = max(5e-5, share * float(row.abs().max()))
+                torch.testing.assert_close(getattr(ours, part)[:, :, place], row, rtol=0, atol=near)
     return len(nodes)
