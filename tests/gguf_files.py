@@ -18,7 +18,7 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3",
     "gpt_oss": "gpt-oss",
 }  # fmt: skip
-PLAIN = {"F32": np.float32, "F16": np.float16}
+PLAIN = {"F32": np.float32, "F16": np.float16}  # numpy has no bfloat16: `gguf` packs it
 # (name in GGUF, shape) -> its type; what is written is Kind's
 KindOf = Callable[[str, tuple[int, ...]], Kind]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from specexec_cli.device import free_ram_bytes
 from specexec_cli.errors import ConfigError
+from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
@@ -88,6 +90,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
     longest = model.context_length
     widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
     moments: dict[str, Tensor] = {}
+    first = [model.new_cache() for _ in "12"]
     caches = [model.new_cache() for _ in pieces]
 
     def watch(name: str) -> Callable[..., None]:
@@ -97,17 +100,21 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
 
         return hook
 
-    def behind(index: int) -> None:
-        done(index, moments)
-        moments.clear()
+    def release(caches: Sequence[SlotCache], index: int) -> None:
         for cache in caches:
             if len(cache.layers) == len(stored):  # else later layers read what this one wrote
                 cache.layers[index].release()
 
+    def behind(index: int) -> None:
+        done(index, moments)
+        moments.clear()
+        release(caches, index)
+
     stored = model.skeleton.layer_tensors
     try:
         # a first pass of several texts may begin anew in the midst, so it is a short one
-        model.forward_together([(PassRows.chain([0], 0), model.new_cache(), [0]) for _ in "12"])
+        model.on_layer = partial(release, first)
+        model.forward_together([(PassRows.chain([0], 0), cache, [0]) for cache in first])
         for layer, tensors in zip(model.skeleton.layers, stored, strict=True):
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:

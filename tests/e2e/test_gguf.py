@@ -23,7 +23,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import PACKED_KINDS, all_of, gguf_tensors, split, write_gguf, write_vocabulary
 from transformers import AutoModelForCausalLM
 
-from specexec_cli.config import GenerationConfig, Method, SamplingConfig
+from specexec_cli.config import GenerationConfig, Method, SamplingConfig, TreeConfig
 from specexec_cli.errors import TokenizerMismatchError
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.tokenizer import load_tokenizer
@@ -82,6 +82,32 @@ def test_logits_of_a_float32_file_are_those_of_the_safetensors(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("kind", [Kind.F16, Kind.BF16], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "mixtral", "qwen3-moe"])
+def test_two_byte_weights_are_multiplied_as_what_they_mean(
+    tmp_path: Path, name: str, kind: Kind
+) -> None:
+    """Bit for bit the logits of the same values in float32: linears, tables, experts and heads."""
+    base = architecture(name)
+    model = save(tmp_path / "plain", type(base)(**{**base.to_dict(), "norm_topk_prob": True}))
+    stored = torch.bfloat16 if kind == Kind.BF16 else torch.float16
+    plain = write_gguf(model, tmp_path / "exact.gguf")
+    path = write_gguf(model, tmp_path / "m.gguf", all_of(kind))
+    kinds = {tensor.dtype for tensor in read_checkpoint(path).values()}
+    assert kinds == {"F32", kind.name}
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1 and not key.endswith("gate.weight"):  # a router is in float32
+                parameter.copy_(parameter.to(stored))
+    rounded = write_gguf(model, tmp_path / "rounded.gguf")
+    tokens = random_tokens(24)
+    found, expected, exact = (
+        chain_logits(open_float32(each), tokens) for each in (path, rounded, plain)
+    )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, exact)
+
+
 def test_factors_that_are_nobodys_rule_are_taken_as_they_are(tmp_path: Path) -> None:
     """Llama 3's rule over another length of context, of which the list alone tells."""
     config = architecture("llama3-rope")
@@ -123,23 +149,35 @@ def test_a_pass_over_packed_weights_is_one_over_what_they_mean(tmp_path: Path, k
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-def assert_lossless(target: Path, draft: Path, offload: str) -> None:
-    """Both methods write the same behind one prompt, greedily and drawn."""
+def assert_lossless(target: Path, draft: Path, offload: str) -> int:
+    """Both methods write the same behind one prompt, greedily and drawn.
+
+    Trees are of a fixed size: a policy that weighs times may find that none pays, and grow none.
+
+    Returns:
+        how many passes the drafts saved.
+    """
+    saved = 0
     with Session.open(
         target=str(target), draft=str(draft), dtype="float32", offload=offload
     ) as session:
         for temperature in (0.0, 1.0):
             written: dict[Method, list[int]] = {}
             for method in ("autoregressive", "specexec"):
-                steps = session.generate(
-                    "def read(path):\n",
-                    sampling=SamplingConfig(temperature=temperature, seed=3),
-                    generation=GenerationConfig(max_tokens=16),
-                    method=method,
+                steps = list(
+                    session.generate(
+                        "def read(path):\n",
+                        sampling=SamplingConfig(temperature=temperature, seed=3),
+                        tree=TreeConfig(budget=12, max_depth=6, batch=4),
+                        generation=GenerationConfig(max_tokens=16),
+                        method=method,
+                    )
                 )
                 written[method] = [token for step in steps for token in step.tokens]
+                saved += len(steps) if method == "autoregressive" else -len(steps)
             assert written["specexec"] == written["autoregressive"]
             assert len(written["specexec"]) > 2
+    return saved
 
 
 @pytest.mark.parametrize(
@@ -154,6 +192,17 @@ def test_texts_are_the_autoregressive_ones(tmp_path: Path, kind: Kind, offload: 
     small = AutoModelForCausalLM.from_pretrained(DEMO / "draft", dtype=torch.float32)
     draft = write_gguf(small, tmp_path / "draft.gguf", all_of(Kind.Q8_0), tokenizer=DEMO / "draft")
     assert_lossless(target, draft, offload)
+
+
+@pytest.mark.parametrize("kind", [*PACKED_KINDS, Kind.BF16], ids=lambda kind: kind.name)
+def test_every_type_writes_the_autoregressive_text(tmp_path: Path, kind: Kind) -> None:
+    """A small target of one type, which the same weights in float32 draft for."""
+    model = save(tmp_path / "plain", byte_llama(**_BLOCKS), std=0.05)
+    words = tmp_path / "words"
+    save_byte_tokenizer(words)
+    target = write_gguf(model, tmp_path / "target.gguf", all_of(kind), tokenizer=words)
+    draft = write_gguf(model, tmp_path / "draft.gguf", all_of(kind), tokenizer=words, unpacked=True)
+    assert assert_lossless(target, draft, "ssd") > 8, "drafts were accepted"
 
 
 def test_a_gguf_draft_beside_a_safetensors_target(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +210,48 @@ def test_beside_a_gpu_dense_parts_come_first_and_experts_where_they_are_fastest(
     cpu = planned("cpu", host_bytes_per_s=50e9)
     assert (cpu.copy_rows, cpu.device_expert_bytes) == (None, 0)
     assert planned("gpu", vram_bytes=100 * GB).expert_bytes == 0
+
+
+@pytest.mark.parametrize("least", [1, 3, 8, 20, 21])
+def test_experts_of_many_rows_are_as_many_as_chance_makes_them(least: int) -> None:
+    experts = ExpertBytes(layers=(600, 0, 400), count=10, chosen=2, largest=60)
+    rng, rows = np.random.default_rng(0), 20
+    drawn = rng.random((4000, rows, 10)).argsort(2)[..., :2]
+    counts = (drawn[..., None] == np.arange(10)).sum((1, 2))
+    share = (counts >= least).mean()
+    assert experts.asked_for(rows, least) == pytest.approx(1000 * share, rel=0.1, abs=2)
+    assert experts.asked_for(0, least) == 0
+
+
+def test_what_experts_of_many_rows_take_on_the_link_is_in_the_plan() -> None:
+    """Those that the CPU leaves to the GPU are copied in passes that do not find them there."""
+    target = architecture_bytes(QWEN3_30B)
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB, link_bytes_per_s=20e9,
+                      host_bytes_per_s=50e9, host_flops=((1, 1e11),))  # fmt: skip
+
+    def link_bytes(where: str, budget: int) -> int:
+        work = Work(context_tokens=4096, budget=budget)
+        return place("auto", target, None, work, machine, where).link_bytes  # type: ignore[arg-type]
+
+    assert link_bytes("cpu", 0) == link_bytes("cpu", 128) == 0
+    found = [link_bytes("auto", budget) for budget in (0, 32, 128, 512)]
+    assert found[0] == 0, "one row is less than eight"
+    assert 0 < found[1] < found[2] < found[3]
+    most = [link_bytes("gpu", budget) for budget in (0, 32, 128, 512)]
+    assert all(ours < theirs for ours, theirs in zip(found, most, strict=True))
+    assert found[3] > 0.9 * most[3]
+
+
+def test_where_the_cpu_is_to_compute_experts_no_whole_layer_moves() -> None:
+    """Not even of a coarse mixture, nor where all of them would fit into VRAM."""
+    coarse = {**QWEN3_30B, "num_experts": 8, "num_experts_per_tok": 2}
+    for config, vram in ((coarse, 4 * GB), (QWEN3_30B, 100 * GB)):
+        target, work = architecture_bytes(config), Work(context_tokens=4096, budget=0)
+        machine = Machine(ram_bytes=128 * GB, vram_bytes=vram)
+        plan = place("auto", target, None, work, machine, "cpu")
+        assert (plan.copy_rows, plan.device_expert_bytes) == (None, 0)
+        assert plan.expert_bytes > 0
+        assert place("auto", target, None, work, machine).expert_bytes == 0
 
 
 @pytest.mark.parametrize(
