@@ -217,7 +217,10 @@ def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | N
 def _drafting(speed: Speed) -> list[str]:
     if speed.tokens_per_pass is None:
         return []
-    lines = [f"Growing a tree takes about {_seconds(speed.draft_s)}, and overlaps in part."]
+    nodes = "1 node" if speed.nodes == 1 else f"{speed.nodes} nodes"
+    lines = [
+        f"Growing a tree of {nodes} takes about {_seconds(speed.draft_s)}, and overlaps in part."
+    ]
     if not speed.drafting_pays:
         lines.append("Drafting would not pay here: --method autoregressive is faster.")
     return lines

@@ -102,21 +102,18 @@ def gpu_mixture_plan(
     ssd_bytes = sum(
         size for size, tier in zip(target.dense.layers, plan.tiers, strict=True) if tier == "ssd"
     ) + _missing(experts, cap + on_device, rows)
-    # what is copied to be kept, of experts that the CPU computes, is little: see expert_device.py
-    copied = _missing(experts, on_device, rows, copy_rows) if copy_rows is not None else 0
-    link_bytes = plan.link_bytes + copied
-    return replace(
+    plan = replace(
         plan,
         ram=(*plan.ram, ("expert cache", cap), *staged),
         vram=(*plan.vram, ("experts", on_device), ("experts' outputs", outputs)),
         ssd_bytes=ssd_bytes,
         ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
-        link_bytes=link_bytes,
-        link_s=link_bytes / machine.link_bytes_per_s,
         expert_bytes=cap,
         device_expert_bytes=on_device,
         copy_rows=copy_rows,
     )
+    link_bytes = plan.link_bytes + _copied(plan, experts, rows)
+    return replace(plan, link_bytes=link_bytes, link_s=link_bytes / machine.link_bytes_per_s)
 
 
 def _copy_rows(
@@ -158,13 +155,34 @@ def stream_seconds(
         ssd_bytes: that it reads, of a mixture whose experts come one by one; as planned unless
             told.
     """
-    if target.experts is None or not plan.expert_bytes:
+    if target.experts is None:
         return plan.stream_s
+    # whatever is moved, arithmetic reads no experts but those of the rows
+    memory_s = (
+        target.dense.read_bytes + target.experts.asked_for(rows)
+    ) / machine.memory_bytes_per_s
+    if not plan.expert_bytes:
+        return max(plan.ssd_s, plan.link_s, memory_s)
     if ssd_bytes is None:
         ssd_bytes = pass_bytes(plan, target, work, rows)
     ssd_s = ssd_bytes / machine.ssd_bytes_per_s
-    read = target.dense.read_bytes + target.experts.asked_for(rows)
-    return max(ssd_s, plan.link_s, read / machine.memory_bytes_per_s)
+    if not plan.on_gpu:
+        return max(ssd_s, memory_s)
+    planned, copied = (_copied(plan, target.experts, each) for each in (work.verify_rows, rows))
+    link_s = (plan.link_bytes - planned + copied) / machine.link_bytes_per_s
+    # the rest of what is not in VRAM is computed by the CPU
+    on_cpu = max(0, _missing(target.experts, plan.device_expert_bytes, rows) - copied)
+    return max(ssd_s, link_s, memory_s, on_cpu / machine.host_bytes_per_s)
+
+
+def _copied(plan: Plan, experts: ExpertBytes, rows: int) -> int:
+    """Bytes of experts that a pass of so many rows is expected to copy to a GPU.
+
+    What is copied to be kept, of experts that the CPU computes, is little: see expert_device.py.
+    """
+    if plan.copy_rows is None:
+        return 0
+    return _missing(experts, plan.device_expert_bytes, rows, plan.copy_rows)
 
 
 def _missing(experts: ExpertBytes, cap_bytes: int, rows: int, least: int = 1) -> int:

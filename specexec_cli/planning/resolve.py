@@ -21,10 +21,15 @@ from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sized import SizedModel, models_of
+from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, predict
 from specexec_cli.planning.tiers import Machine, Plan
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 SMALL_MODEL_BYTES = 1_000_000_000
+# Trees of a mixture get memory for so many times the nodes that are expected to write fastest, of
+# a draft model that is often right: what a session finds worthwhile it learns as it runs.
+_ROOM, _LEAST_NODES = 8, 32
+_OFTEN_RIGHT = TokensPerPass(*(3 * [UNKNOWN_TOKENS_PER_PASS[-1]]), "assumed")
 # What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
 _ARITHMETIC = {
     "bfloat16": {"avx512_bf16", "amx_bf16"},
@@ -134,6 +139,11 @@ def resolve(
         tree, work, plan = _fitted(tree, request, pair, plan_for)
     except DoesNotFitError as error:
         raise RequestDoesNotFitError(error, Asked(request, site, context_tokens)) from None
+    if draft_sizes is not None and plan.expert_bytes and request.tree.budget is None:
+        machine = site.machine(dtype, settings, target.sizes.packed_bits)
+        best = predict(target.sizes, draft_sizes, tree, work, machine, plan, _OFTEN_RIGHT)
+        tree = _with_fewer_nodes(tree, best.nodes, request, pair)
+        work, plan = plan_for(tree)
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
         # small models spend their time between the products, and plain decoding sizes no trees
@@ -196,6 +206,21 @@ def _fitted(
             raise
     smaller = replace(request.tree, budget=pair.tree.budget).resolve(pair.tree, request.method)
     return smaller, *plan_for(smaller)
+
+
+def _with_fewer_nodes(
+    tree: TreeConfig, nodes: int, request: Request, pair: ChosenPair
+) -> TreeConfig:
+    """A tree with room for some times these nodes, where it has more.
+
+    Each node of a mixture's tree may bring experts of its own; what memory nodes that never pay
+    would take holds experts.
+    """
+    room = request.slots * max(_LEAST_NODES, _ROOM * nodes)
+    budget = max(room, request.tree.depth or 0, request.tree.batch or 0)
+    if budget >= tree.budget:
+        return tree
+    return replace(request.tree, budget=budget).resolve(pair.tree, request.method)
 
 
 def _context_tokens(

@@ -7,7 +7,8 @@ Tokens per pass are a property of the pair: of a paper, of models.toml, or of ea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.planning.arithmetic import compute_seconds
@@ -47,6 +48,19 @@ class TokensPerPass:
         low = max(1.0, typical * _HARD_TEXT)
         return TokensPerPass(low, typical, typical * _EASY_TEXT, source)
 
+    def of_nodes(self, nodes: int, budget: int) -> TokensPerPass:
+        """With trees of fewer nodes than the budget that the figures are of.
+
+        Each doubling is taken to bring as much as the one before: docs/experiments.md, "SpecInfer
+        against SpecExec as printed", has 2.2 tokens with 16 nodes and 0.2 to 0.4 more with each
+        doubling, up to 2048.
+        """
+        share = math.log2(1 + nodes) / math.log2(1 + budget)
+        low, typical, high = (
+            1.0 + share * (each - 1.0) for each in (self.low, self.typical, self.high)
+        )
+        return replace(self, low=low, typical=typical, high=high)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
@@ -58,6 +72,7 @@ class Speed:
     plain: float  # without a draft model
     pass_s: float  # of a verification pass
     draft_s: float  # of growing one tree
+    nodes: int  # of that tree
     tokens_per_pass: TokensPerPass | None  # None: without a draft model
 
     @property
@@ -78,7 +93,7 @@ def predict(
     """The speed of a plan.
 
     Args:
-        tree: the recommended one; the budget that memory is planned for may be larger.
+        tree: the recommended one; the budget that memory is planned for may be another.
         rate: None without a draft model.
     """
 
@@ -89,25 +104,43 @@ def predict(
     if draft is None or rate is None:
         low = plain * _STREAM_SHARE
         return Speed(low=low, typical=plain, high=plain, plain=plain, pass_s=pass_s(1),
-                     draft_s=0.0, tokens_per_pass=None)  # fmt: skip
-    rows = min(tree.batch, tree.budget)
-    step_s = _step_layer_seconds(machine) * len(draft.layers) + max(
-        (draft.loaded(work.item_bytes) - draft.table) / machine.memory_bytes_per_s,
-        compute_seconds(draft.active_params, rows, machine.flops),
-    )
-    draft_s = step_s * _steps(tree, rate.typical)
-    verify_s = pass_s(tree.budget + 1)
-    # the next pass's first layers may come while the tree grows; weights that stay save nothing
-    hidden_s = min(draft_s, max(plan.ssd_s, plan.link_s))
-    return Speed(
-        low=rate.low / (verify_s / _STREAM_SHARE + draft_s),
-        typical=rate.typical / (verify_s + draft_s),
-        high=rate.high / (verify_s + draft_s - hidden_s),
-        plain=plain,
-        pass_s=verify_s,
-        draft_s=draft_s,
-        tokens_per_pass=rate,
-    )
+                     draft_s=0.0, nodes=0, tokens_per_pass=None)  # fmt: skip
+
+    def with_trees(nodes: int, rate: TokensPerPass) -> Speed:
+        step_s = _step_layer_seconds(machine) * len(draft.layers) + max(
+            (draft.loaded(work.item_bytes) - draft.table) / machine.memory_bytes_per_s,
+            compute_seconds(draft.active_params, min(tree.batch, nodes), machine.flops),
+        )
+        draft_s = step_s * _steps(tree, nodes, rate.typical)
+        verify_s = pass_s(nodes + 1)
+        # the next pass's first layers may come while the tree grows; weights that stay save nothing
+        hidden_s = min(draft_s, max(plan.ssd_s, plan.link_s))
+        return Speed(
+            low=rate.low / (verify_s / _STREAM_SHARE + draft_s),
+            typical=rate.typical / (verify_s + draft_s),
+            high=rate.high / (verify_s + draft_s - hidden_s),
+            plain=plain,
+            pass_s=verify_s,
+            draft_s=draft_s,
+            nodes=nodes,
+            tokens_per_pass=rate,
+        )
+
+    speeds = [
+        with_trees(nodes, rate.of_nodes(nodes, tree.budget)) for nodes in _sizes(tree, target)
+    ]
+    return max(speeds, key=lambda speed: speed.typical)
+
+
+def _sizes(tree: TreeConfig, target: ModelBytes) -> list[int]:
+    """Nodes of the trees to choose from.
+
+    A node of a mixture's tree may bring experts of its own, so that few nodes may write faster than
+    the recommended ones.
+    """
+    if target.experts is None:
+        return [tree.budget]
+    return [*(1 << n for n in range(tree.budget.bit_length() - 1)), tree.budget]
 
 
 def pass_seconds(
@@ -136,9 +169,9 @@ def _step_layer_seconds(machine: Machine) -> float:
     return _GRAPH_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
 
 
-def _steps(tree: TreeConfig, tokens_per_pass: float) -> float:
+def _steps(tree: TreeConfig, nodes: int, tokens_per_pass: float) -> float:
     """Draft steps of a tree: enough for its nodes and for paths longer than what is accepted."""
-    return min(tree.max_depth, max(tree.budget / tree.batch, 1.5 * tokens_per_pass))
+    return min(tree.max_depth, nodes, max(nodes / tree.batch, 1.5 * tokens_per_pass))
 
 
 def figure(value: float) -> str:

@@ -130,7 +130,7 @@ def test_a_small_target_s_own_copy_is_made_whatever_is_predicted_of_it() -> None
 
 
 def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Speed(low=0.1, typical=0.2, high=0.3, plain=1.0, pass_s=1.0, draft_s=9.0,
+    slow = Speed(low=0.1, typical=0.2, high=0.3, plain=1.0, pass_s=1.0, draft_s=9.0, nodes=1,
                  tokens_per_pass=None)  # fmt: skip
     monkeypatch.setattr("specexec_cli.planning.weighing.predicted", lambda *arguments: slow)
     ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
