@@ -29,7 +29,7 @@ SMALL_MODEL_BYTES = 1_000_000_000
 # Trees of a mixture get memory for so many times the nodes that are expected to write fastest, of
 # a draft model that is often right: what a session finds worthwhile it learns as it runs.
 _ROOM, _LEAST_NODES = 8, 32
-_OFTEN_RIGHT = TokensPerPass(*(3 * [UNKNOWN_TOKENS_PER_PASS[-1]]), "assumed")
+_OFTEN_RIGHT = TokensPerPass.of_pair(UNKNOWN_TOKENS_PER_PASS[-1], "assumed")
 # What /proc/cpuinfo calls instructions that multiply in a dtype; PyTorch widens it elsewhere.
 _ARITHMETIC = {
     "bfloat16": {"avx512_bf16", "amx_bf16"},
