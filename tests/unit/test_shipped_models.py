@@ -60,6 +60,7 @@ def shipped() -> Registry:
         ("google/gemma-3-27b-it", "google/gemma-3-1b-it"),
         ("google/gemma-3-12b-it", "google/gemma-3-270m-it"),
         ("allenai/OLMo-2-0325-32B-Instruct", "allenai/OLMo-2-0425-1B-Instruct"),
+        ("ibm-granite/granite-3.3-8b-instruct", "ibm-granite/granite-3.3-2b-instruct"),
         ("zai-org/GLM-4-32B-0414", "zai-org/GLM-4-9B-0414"),
         ("google/gemma-2-27b-it", "google/gemma-2-2b-it"),
         ("openai/gpt-oss-120b", "openai/gpt-oss-20b"),
