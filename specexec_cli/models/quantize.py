@@ -25,7 +25,12 @@ from torch import Tensor
 
 from specexec_cli import __version__
 from specexec_cli.device import format_bytes
-from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.errors import (
+    CheckpointError,
+    ConfigError,
+    NotFetchedError,
+    OutOfMemoryError,
+)
 from specexec_cli.models.calibration_text import run_calibration
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.skeleton import build_skeleton, load_config
@@ -156,6 +161,7 @@ def write_quantized(
             alone.
     Raises:
         ConfigError: `out` exists.
+        OutOfMemoryError: a calibration text needs more RAM than there is.
         NotFetchedError: the disk is too small, or the folder cannot be written; nothing is left.
         StreamError: the source cannot be read.
     """
@@ -219,7 +225,14 @@ def _write(
 
     try:
         if pieces:
-            run_calibration(source, pieces, layer_done)
+            try:
+                run_calibration(source, pieces, layer_done)
+            except OutOfMemoryError:  # whose advice is a session's
+                raise OutOfMemoryError(
+                    f"RAM is too small: it ran out while {sum(map(len, pieces))} tokens of "
+                    f"calibration text went through {source.folder.name}. Close other programs, or "
+                    "quantize without a text (`specexec quantize --calibration none`)"
+                ) from None
         else:
             for index in range(len(plan.layers)):
                 layer_done(index, {})

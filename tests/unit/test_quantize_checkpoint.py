@@ -28,7 +28,8 @@ from specexec_kernels.packing import BITS, PackedFormat, PackedWeight
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
+from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError, OutOfMemoryError
+from specexec_cli.models import quantize
 from specexec_cli.models.calibration_text import run_calibration, standard_pieces
 from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.tokenizer import load_tokenizer
@@ -154,6 +155,24 @@ def test_experts_and_other_layers_take_a_text_too(tmp_path: Path, name: str) -> 
     packed = open_float32(tmp_path / "packed")
     assert torch.isfinite(chain_logits(packed, random_tokens(9))).all()
     packed.close()
+
+
+def test_memory_that_ends_in_a_calibration_is_told_with_what_helps_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "source"
+    save_checkpoint(source, _config())
+
+    def ends(*args: object) -> None:
+        raise OutOfMemoryError("RAM is too small: use a smaller draft tree (`budget`)")
+
+    monkeypatch.setattr(quantize, "run_calibration", ends)
+    plan = plan_quantization(read_checkpoint(source), 4, GROUP)
+    with pytest.raises(OutOfMemoryError) as found:
+        write_quantized(plan, tmp_path / "out", pieces=[[1, 2], [3]])
+    assert "while 3 tokens of calibration text went through source" in str(found.value)
+    assert str(found.value).endswith("(`specexec quantize --calibration none`)")
+    assert [each.name for each in tmp_path.iterdir()] == ["source"], "nothing half-made is left"
 
 
 def test_a_calibration_text_that_is_none_is_one_line(tmp_path: Path) -> None:
