@@ -168,11 +168,19 @@ def stream_seconds(
     ssd_s = ssd_bytes / machine.ssd_bytes_per_s
     if not plan.on_gpu:
         return max(ssd_s, memory_s)
-    planned, copied = (_copied(plan, target.experts, each) for each in (work.verify_rows, rows))
-    link_s = (plan.link_bytes - planned + copied) / machine.link_bytes_per_s
-    # the rest of what is not in VRAM is computed by the CPU
-    on_cpu = max(0, _missing(target.experts, plan.device_expert_bytes, rows) - copied)
+    # what is not in VRAM, and not copied to it, is computed by the CPU
+    elsewhere = _missing(target.experts, plan.device_expert_bytes, rows)
+    on_cpu = max(0, elsewhere - _copied(plan, target.experts, rows))
+    link_s = link_seconds(plan, target, work, machine, rows)
     return max(ssd_s, link_s, memory_s, on_cpu / machine.host_bytes_per_s)
+
+
+def link_seconds(plan: Plan, target: ModelBytes, work: Work, machine: Machine, rows: int) -> float:
+    """Seconds in which a pass of so many rows copies weights to a GPU."""
+    if target.experts is None:
+        return plan.link_s
+    planned, copied = (_copied(plan, target.experts, each) for each in (work.verify_rows, rows))
+    return (plan.link_bytes - planned + copied) / machine.link_bytes_per_s
 
 
 def _copied(plan: Plan, experts: ExpertBytes, rows: int) -> int:

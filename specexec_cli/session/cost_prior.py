@@ -25,7 +25,7 @@ from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
-from specexec_cli.planning.mixtures import pass_bytes
+from specexec_cli.planning.mixtures import link_seconds, pass_bytes
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.verify.verifier import LocalTarget
@@ -53,10 +53,7 @@ def measured_prior(
         StreamError: the weights could not be read.
     """
     model, sizes = target.model, decision.target.sizes
-    # on a CPU, layers in RAM are where they are computed
-    plan, bytes_per_s = decision.plan, decision.machine.ssd_bytes_per_s
-    one, few = (pass_bytes(plan, sizes, decision.work, count) for count in (1, _FEW))
-    stream_s = max(one / bytes_per_s, plan.link_s)
+    stream_s, of_few_s = (_stream_s(decision, count) for count in (1, _FEW))
     found = _by_rates(_weights(sizes), decision.machine.flops, stream_s)
     if found is None:
         rows = min(_FEW, model.context_length - len(target.tokens))
@@ -78,14 +75,21 @@ def measured_prior(
             lambda: draft.forward(chain, draft.new_cache(), [0]),
         )  # fmt: skip
         step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
-    if few > one:  # each row of a mixture brings experts of its own: none hides behind the stream
-        row_s, knee = row_s + (few - one) / (_FEW - 1) / bytes_per_s, 1.0
+    if of_few_s > stream_s:  # each row of a mixture brings its own experts: none hides behind it
+        row_s, knee = row_s + (of_few_s - stream_s) / (_FEW - 1), 1.0
     return CostModel(
         base_s=base_s,
         row_s=row_s,
         knee_rows=knee,
         step_s=step_s,
     )
+
+
+def _stream_s(decision: Decision, rows: int) -> float:
+    """Seconds of a pass's stream; on a CPU, layers in RAM are where they are computed."""
+    plan, sizes, work = decision.plan, decision.target.sizes, decision.work
+    ssd_s = pass_bytes(plan, sizes, work, rows) / decision.machine.ssd_bytes_per_s
+    return max(ssd_s, link_seconds(plan, sizes, work, decision.machine, rows))
 
 
 def _weights(sizes: ModelBytes) -> int:

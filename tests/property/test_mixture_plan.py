@@ -14,7 +14,7 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import BLOCK_BYTES
 from specexec_cli.planning.fits import place_of
 from specexec_cli.planning.memory import Work, fixed_parts
-from specexec_cli.planning.mixtures import MOST_CPU_ROWS
+from specexec_cli.planning.mixtures import MOST_CPU_ROWS, link_seconds, stream_seconds
 from specexec_cli.planning.outlook import outlook, with_more_ram
 from specexec_cli.planning.placement import place, without_ssd
 from specexec_cli.planning.site import Setting, Site
@@ -240,6 +240,32 @@ def test_what_experts_of_many_rows_take_on_the_link_is_in_the_plan() -> None:
     most = [link_bytes("gpu", budget) for budget in (0, 32, 128, 512)]
     assert all(ours < theirs for ours, theirs in zip(found, most, strict=True))
     assert found[3] > 0.9 * most[3]
+
+
+def test_a_pass_is_charged_with_its_own_rows_alone_whatever_was_planned_for() -> None:
+    target = architecture_bytes(QWEN3_30B)
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB, link_bytes_per_s=20e9,
+                      host_bytes_per_s=50e9, host_flops=((1, 1e11),))  # fmt: skip
+    for where in ("gpu", "auto", "cpu"):
+        works = [Work(context_tokens=4096, budget=budget) for budget in (0, 512)]
+        plans = [place("auto", target, None, work, machine, where) for work in works]  # type: ignore[arg-type]
+        for rows in (1, 513):
+            seconds = [
+                stream_seconds(plan, target, work, machine, rows)
+                for plan, work in zip(plans, works, strict=True)
+            ]
+            # less memory is left for experts where more rows are planned for
+            assert seconds[0] <= seconds[1] < 1.2 * seconds[0]
+        for plan, work in zip(plans, works, strict=True):
+            planned_s = link_seconds(plan, target, work, machine, work.verify_rows)
+            assert planned_s == pytest.approx(plan.link_s)
+    kept = place("auto", target, None, Work(budget=0), replace(machine, vram_bytes=0))
+    fits = replace(machine, vram_bytes=0, ram_bytes=128 * GB)
+    whole = place("auto", target, None, Work(budget=0), fits)
+    assert kept.expert_bytes > whole.expert_bytes == 0
+    one_s, many_s = (stream_seconds(whole, target, Work(budget=0), fits, rows) for rows in (1, 513))
+    assert one_s < whole.memory_s / 8, "layers that stay are not read whole"
+    assert many_s == pytest.approx(whole.memory_s, rel=0.1)
 
 
 def test_where_the_cpu_is_to_compute_experts_no_whole_layer_moves() -> None:
