@@ -68,7 +68,12 @@ def test_half_of_the_model_s_size_is_enough(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (ran.returncode, ran.stdout) == (0, "it bites\n"), ran.stderr[-2000:]
     plan = plan_quantization(read_checkpoint(large), 4, 64)
-    write_quantized(plan, tmp_path / "roomy", pieces=[list(range(4, 36)), list(range(40, 72))])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as there: sums of calibration's moments follow how they are shared
+    try:
+        write_quantized(plan, tmp_path / "roomy", pieces=[list(range(4, 36)), list(range(40, 72))])
+    finally:
+        torch.set_num_threads(threads)
     found, expected = (
         load_file(tmp_path / name / "model.safetensors") for name in ("out", "roomy")
     )
