@@ -79,6 +79,11 @@ def test_experts_that_stay_in_ram_are_looked_at_once(
         read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers=tiers
     )
     first = run(model)
+    streamed = StreamedModel.open(
+        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers="ssd"
+    )
+    assert torch.equal(first, run(streamed))
+    streamed.close()
     looked: list[int] = []
     look = expert_mlp.Group
     monkeypatch.setattr(expert_mlp, "Group", lambda of: (looked.append(1), look(of))[1])

@@ -83,6 +83,24 @@ def test_packed_experts_with_biases(count: int, computed: torch.dtype) -> None:
     assert torch.equal(moe(rows, index, weights), one_after_another(moe, rows, index, weights))
 
 
+def test_experts_that_stay_are_told_from_one_another() -> None:
+    moe = block(torch.float32)
+    rows = torch.randn(4, HIDDEN)
+    moe.stay(True)
+    for seed in range(3):
+        weights, index = torch.rand(4, EXPERTS, generator=torch.Generator().manual_seed(seed)).topk(
+            3, dim=-1
+        )
+        expected = one_after_another(moe, rows, index, weights)
+        assert torch.equal(moe(rows, index, weights), expected)
+    other = torch.randn_like(moe.experts[int(index[0, 0])]["down"].weight)
+    moe.experts[int(index[0, 0])]["down"].weight = nn.Parameter(other, requires_grad=False)
+    moe.stay(False)
+    changed = one_after_another(moe, rows, index, weights)
+    assert torch.equal(moe(rows, index, weights), changed)
+    assert not torch.equal(changed, expected)
+
+
 def packed(seed: int) -> RowLinear:
     fmt = Fp4(64, 32)
     stored = {part.leaf: (part.shape(HIDDEN, HIDDEN), torch.uint8) for part in fmt.parts}
