@@ -22,6 +22,7 @@ from checkpoints import (
     save_checkpoint,
     save_pair,
 )
+from late_layers import layers_come_late
 from toys import classifier
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
@@ -33,7 +34,6 @@ from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.shared_cache import SharedCache
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
@@ -106,15 +106,7 @@ def sessions(folders: dict[str, str]) -> Iterator[dict[str, LocalSession]]:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer comes as much later as three draft steps take."""
-    arrive = LayerStream._wait_for_turn
-
-    def waiting(stream: LayerStream) -> None:
-        for _ in range(3 if stream.meanwhile is not None else 0):
-            stream.meanwhile()
-        arrive(stream)
-
-    monkeypatch.setattr(LayerStream, "_wait_for_turn", waiting)
+    layers_come_late(monkeypatch, 3)
 
 
 def conversation(

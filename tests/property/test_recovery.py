@@ -20,6 +20,7 @@ import pytest
 from checkpoints import BYTE_VOCAB, architecture, assert_fresh, byte_llama, save_pair
 from fake_cuda import fake_cuda
 from faults import Fault, Interruption, NoMemory, Point, points
+from late_layers import layers_come_late
 from torch.overrides import _get_current_function_mode_stack
 
 from specexec_cli import loading
@@ -35,7 +36,6 @@ from specexec_cli.decoding import loop
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import graphs, kv_cache
-from specexec_cli.offload.stream import LayerStream
 from specexec_cli.planning import resolve
 from specexec_cli.planning.tiers import Plan, plan_of
 from specexec_cli.session import Session, TextSession, cost_prior, local_session
@@ -213,15 +213,7 @@ def test_drafting_that_goes_on_while_a_pass_waits(
     every: int,
     seen: list[str],
 ) -> None:
-    arrive = LayerStream._wait_for_turn
-
-    def late(stream: LayerStream) -> None:
-        """Each layer as much later as two draft steps take."""
-        for _ in range(2 if stream.meanwhile is not None else 0):
-            stream.meanwhile()
-        arrive(stream)
-
-    monkeypatch.setattr(LayerStream, "_wait_for_turn", late)
+    layers_come_late(monkeypatch, 2)
     conversation = Conversation(*sessions, "specexec", 0.8, overlap="on")
     break_everywhere(conversation, kind, [], every, seen)
     assert conversation.session.stats.draft_hidden_s > 0.0

@@ -16,6 +16,7 @@ from checkpoints import (
     save_checkpoint,
     save_pair,
 )
+from late_layers import layers_come_late
 
 from specexec_cli.bench.cases import variant
 from specexec_cli.cli.render import stats_line
@@ -27,7 +28,6 @@ from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.errors import ConfigError
-from specexec_cli.offload.stream import LayerStream
 from specexec_cli.sampling import Sampler
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
@@ -52,15 +52,7 @@ def session(pair: dict[str, str]) -> Iterator[LocalSession]:
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each layer comes as much later as three draft steps take."""
-    arrive = LayerStream._wait_for_turn
-
-    def waiting(stream: LayerStream) -> None:
-        for _ in range(3 if stream.meanwhile is not None else 0):
-            stream.meanwhile()
-        arrive(stream)
-
-    monkeypatch.setattr(LayerStream, "_wait_for_turn", waiting)
+    layers_come_late(monkeypatch, 3)
 
 
 def conversation(session: LocalSession, tree: TreeConfig, sampling: SamplingConfig) -> list[int]:
