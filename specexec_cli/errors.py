@@ -33,7 +33,7 @@ class SpecexecError(Exception):
 
 
 class ConfigError(SpecexecError):
-    """An option, a prompt or a settings file that cannot be used."""
+    """An option, a prompt, a settings file or an output that cannot be used."""
 
     exit_code = 2
 

@@ -111,6 +111,7 @@ class Prepared:
                 expert_bytes=self.decision.plan.expert_bytes,
                 device_expert_bytes=self.decision.plan.device_expert_bytes,
                 copy_rows=self.decision.plan.copy_rows,
+                chunk_rows=self.decision.prompt_rows,
                 notice=notice,
                 progress=progress,
             )

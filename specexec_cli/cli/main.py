@@ -24,7 +24,7 @@ from specexec_cli.cli.pull import pull, rm
 from specexec_cli.cli.quantize import quantize
 from specexec_cli.cli.serve import serve
 from specexec_cli.cli.train_policy import train_policy
-from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, SpecexecError
+from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, ConfigError, SpecexecError
 
 # how systems say that a file takes no more
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -93,7 +93,7 @@ def main() -> None:
         if error.errno not in _UNWRITTEN or error.filename is not None:
             raise
         _discard_unwritten()
-        code = SpecexecError.exit_code
+        code = ConfigError.exit_code
         with contextlib.suppress(OSError):  # which may be the same file
             print(
                 f"error: the output cannot be written ({error.strerror}): write it elsewhere",
@@ -121,12 +121,18 @@ def _run() -> int:
         code = error.exit_code
     except _UsageError as error:
         code = error.exit_code
-        message = error.format_message().rstrip(".")
+        message = error.format_message().rstrip(".") + _refused_words(error)
         if message:  # without any argument the help has been printed, and there is none
             command = error.ctx.command_path if error.ctx is not None else "specexec"
             stop = "" if message.endswith("?") else "."
             print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
     return code if isinstance(code, int) else 0
+
+
+def _refused_words(error: BaseException) -> str:
+    """What was typed, where a message lacks it: typer from 0.29 on repeats pydantic's, which do."""
+    told: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
+    return "".join(f", not {each['input']!r}" for each in told)
 
 
 def _flush() -> None:

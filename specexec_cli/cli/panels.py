@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
+import textwrap
 from collections import defaultdict
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperCommand, TyperGroup
+from typer.main import get_command
 
 # Panels that --help names in one line each. Commands of few options have none of them.
 SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DSI = _NAMED = (
@@ -31,30 +33,20 @@ class _Panels:
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
         self.help = "\n\n".join(" ".join(part.split()) for part in paragraphs)
         if named_options(self.params):
-            self.params.append(
-                TyperOption(
-                    param_decls=["--help-all"],
-                    is_flag=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=_show_all,
-                    help="Show all options and exit.",
-                )
-            )
+            self.params.append(_help_all_option())
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Prints the help, or all of it where --help-all has asked for it."""
+        for param in super().get_params(ctx):  # type: ignore[misc]
+            if getattr(param, "is_flag", False):
+                param.metavar = ""  # typer from 0.29 on shows <bool>, as if a flag took a word
         shown: Any = copy.copy(self)
         named = {} if ctx.meta.get(_SHOW_ALL) else named_options(self.params)
-        if named:
-            left_out = [option for options in named.values() for option in options]
-            shown.params = [param for param in self.params if param not in left_out]
-            lines = [
-                f"{panel}: {', '.join(option.opts[0] for option in options)}"
-                for panel, options in named.items()
-            ]
-            shown.epilog = "\n".join(["More options, which --help-all explains:", *lines])
+        left_out = [option for options in named.values() for option in options]
+        shown.params = [param for param in self.params if param not in left_out]
         super(_Panels, shown).format_help(ctx, formatter)  # type: ignore[misc]
+        if named:
+            formatter.write(_more_options(named, formatter.width))
 
 
 class PanelCommand(_Panels, TyperCommand):
@@ -75,7 +67,42 @@ def named_options(params: list[Any]) -> dict[str, list[Any]]:
     return {panel: named[panel] for panel in _NAMED if panel in named}
 
 
-def _show_all(ctx: typer.Context, _: TyperOption, wanted: bool) -> None:
+def _more_options(named: dict[str, list[Any]], width: int) -> str:
+    """The lines below the help: what --help-all would explain, a panel on each.
+
+    They are no epilog of typer's, some of whose versions join the lines of one.
+    """
+    lines = ["", "More options, which --help-all explains:"]
+    for panel, options in named.items():
+        lines.append(f"{panel}: {', '.join(option.opts[0] for option in options)}")
+    wrapped = [
+        textwrap.fill(
+            line, width, initial_indent=" ", subsequent_indent=" ", break_on_hyphens=False
+        )
+        for line in lines
+    ]
+    return "\n".join(wrapped)
+
+
+def _help_all_option() -> Any:
+    """--help-all as typer itself makes it: what its options are made of changes by version."""
+
+    def command(
+        help_all: Annotated[
+            bool,
+            typer.Option(
+                "--help-all", help="Show all options and exit.",
+                is_eager=True, expose_value=False, callback=_show_all,
+            ),
+        ] = False,
+    ) -> None: ...  # fmt: skip
+
+    app = typer.Typer(add_completion=False)
+    app.command()(command)
+    return get_command(app).params[0]
+
+
+def _show_all(ctx: typer.Context, wanted: bool) -> None:
     if wanted and not ctx.resilient_parsing:
         ctx.meta[_SHOW_ALL] = True
         typer.echo(ctx.get_help())

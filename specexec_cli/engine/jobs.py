@@ -13,6 +13,7 @@ import json
 import os
 import queue
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,8 @@ def read_jobs(
         at = f"{where}, line {number}"
         try:
             job = _job(json.loads(line), number, sampling, generation, chat)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{at}: not JSON: {error}") from error
         except (ValueError, ConfigError, RecursionError) as error:
             raise ConfigError(f"{at}: {error}") from error
         if job.id in jobs:
@@ -199,24 +202,47 @@ class ResultFile:
         return set(self._lines)
 
     def add(self, result: Mapping[str, Any]) -> None:
-        """Appends a text's line."""
+        """Appends a text's line.
+
+        Raises:
+            ConfigError: the disk refuses it.
+        """
         line = json.dumps(result)
+        with self._refusals():
+            self._file.write(line + "\n")
+            self._file.flush()
         self._lines[result["id"]] = line
-        self._file.write(line + "\n")
-        self._file.flush()
 
     def close(self) -> None:
-        """Puts what there is in the order of the prompts."""
-        self._file.close()
-        self._arrange()
+        """Puts what there is in the order of the prompts.
+
+        Raises:
+            ConfigError: the disk refuses it; the file stays as it was.
+        """
+        with self._refusals():
+            self._file.close()
+            self._arrange()
+
+    @contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write texts to {self._path}: {error.strerror}. Once that is mended, the "
+                "same command goes on"
+            ) from error
 
     def _arrange(self) -> None:
         if not self._lines:
             return
         ordered = [self._lines[each] for each in self._ids if each in self._lines]
         partial = self._path.with_name(self._path.name + ".partial")
-        partial.write_text("".join(line + "\n" for line in ordered), encoding="utf-8")
-        partial.replace(self._path)
+        try:
+            partial.write_text("".join(line + "\n" for line in ordered), encoding="utf-8")
+            partial.replace(self._path)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def run_jobs(

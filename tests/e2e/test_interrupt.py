@@ -191,7 +191,7 @@ def test_an_output_that_is_full_is_one_line(command: list[str]) -> None:
             [sys.executable, "-m", "specexec_cli.cli.main", *command],
             stdout=full, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert done.returncode == 1
+        assert done.returncode == 2
         assert done.stderr.splitlines()[-1] == (
             "error: the output cannot be written (No space left on device): write it elsewhere"
         )
@@ -199,4 +199,4 @@ def test_an_output_that_is_full_is_one_line(command: list[str]) -> None:
         silent = subprocess.run(
             [sys.executable, "-m", "specexec_cli.cli.main", *command], stdout=full, stderr=full
         )
-    assert silent.returncode == 1
+    assert silent.returncode == 2

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import typer
 from cli_runner import run_cli
+from pydantic import TypeAdapter, ValidationError
 from safetensors.torch import load_file, save_file
 
 import specexec_cli
+from specexec_cli.cli import main
 from specexec_cli.errors import SpecexecError
 from specexec_cli.session import TextSession
 
@@ -168,6 +171,19 @@ def test_a_mistake_gets_one_line_and_its_exit_code(name, tmp_path, monkeypatch):
     assert (ran.code, ran.out) == (code, "")
     for word in words:
         assert word in ran.error
+
+
+def test_a_message_that_lacks_what_was_typed_tells_it(monkeypatch, capsys):
+    def refuse(**_):  # as typer does from 0.29 on
+        try:
+            TypeAdapter(int).validate_python("ten")
+        except ValidationError as cause:
+            raise typer.BadParameter("Input should be a valid integer") from cause
+
+    monkeypatch.setattr(main, "app", refuse)
+    assert main._run() == 2
+    told = "Input should be a valid integer, not 'ten'. See specexec --help"
+    assert capsys.readouterr().err == f"error: Invalid value: {told}\n"
 
 
 def test_a_prompt_file_that_is_not_utf8(tmp_path):

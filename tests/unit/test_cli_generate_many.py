@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -128,7 +130,7 @@ def test_ctrl_c_keeps_what_there_is(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 1"),
+        ("{", "line 1: not JSON: "),
         ("[]", "must be a JSON object"),
         ('{"prompt": ""}', "a text that is not empty"),
         ('{"prompt": "a", "messages": []}', "either"),
@@ -167,6 +169,43 @@ def test_a_first_line_that_was_cut_is_written_anew(tmp_path: Path) -> None:
     file.add({"id": 1, "made_of": "a"})
     file.close()
     assert path.read_text() == '{"id": 1, "made_of": "a"}\n'
+
+
+def test_a_disk_that_takes_no_more_is_told_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    path, made_of = tmp_path / "texts.jsonl", {1: "a", 2: "b"}
+    results = [{"id": 1, "made_of": "a"}, {"id": 2, "made_of": "b", "text": "x" * 100}]
+    file = ResultFile(path, made_of)
+    file.add(results[0])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40, before[1]))  # the second line begins at 26
+    try:
+        for step in (lambda: file.add(results[1]), file.close):
+            with pytest.raises(ConfigError, match=r"texts\.jsonl: File too large\. Once"):
+                step()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (list(tmp_path.iterdir()), path.stat().st_size) == ([path], 40)
+    again = ResultFile(path, made_of)
+    assert again.done == {1}
+    again.add(results[1])
+    again.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == results
+
+
+def test_what_cannot_be_put_in_order_leaves_the_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    file = ResultFile(path, {1: "a"})
+    file.add({"id": 1, "made_of": "a"})
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(ConfigError, match="No space left"):
+        file.close()
+    assert (list(tmp_path.iterdir()), path.read_text()) == ([path], '{"id": 1, "made_of": "a"}\n')
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,28 @@ def test_help_all_explains_what_help_names(command: str) -> None:
     assert "More options" not in whole
 
 
+def test_help_names_each_panel_on_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for columns in ("60", "80", "140"):
+        monkeypatch.setenv("COLUMNS", columns)
+        lines = run_cli("generate", "--help").out.splitlines()
+        below = lines[lines.index(" More options, which --help-all explains:") + 1 :]
+        begun = [line.partition(":")[0].strip() for line in below if ":" in line]
+        assert begun == [
+            "Sampling", "Draft tree", "Several texts", "Memory", "Advanced",
+            "Several devices (--method dsi)",
+        ]  # fmt: skip
+
+
+def test_flags_are_not_shown_as_if_they_took_a_word() -> None:
+    # typer from 0.29 on shows <bool>, others nothing: what it goes by is asked as well
+    for name, found in get_command(app).commands.items():
+        assert "bool" not in run_cli(name, "--help").out
+        with found.make_context(name, [], resilient_parsing=True) as context:
+            found.get_help(context)
+            flags = [one for one in found.get_params(context) if getattr(one, "is_flag", False)]
+            assert {flag.metavar for flag in flags} == {""}
+
+
 def test_help_of_options_shows_what_a_revision_looks_like(monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in ("60", "80", "140"):
         monkeypatch.setenv("COLUMNS", columns)
