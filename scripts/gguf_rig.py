@@ -1,12 +1,12 @@
 """Write a Llama or Mixtral rig's weights as a GGUF for llama.cpp, tensor by tensor.
 
-    python gguf_rig.py RIG OUT.gguf [BITS]        (needs the packages gguf and numpy)
+    python gguf_rig.py RIG OUT.gguf [BITS [pure]]        (needs the packages gguf and numpy)
 
 BITS is 16 (bfloat16, unless told), 8 (Q8_0) or 4 (Q4_0): layers in so many bits, embeddings and
 head in bfloat16, as rigs of packed weights have them. Q4_K_M, or another mixture that llama.cpp has
-(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file. A rig of
-`make_rig.py --bits 4` becomes Q4_0 without rounding (gguf_gptq.py): the very same weights, for
-which BITS is left away.
+(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file; with `pure`
+all matrices whose rows are whole blocks are of one type. A rig of `make_rig.py --bits 4` becomes
+Q4_0 without rounding (gguf_gptq.py): the very same weights, for which BITS is left away.
 
 The vocabulary is the rig's own, where it has a tokenizer.json of a byte-level BPE.
 """
@@ -174,8 +174,12 @@ def _tokenizer(writer: gguf.GGUFWriter, rig: Path, vocab_size: int) -> None:
     writer.add_eos_token_id(1)
 
 
-def quantize(source: Path, out: Path, mixture: str) -> None:
-    """What llama.cpp's quantizer makes of a file, such as Q4_K_M."""
+def quantize(source: Path, out: Path, mixture: str, *, pure: bool = False) -> None:
+    """What llama.cpp's quantizer makes of a file, such as Q4_K_M.
+
+    Args:
+        pure: of one type, where a mixture would take more bits for some matrices.
+    """
     import ctypes
 
     import llama_cpp
@@ -184,7 +188,7 @@ def quantize(source: Path, out: Path, mixture: str) -> None:
     if kind is None:
         raise SystemExit(f"llama.cpp has no mixture {mixture}")
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = kind
+    params.ftype, params.pure = kind, pure
     code = llama_cpp.llama_model_quantize(
         str(source).encode(), str(out).encode(), ctypes.byref(params)
     )
@@ -255,6 +259,9 @@ def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
 
 if __name__ == "__main__":
     rig, out, width = Path(sys.argv[1]), Path(sys.argv[2]), (sys.argv[3:] or [None])[0]
+    pure = sys.argv[4:] == ["pure"]
+    if sys.argv[4:] and (not pure or width.isdigit()):
+        raise SystemExit("behind BITS nothing may stand but 'pure', and that behind a name alone")
     if width is None:
         write(rig, out)
     elif width.isdigit():
@@ -264,5 +271,5 @@ if __name__ == "__main__":
     else:
         wide = out.with_suffix(".bf16")
         write(rig, wide, 16)
-        quantize(wide, out, width)
+        quantize(wide, out, width, pure=pure)
         wide.unlink()

@@ -1,14 +1,18 @@
 """Write tests/data/formats: small weights as the tools that define the formats store and read them.
 
-    pip install compressed-tensors bitsandbytes
-    python scripts/make_format_fixtures.py
+    pip install compressed-tensors bitsandbytes transformers
+    python scripts/make_format_fixtures.py compressed_tensors bitsandbytes transformers_fp8
+    pip install compressed-tensors==0.14.0    # before activation order by group was dropped
+    python scripts/make_format_fixtures.py compressed_tensors_order
 
 Each file holds `case.leaf` tensors and `case.reference`, the weight that the tool itself unpacks
 them to. Its metadata says tool and version, and the quantization_config of each case.
+scripts/make_checkpoint_fixtures.py writes whole checkpoints beside them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from importlib.metadata import version
 from pathlib import Path
@@ -112,6 +116,69 @@ def _runs(plain: Tensor, settings: dict[str, Any]) -> Tensor:
     )
 
 
+def compressed_tensors_order() -> None:
+    """Groups of inputs in the order of activations (`weight_g_idx`), which later versions dropped.
+
+    llm-compressor's GPTQ sorts the inputs by importance, gives each run of them a group, and stores
+    the codes in the model's order.
+    """
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    integers = {"type": "int", "strategy": "group", "group_size": 32, "actorder": "group"}
+    tensors: dict[str, Tensor] = {}
+    metadata = {"tool": f"compressed-tensors {version('compressed-tensors')}"}
+    compressor = BaseCompressor.get_value_from_registry("pack-quantized")()
+    for case, settings in (
+        ("w4a16-order", {**integers, "num_bits": 4, "symmetric": True}),
+        ("w4a16-order-zeros", {**integers, "num_bits": 4, "symmetric": False}),
+        ("w8a16-order", {**integers, "num_bits": 8, "symmetric": True}),
+    ):
+        args = QuantizationArgs(**settings)
+        plain = weight().bfloat16()
+        order = torch.randperm(INPUTS, generator=torch.Generator().manual_seed(6))
+        g_idx = torch.empty(INPUTS, dtype=torch.int32)
+        g_idx[order] = torch.arange(INPUTS, dtype=torch.int32) // args.group_size
+        runs = plain.float()[:, order].view(OUTPUTS, -1, args.group_size)
+        scale, zero = calculate_qparams(runs.amin(-1), runs.amax(-1), args)
+        state = {"weight_scale": scale.bfloat16(), "weight_g_idx": g_idx}
+        zero = zero.to(torch.int8)
+        state |= compressor.compress_weight(plain, state["weight_scale"], args, zero, g_idx)
+        reference = compressor.decompress_weight(dict(state), args)
+        group = {"targets": ["Linear"], "weights": settings}
+        config = {"quant_method": "compressed-tensors", "format": "pack-quantized",
+                  "config_groups": {"group_0": group}}  # fmt: skip
+        tensors |= {f"{case}.{leaf}": tensor.contiguous() for leaf, tensor in state.items()}
+        tensors[f"{case}.reference"] = reference.contiguous()
+        metadata[case] = json.dumps(config)
+    save_file(tensors, FOLDER / "compressed_tensors_order.safetensors", metadata)
+
+
+def transformers_fp8() -> None:
+    """FP8 as transformers itself quantizes and reads it, with both kinds of scales."""
+    from types import SimpleNamespace
+
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    tensors: dict[str, Tensor] = {}
+    metadata = {"tool": f"transformers {version('transformers')}"}
+    for case, block, scales in (
+        ("tiles", (8, 64), "float"),
+        ("tiles-ue8m0", (8, 64), "ue8m0"),
+        ("tensor", None, "float"),
+    ):
+        config = FineGrainedFP8Config(weight_block_size=block, scale_fmt=scales)
+        quantizer = SimpleNamespace(quantization_config=config)
+        packed = Fp8Quantize(quantizer).convert({"weight": weight()})
+        unpacked = Fp8Dequantize(quantizer).convert(dict(packed))["weight"]
+        tensors |= {f"{case}.{leaf}": tensor.contiguous() for leaf, tensor in packed.items()}
+        tensors[f"{case}.reference"] = unpacked.contiguous()
+        metadata[case] = json.dumps(config.to_dict())
+    save_file(tensors, FOLDER / "transformers_fp8.safetensors", metadata)
+
+
 def bitsandbytes() -> None:
     """By bitsandbytes' own functions, on a CPU."""
     from bitsandbytes import functional
@@ -136,7 +203,15 @@ def bitsandbytes() -> None:
     save_file(tensors, FOLDER / "bitsandbytes.safetensors", metadata)
 
 
+WRITERS = {
+    writer.__name__: writer
+    for writer in (compressed_tensors, compressed_tensors_order, transformers_fp8, bitsandbytes)
+}
+
+
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="+", choices=WRITERS)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    compressed_tensors()
-    bitsandbytes()
+    for name in parser.parse_args().files:
+        WRITERS[name]()

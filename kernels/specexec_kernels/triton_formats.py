@@ -51,7 +51,7 @@ def _code(pointer, place, inside):
 @triton.jit
 def _number(pointer, place, inside, KIND: tl.constexpr):
     """Items of a tensor of scales, of safetensors' dtype KIND, as float32."""
-    if KIND == "U8":
+    if KIND == "U8" or KIND == "F8_E8M0":
         return _power_of_two(_code(pointer, place, inside))
     elif KIND == "F8_E4M3":
         return _float8(_code(pointer, place, inside), True)
@@ -82,10 +82,10 @@ def fp4(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 @triton.jit
 def fp8(parts, n, k, inside, K, SETTINGS: tl.constexpr):
-    """SETTINGS: whether E4M3, outputs and inputs of a tile, 0 for all."""
+    """SETTINGS: whether E4M3, outputs and inputs of a tile, 0 for all, dtype of the scales."""
     code = _code(parts[0], n * K + k, inside)
     place = _tile(n, k, K, SETTINGS[1], SETTINGS[2])
-    scale = tl.load(parts[1] + place, mask=inside, other=0).to(tl.float32)
+    scale = _number(parts[1], place, inside, SETTINGS[3])
     return _float8(code, SETTINGS[0]) * scale
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 DTYPES = {
     "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I32": torch.int32,
     "U8": torch.uint8, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
 TABLE = tuple(float(value) for value in torch.linspace(-1, 1, 16))
 
@@ -21,6 +21,8 @@ FORMATS: dict[str, RowFormat] = {
     "fp8-block": Fp8(64, "F8_E4M3", "weight_scale_inv", "F32", (128, 128)),
     "fp8-channel": Fp8(64, "F8_E4M3", "weight_scale", "BF16", (1, 0)),
     "fp8-tensor": Fp8(16, "F8_E4M3", "weight_scale", "F32", (0, 0)),
+    "fp8-powers-of-two": Fp8(64, "F8_E4M3", "weight_scale_inv", "F8_E8M0", (128, 128)),
+    "fp8-powers-of-two-together": Fp8(64, "F8_E4M3", "weight_scale_inv", "F8_E8M0", (16, 16)),
     "fp8-e5m2": Fp8(4, "F8_E5M2", "weight_scale", "F32", (48, 64)),
     "fp8-tiles-together": Fp8(128, "F8_E4M3", "weight_scale_inv", "F32", (64, 64)),
     "fp8-e5m2-tiles-together": Fp8(64, "F8_E5M2", "weight_scale", "BF16", (12, 16)),

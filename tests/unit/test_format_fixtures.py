@@ -15,9 +15,9 @@ from torch import Tensor
 
 FOLDER = Path(__file__).parents[1] / "data" / "formats"
 CASES = [
-    (tool, case)
-    for tool in ("compressed_tensors", "bitsandbytes")
-    for case in sorted(safe_open(FOLDER / f"{tool}.safetensors", "pt").metadata())
+    (path.stem, case)
+    for path in sorted(FOLDER.glob("*.safetensors"))
+    for case in sorted(safe_open(path, "pt").metadata())
     if case != "tool"
 ]
 

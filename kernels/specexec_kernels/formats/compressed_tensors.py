@@ -167,6 +167,11 @@ def _int8(stored: Stored, weights: Mapping[str, Any]) -> Int8:
         tile = 1, _scale_group(stored, weights)
     else:
         tile = (1, 0) if sizes else (0, 0)
+    if "weight_g_idx" in stored.tensors and _is_shuffled(stored, weights):
+        raise ValueError(
+            "8-bit integers in activation order are read from pack-quantized checkpoints alone, "
+            "not from int-quantized ones: take another, or the original weights"
+        )
     unit = stored.unit_of(tile[1], 16, 4)
     return Int8(
         unit, "weight_scale", stored.dtype("weight_scale", *SCALES), tile,

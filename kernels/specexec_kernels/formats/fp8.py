@@ -1,7 +1,8 @@
 """FP8 weights with scales for blocks, channels, or the whole tensor.
 
 W[n, k] = float8(n, k) * scale of the tile that (n, k) lies in. Micikevicius et al., "FP8 Formats
-for Deep Learning", arXiv:2209.05433; tiles of 128 x 128 after DeepSeek-V3, arXiv:2412.19437.
+for Deep Learning", arXiv:2209.05433; tiles of 128 x 128 after DeepSeek-V3, arXiv:2412.19437. Scales
+are plain numbers, or powers of two in a byte (transformers' `scale_fmt` ue8m0).
 """
 
 from __future__ import annotations
@@ -79,7 +80,9 @@ class Fp8(RowFormat):
     def triton(self) -> TritonForm:
         from specexec_kernels import triton_formats
 
-        return TritonForm(triton_formats.fp8, (self.kind == "F8_E4M3", *self.tile))
+        return TritonForm(
+            triton_formats.fp8, (self.kind == "F8_E4M3", *self.tile, self.scale_dtype)
+        )
 
 
 KINDS = ("F8_E4M3", "F8_E5M2")
@@ -108,7 +111,7 @@ def read_fp8(stored: Stored, settings: Mapping[str, Any]) -> Fp8 | None:
             f"numbers, not {block!r}"
         )
     unit = stored.unit_of(tile[1], 16, 4)
-    return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf, *SCALES), tile)
+    return Fp8(unit, stored.dtype("weight"), leaf, stored.dtype(leaf, *SCALES, "F8_E8M0"), tile)
 
 
 def _is_block(block: Any) -> TypeGuard[Sequence[int]]:
