@@ -26,7 +26,7 @@ from specexec_cli.core import DraftTree
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.models import decoder_layer
+from specexec_cli.models import pass_context
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tensor_finder import OTHER_PART
@@ -299,9 +299,9 @@ def _registered(model_type: str) -> Iterator[None]:
 @contextmanager
 def _small_chunks() -> Iterator[None]:
     """Chunk borders within prompts and trees of a few rows."""
-    before = decoder_layer.CHUNK_ROWS
-    decoder_layer.CHUNK_ROWS = _CHUNK_ROWS
+    before = pass_context.CHUNK_ROWS
+    pass_context.CHUNK_ROWS = _CHUNK_ROWS
     try:
         yield
     finally:
-        decoder_layer.CHUNK_ROWS = before
+        pass_context.CHUNK_ROWS = before

@@ -25,7 +25,7 @@ _TREE = TreeConfig()
 TASKS = ("chat", "code")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
-    "quantization": ("none", "gptq", "awq", "compressed-tensors", "mxfp4"),
+    "quantization": ("none", "gptq", "awq", "compressed-tensors", "mxfp4", "fp8"),
     "bits": (2, 3, 4, 8),
     "task": TASKS,
 }
@@ -36,7 +36,12 @@ _SHAPE_KEYS = (
     "n_routed_experts", "n_shared_experts", "first_k_dense_replace", "kv_lora_rank", "q_lora_rank",
     "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "n_embd", "n_layer", "n_head", "n_inner", "n_positions", "multi_query",
+    "intermediate_size_mlp", "interleave_moe_layer_step", "layer_types", "global_head_dim",
+    "num_global_key_value_heads", "attention_k_eq_v", "hidden_size_per_layer_input",
+    "vocab_size_per_layer_input", "num_kv_shared_layers", "use_double_wide_mlp",
+    "enable_moe_block", "top_k_experts",
 )  # fmt: skip
+_MAY_BE_ZERO = ("q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_layers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +114,7 @@ class ModelEntry:
         if self.params is None or self.dtype is None:
             return None
         width = DTYPE_BYTES[self.dtype]
-        unread = (self.vision_params or 0) * width  # no format quantizes them
+        unread = (self.vision_params or 0) * width  # which fp8 alone quantizes
         if self.quantization == "mxfp4":  # 32 codes of 4 bits and their scale in 17 bytes
             names = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
             in_experts = 3 * prod(int(self.shape.get(name, 0)) for name in names)
@@ -122,6 +127,9 @@ class ModelEntry:
         tables = 1 if self.shape.get("tie_word_embeddings", False) else 2
         plain: int = self.shape.get("vocab_size", 0) * hidden * tables  # embeddings and head
         group = hidden if self.group_size == -1 else self.group_size
+        if self.quantization == "fp8":  # a float32 scale for each square block
+            packed = self.params - plain + (self.vision_params or 0)
+            return plain * width + int(packed * (1 + 4 / group**2))
         zero = 0 if self.quantization == "compressed-tensors" else self.bits
         bits = self.bits + (16 + zero) / group  # codes, and a scale and a zero per group
         return plain * width + int((self.params - plain) * bits / 8) + unread
@@ -138,6 +146,9 @@ class ModelEntry:
         return config
 
     def _quantization_config(self) -> dict[str, Any]:
+        if self.quantization == "fp8":
+            block = [self.group_size, self.group_size]
+            return {"quant_method": "fp8", "weight_block_size": block}
         if self.quantization != "compressed-tensors":
             return {
                 "quant_method": self.quantization,
@@ -247,10 +258,14 @@ def _model(name: str, table: object, path: Path, where: str) -> ModelEntry:
     entry = _entry(ModelEntry, name, table, ("repo",), where)
     _reject_unknown(entry.shape, _SHAPE_KEYS, f"{where} shape:")
     for key, value in entry.shape.items():
-        least = 0 if key == "q_lora_rank" else 1
+        if key == "layer_types":
+            if not (isinstance(value, list) and all(isinstance(kind, str) for kind in value)):
+                raise ConfigError(f"{where} shape: {key} must be a list of texts, not {value!r}")
+            continue
+        least = 0 if key in _MAY_BE_ZERO else 1
         if not isinstance(value, bool) and not (isinstance(value, int) and value >= least):
             raise ConfigError(f"{where} shape: {key} must be a whole number above 0, not {value!r}")
-    in_groups = entry.quantization in ("gptq", "awq", "compressed-tensors")
+    in_groups = entry.quantization in ("gptq", "awq", "compressed-tensors", "fp8")
     stated = {in_groups, bool(entry.bits), bool(entry.group_size)}
     if len(stated) > 1:
         raise ConfigError(f"{where} needs quantization, bits and group_size together, or no bits")

@@ -73,8 +73,9 @@ def plan(
 
     draft_sizes = decision.draft.sizes if decision.draft else None
     more = without_ssd(
-        decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan
-    )
+        decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan,
+        request.experts,
+    )  # fmt: skip
     show_plan(decision, more, dsi, speed, runs, *expert_outlook(decision, request))
 
 

@@ -56,7 +56,8 @@ def show_plan(
     if by_rows:
         console.print(_experts(by_rows))
         console.print()
-    lines = [*_findings(settings, plan, without_ssd), *_drafting(speed), *([dsi] if dsi else [])]
+    found = _findings(settings, plan, without_ssd, work.verify_rows)
+    lines = [*found, *_drafting(speed), *([dsi] if dsi else [])]
     if by_rows:
         lines = [*_expert_lines(decision, richer), *lines]
     for line in lines:
@@ -192,14 +193,17 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.0f} us"
 
 
-def _findings(settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None) -> list[str]:
+def _findings(
+    settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None, rows: int
+) -> list[str]:
     named = _PLACES if settings["vram"].value else _CPU_PLACES
     places = ", ".join(
         f"{plan.tiers.count(tier)} {where}" for tier, where in named if tier in plan.tiers
     )
+    one = f"A pass of {rows} rows" if plan.expert_bytes and rows > 1 else "A pass"
     lines = [
         f"Layers: {places}.",
-        f"A pass takes at least {_seconds(plan.pass_s)}, bound by {_words(plan.bottleneck)}.",
+        f"{one} takes at least {_seconds(plan.pass_s)}, bound by {_words(plan.bottleneck)}.",
     ]
     if plan.knee_rows is not None:
         lines.append(f"A pass of up to {plan.knee_rows} rows takes no longer than one of 1 row.")

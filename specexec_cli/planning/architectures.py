@@ -39,9 +39,11 @@ class Architecture:
     tied_by_default: bool = False  # the head is the embedding table unless config.json says no
     default_head_dim: int | None = None  # hidden size / heads unless given
     default_kv_heads: int | None = None  # as many as query heads unless given
-    shared_expert: bool = False  # an expert that every row goes through, with a gate of its own
+    # an expert that every row goes through; where config.json counts such experts, its count tells
+    shared_expert: Literal["as counted", "with a gate", "one"] = "as counted"
     router_bias: bool = False  # a number for each expert that is added where experts are chosen
     latent: bool = False  # keys and values of all heads come from one cached vector (MLA)
+    gemma4: bool = False  # layers of two kinds, and what else Gemma 4 alone has in them
 
 
 # a maker's `model_type` -> transformers' own of the same architecture.
@@ -91,10 +93,31 @@ register(Architecture(model_type="mixtral", title="Mixtral", mlp="experts", defa
 register(Architecture(model_type="qwen2", title="Qwen2", mlp="gated", biases="qkv"))
 register(
     Architecture(
-        model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv", shared_expert=True,
+        model_type="qwen2_moe", title="Qwen2-MoE", mlp="experts", biases="qkv",
+        shared_expert="with a gate",
     )
 )  # fmt: skip
 register(Architecture(model_type="deepseek_v2", title="DeepseekV2", mlp="experts", latent=True))
+register(
+    Architecture(
+        model_type="deepseek_v3", title="DeepseekV3", mlp="experts", latent=True, router_bias=True,
+    )
+)  # fmt: skip
+register(
+    Architecture(
+        model_type="glm4_moe_lite", title="Glm4MoeLite", mlp="experts", latent=True,
+        router_bias=True,
+    )
+)  # fmt: skip
+register(
+    Architecture(
+        model_type="minimax_m2", title="MiniMaxM2", mlp="experts", query_key_norms="all heads",
+        router_bias=True,
+    )
+)  # fmt: skip
+register(
+    Architecture(model_type="llama4_text", title="Llama4Text", mlp="experts", shared_expert="one")
+)
 register(
     Architecture(
         model_type="glm4_moe", title="Glm4Moe", mlp="experts", biases="qkv as configured",
@@ -140,6 +163,21 @@ register(
     Architecture(
         model_type="gemma3_text", title="Gemma-3 (text)", mlp="gated", norms=4,
         query_key_norms="one head", tied_by_default=True, default_head_dim=256,
+    )
+)  # fmt: skip
+register(
+    Architecture(
+        model_type="gemma4_text", title="Gemma4Text", mlp="gated", gemma4=True,
+        tied_by_default=True, default_head_dim=256,
+    )
+)  # fmt: skip
+register(
+    Architecture(model_type="cohere2", title="Cohere2", mlp="gated", norms=1, tied_by_default=True)
+)
+register(
+    Architecture(
+        model_type="seed_oss", title="SeedOss", mlp="gated", biases="qkv as configured",
+        default_head_dim=128,
     )
 )  # fmt: skip
 register(Architecture(model_type="ministral3", title="Ministral3", mlp="gated"))

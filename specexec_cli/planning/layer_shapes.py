@@ -86,6 +86,8 @@ def layer_weights(
     Returns:
         its linears, the number of its other weights (norms, biases), and of those of its experts.
     """
+    if shape.kind.gemma4:
+        return _gemma4_layer(shape, config, index)
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = [
         Linear(shape.hidden, query),
@@ -139,34 +141,88 @@ def _latent_attention(shape: Shape, config: Mapping[str, Any]) -> tuple[list[Lin
     return [Linear(shape.hidden, rank), Linear(rank, queries), *linears], latent + rank
 
 
-def _mlp(shape: Shape, config: Mapping[str, Any], index: int) -> list[Linear]:
-    def gated(
-        width: int, experts: int = 1, active: int = 1, *, expert: bool = False
-    ) -> list[Linear]:
-        return [
-            Linear(shape.hidden, width, 2 * experts, 2 * active, expert=expert),
-            Linear(width, shape.hidden, experts, active, expert=expert),
-        ]
+def _gemma4_layer(
+    shape: Shape, config: Mapping[str, Any], index: int
+) -> tuple[list[Linear], int, int]:
+    """As layer_weights: layers that see all tokens have heads of a size of their own."""
+    head_dim, kv_heads, own = _gemma4_heads(shape, config, index)
+    linears = [
+        Linear(shape.hidden, shape.heads * head_dim),
+        Linear(shape.heads * head_dim, shape.hidden),
+    ]
+    others = 4 * shape.hidden + head_dim + 1  # norms, that of queries, and a factor of the layer
+    if own:
+        one = bool(config.get("attention_k_eq_v")) and _sees_all(shape, config, index)
+        count = 1 if one else 2  # where values are keys there is one matrix for both
+        linears.append(Linear(shape.hidden, kv_heads * head_dim, count, count))
+        others += head_dim
+    wide = 1 if own or not config.get("use_double_wide_mlp") else 2
+    linears += _gated(shape, wide * shape.intermediate)
+    if each := _per_layer_inputs(config):
+        linears += [Linear(shape.hidden, each), Linear(each, shape.hidden)]
+        others += shape.hidden
+    if config.get("enable_moe_block"):
+        experts = expert_count(config)
+        width = _number(config, "moe_intermediate_size")
+        linears.append(Linear(shape.hidden, experts, quantized=False))
+        linears += _gated(shape, width, experts, experts_per_row(config), expert=True)
+        others += 4 * shape.hidden + experts  # three more norms, and the router's factors
+    return linears, others, 0
 
+
+def _gemma4_heads(shape: Shape, config: Mapping[str, Any], index: int) -> tuple[int, int, bool]:
+    """Of a layer the size of a head, its key heads, and whether it has keys of its own."""
+    own = index < shape.layers - int(config.get("num_kv_shared_layers") or 0)
+    if not _sees_all(shape, config, index):
+        return shape.head_dim, shape.kv_heads, own
+    kv_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    return int(config.get("global_head_dim") or 512), int(kv_heads or shape.kv_heads), own
+
+
+def _sees_all(shape: Shape, config: Mapping[str, Any], index: int) -> bool:
+    """Whether a layer of a Gemma 4 attends to all tokens: the last, and by default each 6th."""
+    kinds = config.get("layer_types")
+    chosen = kinds[index] == "full_attention" if kinds else index % 6 == 5
+    return chosen or index == shape.layers - 1
+
+
+def _per_layer_inputs(config: Mapping[str, Any]) -> int:
+    """Width of what a layer of a Gemma 4 takes of a token's second embedding; 0: none is there."""
+    return int(config.get("hidden_size_per_layer_input", 256) or 0)
+
+
+def _gated(
+    shape: Shape, width: int, experts: int = 1, active: int = 1, *, expert: bool = False
+) -> list[Linear]:
+    return [
+        Linear(shape.hidden, width, 2 * experts, 2 * active, expert=expert),
+        Linear(width, shape.hidden, experts, active, expert=expert),
+    ]
+
+
+def _mlp(shape: Shape, config: Mapping[str, Any], index: int) -> list[Linear]:
     if shape.kind.mlp == "plain":
         return [
             Linear(shape.hidden, shape.intermediate),
             Linear(shape.intermediate, shape.hidden),
         ]
-    sparse = (index + 1) % int(config.get("decoder_sparse_step", 1)) == 0
+    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
+    sparse = (index + 1) % int(step) == 0
     sparse &= index >= int(config.get("first_k_dense_replace", 0))
+    if config.get("moe_layers") is not None:
+        sparse = index in config["moe_layers"]
     if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
-        return gated(shape.intermediate)
+        return _gated(shape, int(config.get("intermediate_size_mlp", shape.intermediate)))
     experts = expert_count(config)
     width = int(config.get("moe_intermediate_size", shape.intermediate))
     router = Linear(shape.hidden, experts, quantized=False)
     shared = []
-    if shape.kind.shared_expert:
+    if shape.kind.shared_expert == "with a gate":
         gate = Linear(shape.hidden, 1, quantized=False)
-        shared = [gate, *gated(int(config["shared_expert_intermediate_size"]))]
-    elif config.get("n_shared_experts"):
-        shared = gated(int(config["n_shared_experts"]) * width)
-    return [router, *shared, *gated(width, experts, experts_per_row(config), expert=True)]
+        shared = [gate, *_gated(shape, int(config["shared_expert_intermediate_size"]))]
+    elif count := 1 if shape.kind.shared_expert == "one" else config.get("n_shared_experts"):
+        shared = _gated(shape, int(count) * width)
+    return [router, *shared, *_gated(shape, width, experts, experts_per_row(config), expert=True)]
 
 
 def linear_bytes(linear: Linear, item: int, config: Mapping[str, Any]) -> int:
@@ -192,14 +248,20 @@ def resident_params(shape: Shape, config: Mapping[str, Any]) -> int:
     """Weights outside of decoder layers: tables of words and positions, head and last norm."""
     tables = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     norm = shape.hidden * (2 if shape.kind.biases == "all" else 1)
-    positions = 0
+    more = 0
     if shape.kind.model_type == "gpt_bigcode":
-        positions = int(config.get("n_positions", 1024)) * shape.hidden
-    return tables + norm + positions
+        more = int(config.get("n_positions", 1024)) * shape.hidden
+    elif shape.kind.gemma4 and (each := _per_layer_inputs(config)):
+        words = int(config.get("vocab_size_per_layer_input") or shape.vocab)
+        more = (words + shape.hidden) * shape.layers * each + each  # table, projection, its norm
+    return tables + norm + more
 
 
-def kv_elements(shape: Shape, config: Mapping[str, Any]) -> int:
+def kv_elements(shape: Shape, config: Mapping[str, Any], index: int) -> int:
     """Elements that one token adds to the cache of a layer."""
+    if shape.kind.gemma4:
+        head_dim, kv_heads, own = _gemma4_heads(shape, config, index)
+        return 2 * kv_heads * head_dim if own else 0
     if shape.kind.latent:
         return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
     return 2 * shape.kv_heads * shape.head_dim
@@ -223,7 +285,7 @@ def expert_count(config: Mapping[str, Any]) -> int:
 
 def experts_per_row(config: Mapping[str, Any]) -> int:
     """Of a mixture's experts, how many a row is routed to."""
-    return int(config.get("num_experts_per_tok", 2))
+    return int(config.get("num_experts_per_tok") or config.get("top_k_experts") or 2)
 
 
 def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:

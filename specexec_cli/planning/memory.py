@@ -84,13 +84,48 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
     Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
     """
     between = 3 * work.pass_rows * model.hidden * FLOAT32_BYTES
-    rows = max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
-    inner_bytes = FLOAT32_BYTES if work.widened else work.item_bytes
-    inside = rows * (8 * model.hidden + 3 * model.intermediate) * inner_bytes
-    inside += model.expanded_elements * work.slots * inner_bytes
-    mask = rows * (work.context_tokens + rows) * (1 + work.item_bytes)
-    logits = work.verify_rows * model.vocab * 2 * FLOAT32_BYTES  # of this pass and of the last
-    return between + inside + mask + logits + SCRATCH_BYTES
+    inside = _rows_in_a_layer(model, work, _most_rows_in_a_layer(work))
+    expanded = model.expanded_elements * work.slots * _inner_bytes(work)
+    logits = 2 * _logit_bytes(model, work)  # of this pass and of the last
+    return between + inside + expanded + logits + SCRATCH_BYTES
+
+
+def prompt_rows(target: ModelBytes, work: Work, spare_bytes: int) -> int:
+    """Rows of a long prompt that may go through a layer of a GPU's target together.
+
+    A stored matrix is converted once for as many rows as come together. What a tree's logits take
+    behind the last layer, prompts have no use for before it, and what the plan left over nobody.
+
+    Returns:
+        `work.chunk_rows` or more of them.
+    """
+    planned = _most_rows_in_a_layer(work)
+    room = _rows_in_a_layer(target, work, planned) + _logit_bytes(target, work) + spare_bytes
+    rows = max(work.chunk_rows, planned)
+    while rows < work.context_tokens:
+        if _rows_in_a_layer(target, work, rows + BLOCK_ROWS) > room:
+            break
+        rows += BLOCK_ROWS
+    return rows
+
+
+def _most_rows_in_a_layer(work: Work) -> int:
+    return max(work.verify_rows, min(work.chunk_rows, work.context_tokens))
+
+
+def _rows_in_a_layer(model: ModelBytes, work: Work, rows: int) -> int:
+    """Bytes of so many rows inside a layer, and of their mask."""
+    inside = rows * (8 * model.hidden + 3 * model.intermediate) * _inner_bytes(work)
+    return inside + rows * (work.context_tokens + rows) * (1 + work.item_bytes)
+
+
+def _inner_bytes(work: Work) -> int:
+    """Of an element inside a layer."""
+    return FLOAT32_BYTES if work.widened else work.item_bytes
+
+
+def _logit_bytes(model: ModelBytes, work: Work) -> int:
+    return work.verify_rows * model.vocab * FLOAT32_BYTES
 
 
 def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:

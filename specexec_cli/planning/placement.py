@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
@@ -181,17 +182,28 @@ def _placed(
 
 
 def without_ssd(
-    target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine, found: Plan
+    target: ModelBytes,
+    draft: ModelBytes | None,
+    work: Work,
+    machine: Machine,
+    found: Plan,
+    experts: ExpertPlace = "auto",
 ) -> Plan | None:
-    """The plan on the same machine with just enough RAM that no layer stays on the SSD."""
+    """The plan on the same machine with just enough RAM that no layer stays on the SSD.
+
+    Args:
+        experts: where a mixture's are computed in the plan that was found.
+    """
     if not found.ssd_bytes:
         return None
-    slack = (len(target.layers) + 1) * (2 << 20)
-    missing = found.ssd_bytes
-    if found.expert_bytes:  # a pass does not move all that is on the SSD
-        missing = sum(target.layers) - found.expert_bytes
+    slack = (len(target.layers) + 1) * HUGE_PAGE_BYTES
+    if not found.expert_bytes or target.experts is None:
+        enough = machine.ram_for(found.peak_ram_bytes + found.ssd_bytes + slack)
+        return make_plan(target, draft, work, replace(machine, ram_bytes=enough))
+    # a pass does not move all that is on the SSD, and slots are larger than what they hold
+    missing = sum(target.layers) - found.expert_bytes + target.experts.in_all * HUGE_PAGE_BYTES // 8
     enough = machine.ram_for(found.peak_ram_bytes + missing + slack)
-    return make_plan(target, draft, work, replace(machine, ram_bytes=enough))
+    return place("auto", target, draft, work, replace(machine, ram_bytes=enough), experts)
 
 
 def _all_loaded(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:

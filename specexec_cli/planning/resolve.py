@@ -15,7 +15,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.memory import DoesNotFitError, Work
+from specexec_cli.planning.memory import DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
@@ -66,6 +66,18 @@ class Decision:
         return tuple(
             row.tier for row in self.placement if (row.model, row.part) == ("target", "layer")
         )
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt that go through a layer together.
+
+        More than otherwise only where a GPU converts stored weights, once for as many rows.
+        """
+        sizes, work, plan = self.target.sizes, self.work, self.plan
+        if not plan.on_gpu or plan.expert_bytes or not sizes.layers_differ_from(work.item_bytes):
+            return work.chunk_rows
+        spare = self.machine.usable(self.machine.vram_bytes) - plan.peak_vram_bytes
+        return prompt_rows(sizes, work, max(0, spare))
 
     @property
     def link_bytes_per_s(self) -> float | None:

@@ -165,7 +165,7 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         layers=tuple(layers), resident=resident * item, head=head * item, table=head * item,
         layer_params=params,
         largest_matrix=largest, active_params=active,
-        kv_elements=kv_elements(shape, config) * shape.layers,
+        kv_elements=sum(kv_elements(shape, config, index) for index in range(shape.layers)),
         expanded_elements=expanded_elements(shape, config),
         hidden=shape.hidden, intermediate=shape.intermediate, vocab=shape.vocab,
         experts=_experts(experts, expert_count(config), experts_per_row(config)),

@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import attention, decoder_layer
+from specexec_cli.models import attention
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
@@ -87,9 +87,7 @@ def test_chains_and_trees_match_transformers(
         assert float(expected.abs().max()) > 0.1, "the logits carry a signal"
         assert_close(chain_logits(model, tokens), own_logits(own, tokens))
         assert_close(two_passes(model, tokens, 20, tree), expected)
-        monkeypatch.setattr(
-            decoder_layer, "CHUNK_ROWS", 7
-        )  # chunk borders in pending rows and tree
+        model.context.chunk_rows = 7  # chunk borders in pending rows and tree
         assert_close(two_passes(model, tokens, 3, tree), expected)
     finally:
         model.close()
@@ -119,7 +117,7 @@ def test_the_kernels_of_a_gpu_match_transformers(
         expected = expected_logits(own, tokens, tree)
         assert_close(two_passes(model, tokens, 20, tree), expected)
         assert attended
-        monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
+        model.context.chunk_rows = 7
         assert_close(two_passes(model, tokens, 3, tree), expected)
     finally:
         model.close()
@@ -186,7 +184,7 @@ def test_prompts_longer_than_2048_tokens(name: str, tmp_path: Path) -> None:
     own = save_checkpoint(tmp_path, architecture(name))
     model = open_float32(tmp_path)
     tokens, tree = random_tokens(2100), random_tree(4, seed=3)
-    assert len(tokens) > 4 * decoder_layer.CHUNK_ROWS
+    assert len(tokens) > 4 * model.context.chunk_rows
     expected = expected_logits(own, tokens, tree)
     assert_close(two_passes(model, tokens, 2060, tree), expected)
     rows = verification_rows(tokens, tree, 0)  # prompt and tree in one pass

@@ -10,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import BLOCK_BYTES
 from specexec_cli.planning.fits import place_of
-from specexec_cli.planning.memory import Work, fixed_parts
+from specexec_cli.planning.memory import DoesNotFitError, Work, fixed_parts
 from specexec_cli.planning.mixtures import MOST_CPU_ROWS, link_seconds, stream_seconds
 from specexec_cli.planning.outlook import outlook, with_more_ram
 from specexec_cli.planning.placement import place, without_ssd
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.tiers import Machine, Plan, make_plan
 
 MB, GB = 10**6, 10**9
 QWEN3_30B = {
@@ -100,6 +101,20 @@ def test_qwen3_30b_moves_experts_and_not_layers() -> None:
     more = without_ssd(target, None, work, Machine(ram_bytes=32 * GB), plan)
     assert more is not None
     assert more.ssd_bytes == more.expert_bytes == 0
+
+
+def test_more_ram_beside_a_gpu_moves_experts_too() -> None:
+    """Two whole layers of DeepSeek-V3 in a ring would take 23 GB of VRAM."""
+    config = load_registry().model("deepseek-v3.1").config_json()
+    target, work = architecture_bytes(config), Work(context_tokens=4096, budget=0)
+    machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
+    plan = place("auto", target, None, work, machine)
+    assert plan.expert_bytes > 0 < plan.ssd_bytes
+    more = without_ssd(target, None, work, machine, plan)
+    assert more is not None
+    assert more.ssd_bytes == 0 < more.expert_bytes
+    with pytest.raises(DoesNotFitError):
+        make_plan(target, None, work, machine)
 
 
 @pytest.mark.parametrize("mode", ["ssd", "ram", "none", "auto"])

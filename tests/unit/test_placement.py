@@ -16,6 +16,7 @@ from specexec_cli.device import HUGE_PAGE_BYTES, CpuInfo
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning import resolve as planner
+from specexec_cli.planning.memory import BLOCK_ROWS, activation_bytes
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site
@@ -219,3 +220,26 @@ def test_packed_weights_count_as_what_they_unpack_to(
     for limit, dtype in ((unpacked_bytes, "bfloat16"), (unpacked_bytes + 1, "float32")):
         monkeypatch.setattr(planner, "SMALL_MODEL_BYTES", limit)
         assert decided(folder, site(1 << 30, 0)).dtype == dtype
+
+
+@pytest.mark.parametrize("pair", ["llama2-70b-chat-gptq-160m", "llama3.3-70b-instruct-awq-1b"])
+def test_prompts_fill_what_trees_will_need(pair: str) -> None:
+    """More rows of a prompt go through a layer together, and no more memory is planned for them."""
+    where = site(64 * 10**9, 24 * 10**9)
+    decision = resolve(Request(pair=pair, context_tokens=8192), where)
+    rows, work, sizes = decision.prompt_rows, decision.work, decision.target.sizes
+    assert work.chunk_rows + 512 <= rows < work.context_tokens
+    logits = work.verify_rows * sizes.vocab * 4
+    spare = where.machine(decision.dtype).usable(24 * 10**9) - decision.plan.peak_vram_bytes
+    usual = activation_bytes(sizes, work)
+    together = activation_bytes(sizes, replace(work, chunk_rows=rows))
+    assert usual < together <= usual + logits + spare
+    again = activation_bytes(sizes, replace(work, chunk_rows=rows + BLOCK_ROWS))
+    assert again > usual + logits + spare
+
+
+def test_prompts_of_weights_that_nothing_converts_go_as_ever() -> None:
+    decision = resolve(Request(pair="llama2-70b-chat-160m"), site(64 * 10**9, 24 * 10**9))
+    assert decision.prompt_rows == decision.work.chunk_rows
+    on_cpu = resolve(Request(pair="llama2-70b-chat-gptq-160m"), site(64 * 10**9, 0))
+    assert on_cpu.prompt_rows == on_cpu.work.chunk_rows

@@ -24,6 +24,13 @@ LATENT = {
     **DENSE_FIRST, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 12, "v_head_dim": 10,
 }  # fmt: skip
+LLAMA4 = {
+    "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64,
+}  # fmt: skip
+GEMMA4 = {
+    "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+}  # fmt: skip
 CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16}),
@@ -42,6 +49,22 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {**LATENT, "q_lora_rank": None}),
     ("deepseek_v2", {**LATENT, "q_lora_rank": 20, "topk_method": "greedy"}),
     ("glm4_moe", {**DENSE_FIRST, "head_dim": 16, "attention_bias": True}),
+    ("deepseek_v3", {**LATENT, "q_lora_rank": 20, "first_k_dense_replace": 2}),
+    ("glm4_moe_lite", {**LATENT, "q_lora_rank": 20}),
+    ("minimax_m2", {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 1}),
+    ("llama4_text", {**LLAMA4, "interleave_moe_layer_step": 2}),
+    ("llama4_text", {**LLAMA4, "moe_layers": [0]}),
+    ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", {**GEMMA4, "num_hidden_layers": 7, "hidden_size_per_layer_input": 0}),
+    ("gemma4_text", {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 12,
+                     "vocab_size_per_layer_input": 50, "num_hidden_layers": 6,
+                     "layer_types": ["sliding_attention", "full_attention"] * 3,
+                     "num_kv_shared_layers": 3, "use_double_wide_mlp": True}),
+    ("gemma4_text", {**GEMMA4, "hidden_size_per_layer_input": 0, "enable_moe_block": True,
+                     "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24}),
+    ("cohere2", {}),
+    ("seed_oss", {"head_dim": 16, "attention_bias": True}),
     ("ministral3", {"head_dim": 16}),
     ("granite", {}),
     ("smollm3", {}),
@@ -59,8 +82,9 @@ def assert_same_as_transformers(config: dict[str, Any]) -> None:
         built = AutoConfig.for_model(**config)
         model = AutoModelForCausalLM.from_config(built, dtype=torch.bfloat16)
     by_name = {name: p.numel() * p.element_size() for name, p in model.named_parameters()}
-    routers = (name for name, _ in own_tensors(model) if name.endswith("correction_bias"))
-    by_name |= {name: 2 * model.get_buffer(name).numel() for name in routers}
+    ends = "correction_bias", "layer_scalar"  # buffers that checkpoints hold
+    stored = (name for name, _ in own_tensors(model) if name.endswith(ends))
+    by_name |= {name: 2 * model.get_buffer(name).numel() for name in stored}
     sizes = architecture_bytes({**config, "dtype": "bfloat16"})
     in_layers = {
         name: size for name, size in by_name.items() if ".layers." in name or ".h." in name
