@@ -6,6 +6,7 @@ than the rest: with another number of rows or of threads an element may round th
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import cache
@@ -20,6 +21,7 @@ from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_mod
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 _BLOCK = 4096  # elements of one claim
+_SHARED_BLOCKS = 4  # fewer take less time than it takes to wake a thread
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)): its tanh form, written by sigmoid
 _GELU = (1.5957691216057308, 0.044715)
@@ -29,8 +31,9 @@ class Arg(IntEnum):
     """Positions in the int64 argument array of a kernel."""
 
     COUNTER = 0  # next block to claim; set to 0 before a call
-    X = auto()  # (BLOCKS * _BLOCK)
+    X = auto()  # (SIZE,)
     OUT = auto()
+    SIZE = auto()  # whole vectors
     BLOCKS = auto()
 
 
@@ -57,7 +60,9 @@ class Kernel(Emitter):
 
         def work(block: Any, _: Any) -> None:
             first = self.b.mul(block, I64(_BLOCK))
-            last = self.b.add(first, I64(_BLOCK))
+            full = self.b.add(first, I64(_BLOCK))
+            ends = self.b.icmp_signed("<", self.arg[Arg.SIZE], full)
+            last = self.b.select(ends, self.arg[Arg.SIZE], full)
             self.loop(first, last, self.lanes, [], self.element)
 
         counter = self.ptr(self.base, I64(Arg.COUNTER), 8)
@@ -109,20 +114,23 @@ def apply(activation: Activation, x: Tensor) -> Tensor:
 
     Source: SiLU, arXiv:1702.03118; GELU and its tanh form, arXiv:1606.08415, section 2.
     """
-    blocks = -(-x.numel() // _BLOCK)
-    padded, out = x.contiguous(), x.new_empty(blocks * _BLOCK)
-    if x.numel() % _BLOCK:
-        padded = torch.nn.functional.pad(x.reshape(-1), (0, blocks * _BLOCK - x.numel()))
-    spec = ActivationSpec(activation, _STORED[x.dtype], cpu_jit.lanes())
+    lanes, count = cpu_jit.lanes(), x.numel()
+    size, blocks = -(-count // lanes) * lanes, -(-count // _BLOCK)
+    x = x.contiguous()
+    padded = x if size == count else torch.nn.functional.pad(x.view(-1), (0, size - count))
+    out = torch.empty_like(padded)
+    spec = ActivationSpec(activation, _STORED[x.dtype], lanes)
     values = {
         Arg.COUNTER: 0,
         Arg.X: padded.data_ptr(),
         Arg.OUT: out.data_ptr(),
+        Arg.SIZE: size,
         Arg.BLOCKS: blocks,
     }
-    args = torch.tensor([values[arg] for arg in Arg], dtype=torch.int64)
-    cpu_team.run(_kernel(spec), args.data_ptr(), blocks)
-    return out[: x.numel()].view(x.shape)
+    table = array("q", [values[arg] for arg in Arg])
+    tiles = blocks if blocks > _SHARED_BLOCKS else 1
+    cpu_team.run(_kernel(spec), table.buffer_info()[0], tiles)
+    return out if size == count else out[:count].view(x.shape)
 
 
 @cache

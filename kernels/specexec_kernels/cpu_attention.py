@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from array import array
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ _STORED: dict[torch.dtype, ScaleType] = {
 }
 _TILES = (1, 4, 8)  # query rows of a tile
 _MOST_VECTORS = 32  # of a head: 256 dimensions in registers of 8
+_NO_SINKS = torch.empty(0)
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
@@ -67,13 +69,17 @@ def attend(
         _STORED[keys.dtype], size, head_dim // lanes, value_dim // lanes, lanes,
         capped=softcap is not None, sinks=sinks is not None,
     )  # fmt: skip
-    packed = queries.new_zeros(kv_heads, tiles * size, head_dim, dtype=torch.float32)
-    packed[:, :each] = queries.reshape(kv_heads, each, head_dim)
-    sunk = torch.zeros(kv_heads, tiles * size if sinks is not None else 0)
+    packed = queries.reshape(kv_heads, each, head_dim).float().contiguous()
+    if tiles * size != each:
+        packed = torch.nn.functional.pad(packed, (0, 0, 0, tiles * size - each))
+    sunk = _NO_SINKS
     if sinks is not None:
+        sunk = torch.zeros(kv_heads, tiles * size)
         sunk[:, :each] = sinks.view(kv_heads, -1).repeat_interleave(rows, dim=1)
     padded = -(-slots // lanes) * lanes
-    seen = torch.nn.functional.pad(mask, (0, padded - slots)).contiguous()
+    seen = mask.contiguous()
+    if padded != slots:
+        seen = torch.nn.functional.pad(seen, (0, padded - slots))
     out = torch.empty(kv_heads, tiles * size, value_dim)
     threads = max(1, min(torch.get_num_threads(), kv_heads * tiles))
     scores = torch.empty(threads, size, padded)
@@ -100,8 +106,8 @@ def attend(
         Arg.SCALE: _bits(scale if softcap is None else scale / softcap),
         Arg.SOFTCAP: _bits(softcap or 0.0),
     }
-    args = torch.tensor([values_of[arg] for arg in Arg], dtype=torch.int64)
-    cpu_team.run(_kernel(spec), args.data_ptr(), kv_heads * tiles)
+    table = array("q", [values_of[arg] for arg in Arg])
+    cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * tiles)
     attended = out[:, :each].reshape(heads, rows, value_dim)
     return attended.transpose(0, 1).to(queries.dtype)
 

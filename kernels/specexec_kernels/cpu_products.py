@@ -15,9 +15,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
@@ -102,16 +100,16 @@ class Placed:
 
     def __init__(self, weight: Any) -> None:
         self.weight = weight
-        self._found: dict[Form, tuple[tuple[int, ...], list[int], Mapping[int, Tensor]]] = {}
+        self._found: dict[Form, tuple[list[tuple[int, int]], Mapping[int, Tensor]]] = {}
 
-    def at(self, form: Form) -> tuple[tuple[int, ...], list[int]]:
-        """Arguments of the weight's own tensors, and their addresses."""
+    def at(self, form: Form) -> list[tuple[int, int]]:
+        """Arguments of the weight's own tensors, each with its address."""
         found = self._found.get(form)
         if found is None:
             stored = form.stored(self.weight)
-            addresses = [tensor.data_ptr() for tensor in stored.values()]
-            found = self._found[form] = tuple(stored), addresses, stored
-        return found[0], found[1]
+            addresses = [(place, tensor.data_ptr()) for place, tensor in stored.items()]
+            found = self._found[form] = addresses, stored
+        return found[0]
 
 
 def product(form: Form, x: Tensor, weight: Any) -> Tensor:
@@ -153,8 +151,9 @@ def products(
     alike, each = weights[0][0].weight, len(weights[0])
     calls = {count: _call(form, count, alike) for count in set(map(len, takes))}
     by_spec: dict[Any, list[int]] = {}
-    for group, take in enumerate(takes):
-        by_spec.setdefault(calls[len(take)].spec, []).append(group)
+    for count, call in calls.items():
+        own = [group for group, take in enumerate(takes) if len(take) == count]
+        by_spec.setdefault(call.spec, []).extend(own)
     launch = _Launch()
     done = [
         (
@@ -162,7 +161,7 @@ def products(
             groups,
             _enqueue(launch, form, calls[len(takes[groups[0]])], x, groups, takes, weights),
         )
-        for spec, groups in by_spec.items()
+        for spec, groups in ((spec, sorted(groups)) for spec, groups in by_spec.items())
     ]
     launch.run()
     flats = [form.flat(sums, spec, alike) for spec, _, sums in done]
@@ -213,25 +212,28 @@ def _enqueue(
     sums = form.sums(each * in_all, spec, alike)
     out_address, out_bytes = sums.data_ptr(), _item_bytes(sums)
     out_place, chunks_place = form.places
-    chosen = [placed for group in groups for placed in weights[group]]
-    at = [placed.at(form) for placed in chosen]
+    starts_of_x = [
+        (place, tensor.data_ptr(), _item_bytes(tensor)) for place, tensor in arranged.items()
+    ]
     # a line of arguments for each weight, one group's after another's
-    table = np.empty((len(chosen), len(call.values)), dtype=np.int64)
-    table[:] = call.values
-    table[:, at[0][0]] = [addresses for _, addresses in at]
-    line = table.reshape(len(groups), each, -1)
-    for place, tensor in arranged.items():
-        address, size = tensor.data_ptr(), _item_bytes(tensor)
-        line[:, :, place] = address + size * np.array(firsts_of_x)[:, None]
-    line[:, :, out_place] = out_address + out_bytes * np.add.outer(firsts, in_all * np.arange(each))
-    line[:, :, chunks_place] = np.array(chunks)[:, None]
-    for number, placed in enumerate(chosen):
-        own = form.own(spec, placed.weight)
-        for place, tensor in own.items():
-            table[number, place] = tensor.data_ptr()
-        launch.keep(own)
+    lines: list[int] = []
+    for number, group in enumerate(groups):
+        for place_of_weight, placed in enumerate(weights[group]):
+            line = list(call.values)
+            for place, address in placed.at(form):
+                line[place] = address
+            for place, address, size in starts_of_x:
+                line[place] = address + size * firsts_of_x[number]
+            line[out_place] = out_address + out_bytes * (firsts[number] + in_all * place_of_weight)
+            line[chunks_place] = chunks[number]
+            own = form.own(spec, placed.weight)
+            if own:
+                for place, tensor in own.items():
+                    line[place] = tensor.data_ptr()
+                launch.keep(own)
+            lines += line
     launch.keep(arranged)
-    launch.add(call.kernel, table, call.tiles)
+    launch.add(call.kernel, lines, len(call.values), call.tiles)
     return sums
 
 
@@ -262,17 +264,18 @@ class _Launch:
     """Calls of kernels that all threads go through one after another."""
 
     def __init__(self) -> None:
-        self._calls: list[NDArray[np.int64]] = []  # (kernel, arguments) each
+        self._calls: list[int] = []  # kernel and arguments, in turns
         self._tiles = 0
         self._kept: list[Any] = []
 
-    def add(self, kernel: Any, table: NDArray[np.int64], tiles: int) -> None:
-        """A call for each line of arguments, which begins with the call's own counter."""
-        calls = np.empty((len(table), 2), dtype=np.int64)
-        calls[:, 0] = kernel.address
-        calls[:, 1] = table.ctypes.data + table.strides[0] * np.arange(len(table))
-        self._calls.append(calls)
-        self._tiles += tiles * len(table)
+    def add(self, kernel: Any, lines: list[int], width: int, tiles: int) -> None:
+        """A call for each line of `width` arguments, which begins with the call's own counter."""
+        table = array("q", lines)
+        first, bytes_of_line = table.buffer_info()[0], width * table.itemsize
+        end = first + len(table) * table.itemsize
+        for arguments in range(first, end, bytes_of_line):
+            self._calls += (kernel.address, arguments)
+        self._tiles += tiles * (len(table) // width)
         self._kept.append(table)
 
     def keep(self, kept: Any) -> None:
@@ -280,9 +283,8 @@ class _Launch:
         self._kept.append(kept)
 
     def run(self) -> None:
-        calls = np.concatenate([np.array([0]), *(each.ravel() for each in self._calls)])
-        calls[0] = calls.size // 2
-        cpu_team.run(_each_kernel(), calls.ctypes.data, self._tiles)
+        calls = array("q", (len(self._calls) // 2, *self._calls))
+        cpu_team.run(_each_kernel(), calls.buffer_info()[0], self._tiles)
         self._kept.clear()
 
 

@@ -88,12 +88,12 @@ def quantized_matmul(
             return triton_quant.quantized_matmul(x, weight, out_dtype)
         return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype, block_rows)
     if x.device.type == "cpu":
-        if not cpu_quant.supports(weight):
-            dense = dequantize_ref(weight).t().contiguous()
-            return cpu_linear.product(x.float(), dense).to(out_dtype)
         if x.dtype == torch.bfloat16 and cpu_dot.supports(weight):
             return cpu_dot.matmul(x, weight).to(out_dtype)
-        return cpu_quant.matmul(x, weight).to(out_dtype)
+        if cpu_quant.supports(weight):
+            return cpu_quant.matmul(x, weight).to(out_dtype)
+        dense = dequantize_ref(weight).t().contiguous()
+        return cpu_linear.product(x.float(), dense).to(out_dtype)
     return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype, block_rows)
 
 

@@ -90,12 +90,10 @@ def _attention(
         )  # fmt: skip
         return attended[None], None
     assert attention_mask is not None
-    if _is_plain(key, value, kwargs):
-        score_bytes = 4 * query.shape[1] * query.shape[2] * key.shape[2]
-        if score_bytes <= _SCORE_BYTES:
-            return _split(query, key, value, attention_mask, scaling), None
-        if query.shape[1] > key.shape[1]:
-            return _grouped(query, key, value, attention_mask, scaling), None
+    if 4 * query.shape[1] * query.shape[2] * key.shape[2] <= _SCORE_BYTES:
+        return _split(query, key, value, attention_mask, scaling, kwargs), None
+    if _is_plain(key, value, kwargs) and query.shape[1] > key.shape[1]:
+        return _grouped(query, key, value, attention_mask, scaling), None
     return _dense_attention(module, query, key, value, attention_mask, scaling, **kwargs)
 
 
@@ -135,28 +133,34 @@ def _grouped(
 
 
 def _split(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
     """Attention of few rows over many slots, whose products share the slots out.
 
     PyTorch's fused attention gives few rows one block for each key/value head, which walks over all
     slots of a captured step: 8 blocks for a 1B draft model, on GPUs that run over a hundred. Here
     scores are tiles of a product, and values are summed in parts of _PART_SLOTS.
+
+    Args:
+        kwargs: as _written_out takes them.
     """
     heads, rows, head_dim = query.shape[1:]
     kv_heads, slots = key.shape[1:3]
     together = heads // kv_heads * rows  # query heads of a group are more rows of their key's head
     parts = slots // _PART_SLOTS if slots % _PART_SLOTS == 0 else 1
     scores = _wide_product(query.reshape(kv_heads, together, head_dim), key[0].transpose(1, 2))
-    scores = scores.view(kv_heads, -1, rows, slots) * (
-        head_dim**-0.5 if scaling is None else scaling
-    )
-    weights = scores.masked_fill(~mask[0], -torch.inf).softmax(-1).to(value.dtype)
-    weights = weights.view(kv_heads, together, parts, -1).transpose(1, 2)
-    values = value[0].reshape(kv_heads * parts, slots // parts, head_dim)
+    scores = scores * (head_dim**-0.5 if scaling is None else scaling)
+    weights = _softmax(scores.view(1, heads, rows, slots), mask, kwargs).to(value.dtype)
+    weights = weights.reshape(kv_heads, together, parts, -1).transpose(1, 2)
+    values = value[0].reshape(kv_heads * parts, slots // parts, -1)
     sums = _wide_product(weights.flatten(0, 1), values)
-    attended = sums.view(kv_heads, parts, together, head_dim).sum(1).to(query.dtype)
-    return attended.view(1, heads, rows, head_dim).transpose(1, 2)
+    attended = sums.view(kv_heads, parts, together, -1).sum(1).to(query.dtype)
+    return attended.view(1, heads, rows, -1).transpose(1, 2)
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -211,17 +215,27 @@ def _written_out(
     kv_heads, slots = key.shape[1:3]
     grouped = query.reshape(1, kv_heads, heads // kv_heads * rows, head_dim)
     scores = grouped @ key.transpose(2, 3) * (head_dim**-0.5 if scaling is None else scaling)
-    scores = scores.view(1, heads, rows, slots)
+    weights = _softmax(scores.view(1, heads, rows, slots), mask, kwargs).to(value.dtype)
+    attended = weights.reshape(1, kv_heads, -1, slots) @ value
+    return attended.view(1, heads, rows, value.shape[3]).transpose(1, 2)
+
+
+def _softmax(scores: Tensor, mask: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
+    """The weights of the slots that a row sees, in float32 at least.
+
+    Args:
+        scores: (1, heads, rows, slots).
+        kwargs: as _written_out takes them.
+    """
     if (softcap := kwargs.get("softcap")) is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, -torch.inf)
+    slots = scores.shape[-1]
     if (sinks := kwargs.get("s_aux")) is not None:
-        column = sinks.to(scores.dtype).view(1, heads, 1, 1).expand(1, heads, rows, 1)
+        column = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, column], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = torch.softmax(scores, dim=-1, dtype=wide)[..., :slots].to(value.dtype)
-    attended = weights.reshape(1, kv_heads, -1, slots) @ value
-    return attended.view(1, heads, rows, value.shape[3]).transpose(1, 2)
+    return torch.softmax(scores, dim=-1, dtype=wide)[..., :slots]
 
 
 def _wide(

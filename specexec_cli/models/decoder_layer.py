@@ -28,9 +28,6 @@ from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.offload.resident import StayingTensors
 
-# Rows that go through a layer together: bounds activations and masks of a long prompt.
-CHUNK_ROWS = 512
-
 
 class DecoderLayer(nn.Module):
     """One decoder layer of the skeleton, fed by the layer source."""
@@ -67,7 +64,6 @@ class DecoderLayer(nn.Module):
         self._prefix = f"{skeleton.layers_path}.{index}."
         self._plus_one = skeleton.restored.plus_one
         self._model = [skeleton.model]  # in a list, so that it is no submodule
-        self._positions: Tensor | None = None  # (1, rows) of the chunk that is in the layer
         self._scale_queries_by_position()
         replace_activations(layer)
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
@@ -127,7 +123,7 @@ class DecoderLayer(nn.Module):
         try:
             if not self._stays_bound:
                 self._unchanging.bind(stored)
-                self._stay_bound(isinstance(stored, StayingTensors))
+                self.stay_bound(isinstance(stored, StayingTensors))
             self._changing.bind(changed)
             yield
         finally:
@@ -137,10 +133,11 @@ class DecoderLayer(nn.Module):
 
     def release(self) -> None:
         """Leave the layer without parameters, once its source is closed."""
-        self._stay_bound(False)
+        self.stay_bound(False)
         self._unchanging.release()
 
-    def _stay_bound(self, stays: bool) -> None:
+    def stay_bound(self, stays: bool) -> None:
+        """Whether what is in the linears' places now stays there."""
         self._stays_bound = stays
         for experts in self._mixtures:
             experts.stay(stays)
@@ -184,8 +181,9 @@ class DecoderLayer(nn.Module):
             part.attn_temperature_tuning = False  # type: ignore[assignment]
 
             def scaled(module: nn.Module, args: Any, output: Tensor, of: Any = part) -> Tensor:
-                assert self._positions is not None, "layers get their rows' positions"
-                steps = torch.floor((self._positions.float() + 1.0) / of.floor_scale)
+                positions = self._context.positions
+                assert positions is not None, "layers get their rows' positions"
+                steps = torch.floor((positions.float() + 1.0) / of.floor_scale)
                 scales = torch.log1p(steps) * of.attn_scale + 1.0
                 return (output * scales[..., None]).to(output.dtype)
 
@@ -203,14 +201,16 @@ class DecoderLayer(nn.Module):
         Returns:
             what the layer returns: rows, or in older architectures a tuple that begins with them.
         """
-        given = self._by_name(hidden, args, kwargs)
+        given = self._by_name(hidden, args, kwargs) if args else kwargs
         if hidden.ndim == 4:  # several streams, which the layer mixes by products (Gemma-3n)
             hidden = hidden.to(self._context.dtype)
         total = hidden.shape[-2]
         outputs = []
-        chunks = self._context.chunks(total, CHUNK_ROWS, self.span, self.writes_cache)
+        chunks = self._context.chunks(total, self.span, self.writes_cache)
         for start, stop, mask in chunks:
-            own = {name: _slice_rows(given[name], start, stop) for name in given.keys() & _PER_ROW}
+            own = {name: given[name] for name in given.keys() & _PER_ROW}
+            if stop - start < total:
+                own = {name: _slice_rows(value, start, stop) for name, value in own.items()}
             if own.get("position_embeddings") is not None:
                 # transformers makes them in the dtype of `hidden`
                 own["position_embeddings"] = _in_dtype(
@@ -219,7 +219,7 @@ class DecoderLayer(nn.Module):
             if given.get("attention_scaling") is not None:  # (1, 1, rows, 1), for all heads (Beam)
                 own["attention_scaling"] = given["attention_scaling"][:, :, start:stop]
             own["attention_mask"] = mask
-            self._positions = own.get("position_ids")
+            self._context.positions = own.get("position_ids")
             output = run(hidden[..., start:stop, :], **{**given, **own})
             outputs.append(output[0] if isinstance(output, tuple) else output)
         whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-2)

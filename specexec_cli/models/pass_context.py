@@ -15,6 +15,9 @@ from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
 
+# Rows that go through a layer together, unless told: bounds activations and masks of long prompts.
+CHUNK_ROWS = 512
+
 
 class LayerSource(Protocol):
     """Where a decoder layer's weights come from. Layers are asked for in cyclic order."""
@@ -44,6 +47,8 @@ class PassContext:
         self.device = device
         self.dtype = dtype  # to compute in
         self.source: LayerSource | None = None  # None: every layer's weights stay
+        self.chunk_rows = CHUNK_ROWS
+        self.positions: Tensor | None = None  # (1, rows) of the chunk that is in a layer
         self.on_layer: Callable[[int], None] = lambda index: None
         self._config = config
         self._rows: SideBySide | None = None
@@ -60,17 +65,17 @@ class PassContext:
         self._rows, self._step_masks = None, masks
 
     def chunks(
-        self, total: int, most: int, span: Span | None, writes_cache: bool
+        self, total: int, span: Span | None, writes_cache: bool
     ) -> Iterator[tuple[int, int, Tensor | TreeMask | MaskByText]]:
         """The pass's rows as a layer is to be given them: first, last, and their mask.
 
         Args:
             total: rows of the pass.
-            most: rows of a chunk.
             span: how far back the layer's rows see.
             writes_cache: whether the layer appends keys; one that does not sees those of a layer
                 that has finished all its chunks.
         """
+        most = self.chunk_rows
         if self._rows is None:
             for start in range(0, total, most):
                 yield start, min(start + most, total), self._step_masks[span]

@@ -99,6 +99,7 @@ def load_layers(
             # a copy of its own, so that the buffer it was read into is let go
             stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
             _set_tensor(module, leaf, weight.to(stays_as, copy=True))
+        layer.stay_bound(True)
         done += sum(tensor.n_bytes for tensor in tensors.values())
         progress(done, total)
 

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
-from specexec_cli.models import attention, decoder_layer
+from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
@@ -109,6 +109,7 @@ class StreamedModel:
         expert_bytes: int = 0,
         device_expert_bytes: int = 0,
         copy_rows: int | None = None,
+        chunk_rows: int | None = None,
         own_rows: bool = True,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
@@ -125,6 +126,7 @@ class StreamedModel:
             device_expert_bytes: that slots for experts on a GPU may take.
             copy_rows: on a GPU, experts of so many rows and more are copied to it; see
                 DeviceExperts.
+            chunk_rows: of a long prompt, that go through a layer together; CHUNK_ROWS unless told.
             own_rows: as of the constructor. A draft model needs it not: its bits choose no token.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
@@ -150,6 +152,8 @@ class StreamedModel:
                 skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
                 table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows,
             )  # fmt: skip
+            if chunk_rows is not None:
+                model.context.chunk_rows = chunk_rows
             if tiers is None:
                 load_layers(model._layers, skeleton, device, dtype, progress)
         if tiers is None:
@@ -293,7 +297,7 @@ class StreamedModel:
         if self.experts is not None:
             visits = [
                 sum(piece.count for piece in pieces)
-                for pieces in rows.chunks(decoder_layer.CHUNK_ROWS)
+                for pieces in rows.chunks(self.context.chunk_rows)
             ]
             self.experts.expect(max(visits), len(visits))
         tokens = [token for part in rows.parts for token in part.tokens]

@@ -23,7 +23,7 @@ from specexec_kernels.cpu_group import Group, Weight
 from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models import decoder_layer, expert_mlp
+from specexec_cli.models import expert_mlp, pass_context
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -92,7 +92,7 @@ def test_any_cap_gives_the_logits_of_whole_layers(
     save_checkpoint(tmp_path, architecture(name), shard_bytes=20_000)
     every = list(range(1, experts_in_all(tmp_path) + 1))
     assert_same_under_caps(tmp_path, torch.float32, every)
-    monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(pass_context, "CHUNK_ROWS", 7)
     assert_same_under_caps(tmp_path, torch.float32, [1, 5])
 
 
@@ -147,7 +147,7 @@ def test_chunks_of_a_prompt_read_an_expert_once_where_a_layer_fits(
 ) -> None:
     """A layer runs all chunks before the next one: what it used stays until it is done."""
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
-    monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(pass_context, "CHUNK_ROWS", 7)
     slots = architecture("qwen3-moe").num_experts
     model = open_float32(tmp_path, expert_bytes=slots * slot_bytes(tmp_path))
     store = model.experts

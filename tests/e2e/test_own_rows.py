@@ -17,6 +17,8 @@ import torch
 from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import save_quantized
+from specexec_kernels import dispatch
+from specexec_kernels.packing import PackedWeight
 from torch import Tensor
 
 from specexec_cli.config import Tier
@@ -138,3 +140,32 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
         assert torch.equal(found, expected), parts
         assert all(map(torch.equal, rows, expected_rows)), parts
     model.close()
+
+
+def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits do not tell how many rows those are."""
+    _, folder = save_quantized(tmp_path)
+    converted: list[int] = []
+    convert = dispatch.dequantize_by_slabs
+
+    def counted(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        converted.append(1)
+        return convert(weight, dtype)
+
+    monkeypatch.setattr(dispatch, "dequantize_by_slabs", counted)
+    prompt, logits, counts = PassRows.chain(random_tokens(700), 0), [], []
+    with fake_cuda():
+        for chunk_rows in (None, 768):
+            model = StreamedModel.open(
+                read_checkpoint(folder), device=CUDA, dtype=torch.float16, tiers=TIERS,
+                chunk_rows=chunk_rows,
+            )  # fmt: skip
+            converted.clear()
+            logits.append(model.forward(prompt, model.new_cache(), [0, 600, 699]).cpu())
+            counts.append(len(converted))
+            model.close()
+    linears = len(TIERS) * 7
+    assert counts == [2 * linears, linears]
+    assert torch.equal(*logits)

@@ -18,6 +18,7 @@ from specexec_cli.bench.cases import Case
 from specexec_cli.bench.datasets import Dataset
 from specexec_cli.bench.runner import BenchPrompt, Run
 from specexec_cli.catalog.registry import load_registry
+from specexec_cli.cli import bench
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
@@ -226,6 +227,18 @@ def test_labels_of_another_draft_model_are_its_own(lab: Lab) -> None:
         other = Lab(lambda sets, tokens, draft: session, lab.folder)
         (text,) = other.texts(data, 12)
     assert (text.conformity != own.conformity).any()
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_in_a_terminal_the_list_of_recipes_fits_it(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "width", lambda: columns)
+    lines = run_cli("bench", "paper").out.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [*RECIPES]
+    whole = " ".join(" ".join(lines).split())
+    assert all(" ".join(one.printed.split()) in whole for one in RECIPES.values())
 
 
 def test_recipes_are_listed_and_a_wrong_name_gets_one_line() -> None:

@@ -92,8 +92,11 @@ def test_results_without_a_row(tmp_path):
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(ConfigError, match="no result in"):
         make_report([tmp_path / "empty.jsonl"], "table", None, "png")
-    with pytest.raises(ConfigError, match="cannot read results"):
+    with pytest.raises(ConfigError, match=r"cannot read results from .*: No such file[a-z ]*$"):
         make_report([tmp_path / "absent.jsonl"], "table", None, "png")
+    (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b\xff")
+    with pytest.raises(ConfigError, match=r"packed\.jsonl: it is not UTF-8 text$"):
+        make_report([tmp_path / "packed.jsonl"], "table", None, "png")
 
 
 def test_covered_mass_by_hand():

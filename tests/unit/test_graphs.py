@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import architecture, assert_fresh, random_tokens, save_checkpoint
 from fake_cuda import fake_cuda
-from torch import Tensor
+from torch import Tensor, nn
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
@@ -337,3 +337,35 @@ def test_slots_that_are_shared_out_give_the_same_attention(
     assert found.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-3
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("slots", [28, 512])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"softcap": 2.0}, {"s_aux": [0.3, -1.0, 2.0, 0.0]}, {"softcap": 3.0, "s_aux": [0.5] * 4}],
+)
+def test_captured_steps_of_capped_scores_and_sinks_share_slots_out_too(
+    kwargs: dict[str, Any], slots: int, dtype: torch.dtype
+) -> None:
+    """Over the same operation by operation in float64; values are smaller than keys."""
+    generator, rows = torch.Generator().manual_seed(slots), 5
+    query, key, value = (
+        torch.randn(1, count, length, size, generator=generator).to(dtype)
+        for count, length, size in ((4, rows, 24), (2, slots, 24), (2, slots, 8))
+    )
+    mask = torch.rand(1, 1, rows, slots, generator=generator) < 0.3
+    mask[..., 0] = True
+    if "s_aux" in kwargs:
+        kwargs = {**kwargs, "s_aux": torch.tensor(kwargs["s_aux"], dtype=dtype)}
+    wide = (query.double(), key.double(), value.double())
+    expected = attention._written_out(*wide, mask, None, kwargs)
+    with fake_cuda():
+        given = [tensor.to("cuda") for tensor in (query, key, value, mask)]
+        on_device = {
+            name: one.to("cuda") if isinstance(one, Tensor) else one for name, one in kwargs.items()
+        }
+        found = attention._attention(nn.Identity(), *given, None, **on_device)[0].cpu()
+    assert found.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-3
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=tolerance)

@@ -58,6 +58,18 @@ def test_states_of_numbers_that_are_none(key: str, value: object) -> None:
         read(tensors, settings)
 
 
+def test_plain_int8_in_activation_order_is_refused() -> None:
+    """compressed-tensors up to 0.14 wrote such; their groups are not those of the columns."""
+    weights = {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    settings = {"quant_method": "compressed-tensors", "config_groups": groups}
+    tensors = {"weight": int8_channels(WEIGHT)["weight"], "weight_scale": torch.ones(32, 4),
+               "weight_g_idx": torch.arange(128) // 32}  # fmt: skip
+    assert read(tensors, settings) is not None
+    with pytest.raises(ValueError, match="activation order are read from pack-quantized"):
+        read({**tensors, "weight_g_idx": tensors["weight_g_idx"].flip(0)}, settings)
+
+
 NAME = "model.layers.0.mlp.down_proj"
 TARGETS = {"class": "Linear", "regex": "re:.*down_proj", "name": NAME}
 

@@ -18,7 +18,6 @@ from checkpoints import (
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models import decoder_layer
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget, verify_together
@@ -61,7 +60,7 @@ def test_every_architecture(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     model = open_float32(tmp_path)
     try:
         assert_same(model)
-        monkeypatch.setattr(decoder_layer, "CHUNK_ROWS", 7)  # borders within texts and between them
+        model.context.chunk_rows = 7  # borders within texts and between them
         assert_same(model)
     finally:
         model.close()

@@ -161,7 +161,7 @@ def test_the_heatmap_is_drawn(tmp_path):
     path = tmp_path / "map.png"
     draw(simulated_heatmap(points=4, servers=7), path, 7)
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(ConfigError, match="cannot write"):
+    with pytest.raises(ConfigError, match=r"map\.png: No such file[a-z ]*$"):
         draw(simulated_heatmap(points=4, servers=7), tmp_path / "no" / "map.png", 7)
 
 
