@@ -29,7 +29,8 @@ def read_results(path: Path) -> list[Row]:
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read results from {path}: {error}") from error
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read results from {path}: {reason}") from error
     rows: dict[str, Row] = {}
     lines = text.split("\n")
     for number, line in enumerate(lines, start=1):

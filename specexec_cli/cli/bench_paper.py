@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -102,9 +103,16 @@ def _list(output: str) -> None:
     if output == "json":
         print(json.dumps({name: one.printed for name, one in RECIPES.items()}))
         return
-    width = max(map(len, RECIPES))
+    from specexec_cli.cli.bench import width
+
+    columns, indent = width(), max(map(len, RECIPES)) + 2
     for name, one in RECIPES.items():
-        print(f"{name.ljust(width)}  {one.printed}")
+        line = f"{name.ljust(indent)}{one.printed}"
+        if columns is not None:
+            line = textwrap.fill(
+                line, columns, subsequent_indent=" " * indent, break_on_hyphens=False
+            )
+        print(line)
 
 
 def _run(one: Recipe, lab: Lab, quiet: bool) -> Finding:

@@ -138,4 +138,6 @@ def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = Non
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot write {path}: {error}") from error
+        raise ConfigError(
+            f"cannot write {path}: {getattr(error, 'strerror', None) or error}"
+        ) from error
