@@ -1,8 +1,10 @@
-"""LLVM IR that puts rows of activations into the order in which kernels of row-packed weights read
-them, and sums them over each block of inputs where a format has offsets.
+"""LLVM IR that puts rows of activations into the order in which kernels read them.
 
-In one call, since as a dozen operations of PyTorch it took as long as the product of a small matrix
-(docs/experiments.md). Threads claim chunks of rows.
+Arrange does it for row-packed weights, and sums rows over each block of inputs where a format has
+offsets; ArrangePairs for the products of cpu_dot. In one call, since as a dozen operations of
+PyTorch it took as long as the product of a small matrix, and since PyTorch's threads go on looking
+for work for a while, on the cores that the product needs (docs/experiments.md). Threads claim
+chunks of rows.
 """
 
 from __future__ import annotations
@@ -139,3 +141,83 @@ class Arrange(Emitter):
 def build_arrange(spec: ArrangeSpec, name: str) -> str:
     """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
     return build_module(name, lambda function: Arrange(spec, function).emit())
+
+
+# Positions in the argument array of ArrangePairs
+PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_ROWS, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = (
+    range(7)
+)
+BLOCK_INPUTS = 32  # 16 pairs of a row lie side by side
+
+
+class ArrangePairs(Emitter):
+    """Rows of bfloat16 as (chunks, blocks, rows, 16) pairs; inputs and rows too many are zero.
+
+    Inputs j and j + unit / 2 of each run of `unit` are a pair.
+    """
+
+    def __init__(self, rows: int, unit: int, function: ir.Function) -> None:
+        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), BLOCK_INPUTS // 2)
+        self.rows = rows
+        runs = range(0, BLOCK_INPUTS, unit)
+        self.order = [
+            run + j + half for run in runs for j in range(unit // 2) for half in (0, unit // 2)
+        ]
+        self.line = ir.VectorType(I16, BLOCK_INPUTS)
+        self.base = self.b.ptrtoint(function.args[0], I64)
+
+    def emit(self) -> None:
+        """Claim chunks until none is left."""
+        b = self.b
+        source, n_rows, inputs, blocks, out, chunks = (
+            self.load(self.base, I64(at), I64, 8) for at in range(1, PAIRS_CHUNKS + 1)
+        )
+        whole = b.udiv(inputs, I64(BLOCK_INPUTS))
+        nothing = ir.Constant(self.line, [0] * BLOCK_INPUTS)
+
+        def chunk(number: Any, _: list[Any]) -> list[Any]:
+            def row(m: Any, _: list[Any]) -> list[Any]:
+                at = b.add(b.mul(number, I64(self.rows)), m)
+                is_there = b.icmp_signed("<", at, n_rows)
+                # rows too many are zero; the first row is read in their place
+                first = b.mul(b.select(is_there, at, I64(0)), inputs)
+
+                def put(block: Any, values: Any) -> None:
+                    order = self.ints(self.order)
+                    values = b.shuffle_vector(values, ir.Constant(self.line, ir.Undefined), order)
+                    place = b.add(b.mul(b.add(b.mul(number, blocks), block), I64(self.rows)), m)
+                    address = self.ptr(out, b.mul(place, I64(BLOCK_INPUTS)), 2)
+                    b.store(b.select(is_there, values, nothing), address, align=2)
+
+                def full(block: Any, _: list[Any]) -> list[Any]:
+                    begin = b.add(first, b.mul(block, I64(BLOCK_INPUTS)))
+                    put(block, self.load(source, begin, self.line, 2))
+                    return []
+
+                def rest(block: Any, _: list[Any]) -> list[Any]:
+                    values = nothing
+                    for i in range(BLOCK_INPUTS):
+                        place = b.add(b.mul(block, I64(BLOCK_INPUTS)), I64(i))
+                        inside = b.icmp_signed("<", place, inputs)
+                        safe = b.add(first, b.select(inside, place, I64(0)))
+                        value = b.select(inside, self.load(source, safe, I16, 2), I16(0))
+                        values = b.insert_element(values, value, I32(i))
+                    put(block, values)
+                    return []
+
+                self.loop(I64(0), whole, 1, [], full)
+                self.loop(whole, blocks, 1, [], rest)
+                return []
+
+            return self.loop(I64(0), I64(self.rows), 1, [], row)
+
+        def work(start: Any, stop: Any) -> None:
+            self.loop(start, stop, 1, [], chunk)
+
+        counter = self.ptr(self.base, I64(PAIRS_COUNTER), 8)
+        self.claim_strips(counter, I64(0), chunks, I64(1), work)
+
+
+def build_pairs(rows: int, unit: int, name: str) -> str:
+    """LLVM IR of the kernel `void name(int64 *args)` that arranges pairs."""
+    return build_module(name, lambda function: ArrangePairs(rows, unit, function).emit())

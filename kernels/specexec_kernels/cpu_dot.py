@@ -6,6 +6,7 @@ neither the other rows nor the number of threads. `supports` says which weights 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable
 from dataclasses import replace
 from functools import cache, partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_quant, cpu_team
+from specexec_kernels.cpu_arrange_ir import build_pairs
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
 from specexec_kernels.cpu_dot_packed_ir import build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
@@ -25,6 +27,8 @@ from specexec_kernels.packing import PackedWeight
 
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
+# In tiles: rows of a chunk, and of more rows than these
+_TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 65
 _MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
 
 
@@ -106,7 +110,7 @@ class Stored:
 
     @staticmethod
     def _at_once(spec: StoredSpec, strips: int) -> int:
-        return cpu_team.strips_at_once(strips) if spec.few else 1
+        return 1 if spec.mode == "many" else cpu_team.strips_at_once(strips)
 
 
 class Packed(cpu_quant.Packed):
@@ -145,13 +149,21 @@ STORED, PACKED = Stored(), Packed()
 
 @cache
 def _stored_spec(rows: int) -> StoredSpec:
-    few = rows <= _MANY[-1]
-    return StoredSpec(chunk_rows(rows), 1 if few else 2, few)
+    if cpu_jit.has_tiles():
+        # narrow strips while a pass waits for memory
+        return StoredSpec(tile_rows(rows), 1 if rows <= 128 else 2, "tiles")
+    if rows <= _MANY[-1]:
+        return StoredSpec(chunk_rows(rows), 1, "few")
+    return StoredSpec(chunk_rows(rows), 2, "many")
 
 
 def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
     """What the kernel for this many rows is compiled for."""
     widths = cpu_quant.widths(weight)
+    if uses_tiles(weight):
+        vectors = max(v for v in widths if v <= 2)
+        spec = cpu_quant.spec_for("tiles", weight, tile_rows(rows), vectors)
+        return replace(spec, awq_rows=8)
     # AWQ's words are read once where all their nibbles are multiplied together
     most = 8 if weight.format.awq and rows <= 2 else 4
     widest = max((v for v in widths if v <= most), default=0)
@@ -162,6 +174,19 @@ def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
         vectors = min((v for v in widths if v > 1), default=1)
         spec = cpu_quant.spec_for("many", weight, chunk_rows(rows), vectors)
     return replace(spec, awq_rows=8)
+
+
+def uses_tiles(weight: PackedWeight) -> bool:
+    """Whether its rows are multiplied in tiles, however many they are; see cpu_tiles_ir."""
+    whole = _block(weight) % (2 * X_PAIRS) == weight.in_features % (2 * X_PAIRS) == 0
+    return cpu_jit.has_tiles() and whole
+
+
+def tile_rows(rows: int) -> int:
+    """Rows of a chunk in tiles."""
+    if rows >= _FEWEST_OF_32:
+        return 32
+    return next((size for size in _TILE_ROWS if size >= rows), _TILE_ROWS[-1])
 
 
 def chunk_rows(rows: int) -> int:
@@ -196,14 +221,19 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
     Returns:
         (chunks, blocks, size, 2 * X_PAIRS) bfloat16; inputs too many are zero.
     """
-    (rows, inputs), width = x.shape, 2 * X_PAIRS
-    chunks, blocks = rows // size, _x_blocks(inputs)
-    if blocks * width != inputs:
-        x = torch.nn.functional.pad(x, (0, blocks * width - inputs))
-    runs = x.reshape(chunks, size, blocks, width // unit, 2, unit // 2)
-    packed = torch.empty(chunks, blocks, size, width // unit, unit // 2, 2, dtype=x.dtype)
-    packed.copy_(runs.permute(0, 2, 1, 3, 5, 4))
-    return packed.view(chunks, blocks, size, width)
+    x = x.contiguous()
+    (rows, inputs), blocks = x.shape, _x_blocks(x.shape[1])
+    chunks = rows // size
+    packed = torch.empty(chunks, blocks, size, 2 * X_PAIRS, dtype=x.dtype)
+    # in the order of the positions that cpu_arrange_ir names
+    table = array("q", (0, x.data_ptr(), rows, inputs, blocks, packed.data_ptr(), chunks))
+    cpu_team.run(_arrange_kernel(size, unit), table.buffer_info()[0], chunks)
+    return packed
+
+
+@cache
+def _arrange_kernel(rows: int, unit: int) -> Any:
+    return cpu_jit.compiled("arrange_pairs", (rows, unit), partial(build_pairs, rows, unit))
 
 
 @cache

@@ -25,7 +25,8 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import F32, I16, I64, Bfloat, Emitter
+from specexec_kernels.cpu_ir_emit import I16, I64, Bfloat, Emitter
+from specexec_kernels.cpu_tiles_ir import PanelArgs, Panels, PanelShape
 
 LANES = 16  # every CPU with the instruction has registers of 512 bits
 X_PAIRS = 16  # pairs of one row of X that lie side by side
@@ -54,17 +55,17 @@ class Products(Emitter, ABC):
         self.claims = arg[names.FIRST_STRIP], arg[names.END_STRIP], arg[names.STRIPS_AT_ONCE]
         self.pairs = ir.VectorType(Bfloat(), 2 * LANES)
         self.shorts = ir.VectorType(I16, 2 * LANES)
+        self.block: Any = None
+        if self.spec.mode == "tiles":
+            self.panels = Panels(self, self.panel_shape())
+            return
         module = self.b.function.module
         dot = ir.FunctionType(self.vector, [self.vector, self.pairs, self.pairs])
         self._dot = ir.Function(module, dot, "llvm.x86.avx512bf16.dpbf16ps.512")
-        self.block: Any = None
 
     def reserve_block(self) -> None:
         """Memory on the stack for the pairs of a block, [pair][output]."""
-        size = self.block_units * self.unit_pairs * self.spec.strip
-        array = self.b.alloca(ir.ArrayType(F32, size))
-        array.align = 64
-        self.block = self.b.ptrtoint(array, I64)
+        self.block = self.reserve(self.block_units * self.unit_pairs * self.spec.strip)
 
     def begin_block(self, strip: Any, first: Any) -> None:
         """Read what all of a block needs, which begins with unit `first`."""
@@ -86,8 +87,37 @@ class Products(Emitter, ABC):
 
     def emit(self) -> None:
         """Claim tiles of strips until none is left."""
-        base = self.b.ptrtoint(self.b.function.args[0], I64)
-        self.claim_strips(self.ptr(base, I64(0), 8), *self.claims, self.tile)
+        b = self.b
+        counter = self.ptr(b.ptrtoint(b.function.args[0], I64), I64(0), 8)
+        if self.spec.mode != "tiles":
+            self.claim_strips(counter, *self.claims, self.tile)
+            return
+        args = PanelArgs(
+            pairs=b.mul(self.units, I64(self.unit_pairs)), x=self.x, x_blocks=self.x_blocks,
+            x_sums=I64(0), blocks=I64(0), chunks=self.chunks, out=self.out,
+            out_stride=self.out_stride,
+        )  # fmt: skip
+        per_unit = I64(self.unit_pairs)
+
+        def fill(strip: Any, first: Any, last: Any) -> None:
+            self.block = self.panels.weights
+            self.fill_panel(strip, b.udiv(first, per_unit), b.udiv(last, per_unit))
+
+        def fetch(strip: Any, first: Any, turn: Any, turns: Any) -> None:
+            self.fetch_panel(strip, b.udiv(first, per_unit), turn, turns)
+
+        self.panels.emit(counter, self.claims, args, fill, fetch)
+
+    @abstractmethod
+    def panel_shape(self) -> PanelShape:
+        """What is kept in the caches where products are made in tiles."""
+
+    def fetch_panel(self, strip: Any, first: Any, turn: Any, turns: Any) -> None:
+        """Ask for part `turn` of `turns` of the strip's panel that begins with unit `first`."""
+
+    def fill_panel(self, strip: Any, first: Any, last: Any) -> None:
+        """Put units first..last of a strip into the panel that begins with them."""
+        self.fill(strip, first, last)
 
     @abstractmethod
     def tile(self, start: Any, stop: Any) -> None:

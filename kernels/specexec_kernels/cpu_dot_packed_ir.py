@@ -11,6 +11,9 @@ from specexec_kernels.cpu_dot_ir import LANES, Products
 from specexec_kernels.cpu_ir_emit import I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
+from specexec_kernels.cpu_tiles_ir import PanelShape
+
+FEW_STRIPS = 16  # of a claim, whose words lie side by side; see cpu_team
 
 
 class PackedDot(Products, Unpacker):
@@ -19,9 +22,9 @@ class PackedDot(Products, Unpacker):
     def __init__(self, spec: KernelSpec, block: int, function: ir.Function) -> None:
         """With `block` inputs to a block: a group, or a part of one that divides it."""
         Unpacker.__init__(self, spec, function)
-        self.begin(self.arg, PackedArg)
         self.unit_pairs = spec.unit_codes // 2
         self.block_units = block // spec.unit_codes
+        self.begin(self.arg, PackedArg)
         if spec.mode == "many":
             self.reserve_block()
         permute = ir.FunctionType(self.shorts, [self.shorts, self.shorts])
@@ -34,6 +37,19 @@ class PackedDot(Products, Unpacker):
             return self.loop(start, stop, 1, [], lambda strip, _: self.block_of(strip, first))
 
         self.loop(I64(0), self.units, self.block_units, [], block)
+
+    def panel_shape(self) -> PanelShape:
+        pairs = self.block_units * self.unit_pairs
+        return PanelShape(
+            rows=self.spec.rows, vectors=self.spec.vectors, pairs=pairs, block_pairs=pairs,
+            few_strips=FEW_STRIPS, has_scale=True, has_offset=False,
+        )  # fmt: skip
+
+    def fill_panel(self, strip: Any, first: Any, last: Any) -> None:
+        self.begin_block(strip, first)
+        for v, scale in enumerate(self.scales):
+            self.store(scale, self.panels.terms, I64(v * LANES))
+        self.fill(strip, first, last)
 
     def begin_block(self, strip: Any, first: Any) -> None:
         """Scale and zero point of each vector of outputs; a block lies in one group."""

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum, auto
-from typing import Any
+from typing import Any, Literal
 
 from llvmlite import ir
 
 from specexec_kernels.cpu_dot_ir import LANES, UNROLL, Products
 from specexec_kernels.cpu_ir_emit import I64, build_module
+from specexec_kernels.cpu_tiles_ir import PanelShape
 
 STORED_BLOCK = 256  # inputs; with a strip of 32 outputs 16 KiB, half of the smallest L1 cache
 AHEAD = 8  # units of stored weights that are asked for before they are multiplied
+AHEAD_IN_TILES = 4  # likewise, within a panel
 
 
 class StoredArg(IntEnum):
@@ -38,7 +40,7 @@ class StoredSpec:
 
     rows: int  # of a chunk
     vectors: int  # of outputs in a strip; few: 1
-    few: bool  # one chunk, multiplied from the registers
+    mode: Literal["few", "many", "tiles"]  # few: one chunk, multiplied from the registers
 
     @property
     def strip(self) -> int:
@@ -58,7 +60,7 @@ class StoredDot(Products):
         base = self.b.ptrtoint(function.args[0], I64)
         self.arg = {arg: self.load(base, I64(arg), I64, 8) for arg in StoredArg}
         self.begin(self.arg, StoredArg)
-        if not spec.few:
+        if spec.mode == "many":
             self.reserve_block()
         per_chunk = spec.strip * UNROLL // LANES  # cache lines of a block for each turn of a chunk
         up = self.b.add(self.chunks, I64(per_chunk - 1))
@@ -102,6 +104,9 @@ class StoredDot(Products):
                 for lane in range(LANES):
                     row = b.add(b.add(output, start), I64(lane))
                     at = b.add(b.mul(row, words), b.mul(u, I64(LANES)))
+                    if self.spec.mode == "tiles":
+                        ahead = b.add(at, I64(AHEAD_IN_TILES * LANES))
+                        self.prefetch(self.arg[StoredArg.WEIGHT], ahead)
                     rows.append(self.load(self.arg[StoredArg.WEIGHT], at, self.words))
                 for pair, word in enumerate(self.transpose(rows)):
                     place = b.add(start, I64(pair * strip_outputs))
@@ -112,29 +117,47 @@ class StoredDot(Products):
 
         self.loop(first, last, 1, [], unit)
 
+    def panel_shape(self) -> PanelShape:
+        pairs = STORED_BLOCK // 2
+        return PanelShape(
+            rows=self.spec.rows, vectors=self.spec.vectors, pairs=pairs, block_pairs=pairs,
+            few_strips=1, has_scale=False, has_offset=False,
+        )  # fmt: skip
+
     def add_block(self, before: Any, sums: Any, vector: int) -> Any:
         return self.b.fadd(before, sums)
 
     def fetch_ahead(self, strip: Any, last: Any, chunk: Any, pair: Any) -> None:
         """Spread over the multiplying: all at once they would wait for memory, one for another."""
         b = self.b
-        lines = self.spec.strip * self.block_units  # a unit of an output is a cache line
         turns = self.block_units * self.unit_pairs // UNROLL  # of a chunk
         turn = b.add(b.mul(chunk, I64(turns)), b.udiv(pair, I64(UNROLL)))
+        self._fetch(strip, last, turn, self.lines_per_turn)
+
+    def fetch_panel(self, strip: Any, first: Any, turn: Any, turns: Any) -> None:
+        b, lines = self.b, self.spec.strip * self.block_units
+        up = b.add(turns, I64(lines - 1))
+        per_turn = b.udiv(up, turns)
+        self._fetch(strip, first, turn, per_turn)
+
+    def _fetch(self, strip: Any, first: Any, turn: Any, per_turn: Any) -> None:
+        """Ask for some lines of the block that begins with unit `first`."""
+        b = self.b
+        lines = self.spec.strip * self.block_units  # a unit of an output is a cache line
         words = b.mul(self.units, I64(LANES))
 
         def line(number: Any, _: list[Any]) -> list[Any]:
             output = b.add(
                 b.mul(strip, I64(self.spec.strip)), b.udiv(number, I64(self.block_units))
             )
-            unit = b.add(last, b.urem(number, I64(self.block_units)))
+            unit = b.add(first, b.urem(number, I64(self.block_units)))
             at = b.add(b.mul(output, words), b.mul(unit, I64(LANES)))
             self.prefetch(self.arg[StoredArg.WEIGHT], at)
             return []
 
-        first = b.mul(turn, self.lines_per_turn)
-        stop = self.minimum(b.add(first, self.lines_per_turn), I64(lines))
-        self.loop(first, stop, 1, [], line)
+        start = b.mul(turn, per_turn)
+        stop = self.minimum(b.add(start, per_turn), I64(lines))
+        self.loop(start, stop, 1, [], line)
 
 
 def build_stored(spec: StoredSpec, name: str) -> str:

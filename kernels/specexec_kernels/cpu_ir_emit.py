@@ -60,6 +60,7 @@ class Emitter:
         end: Any,
         at_once: Any,
         work: Callable[[Any, Any], None],
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         """The whole kernel: claims strips first..end until none is left, then returns.
 
@@ -67,6 +68,7 @@ class Emitter:
             counter: address of the int64 that counts claims, 0 before a call.
             at_once: strips of one claim.
             work: emits what is done with strips start..stop.
+            finish: emits what is done when none is left.
         """
         b = self.b
         claim, found, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
@@ -79,6 +81,7 @@ class Emitter:
         work(start, self.minimum(b.add(start, at_once), end))
         b.branch(claim)
         b.position_at_end(done)
+        finish()
         b.ret_void()
 
     def fma(self, left: Any, right: Any, addend: Any) -> Any:
@@ -111,7 +114,7 @@ class Emitter:
         self,
         start: Any,
         stop: Any,
-        step: int,
+        step: Any,
         carried: list[Any],
         body: Callable[[Any, list[Any]], list[Any]],
     ) -> list[Any]:
@@ -129,12 +132,18 @@ class Emitter:
         b.cbranch(b.icmp_signed("<", index, stop), inside, after)
         b.position_at_end(inside)
         new = body(index, phis)
-        index.add_incoming(b.add(index, I64(step)), b.block)
+        index.add_incoming(b.add(index, I64(step) if isinstance(step, int) else step), b.block)
         for phi, value in zip(phis, new, strict=True):
             phi.add_incoming(value, b.block)
         b.branch(head)
         b.position_at_end(after)
         return phis
+
+    def reserve(self, size: int) -> Any:
+        """Address of so many 32-bit words on the stack."""
+        array = self.b.alloca(ir.ArrayType(F32, size))
+        array.align = 64
+        return self.b.ptrtoint(array, I64)
 
     def minimum(self, left: Any, right: Any) -> Any:
         """Smaller of two signed integers."""

@@ -18,7 +18,7 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Emitter, ScaleType
 
-Mode = Literal["few", "many", "dequantize"]
+Mode = Literal["few", "many", "tiles", "dequantize"]  # tiles: in cpu_dot_ir alone
 PREFETCH_ROWS = 24  # of words, ahead of those that are unpacked
 
 

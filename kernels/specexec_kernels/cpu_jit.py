@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import platform
 import threading
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +23,8 @@ _MULTIPLY = {
     torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
     torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
 }
+# Of Linux on x86-64: arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of tiles' data.
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 _compiling = threading.Lock()  # targets in several threads share one engine
 
 
@@ -105,6 +108,20 @@ def lanes() -> int:
 def has_dot() -> bool:
     """Whether this CPU multiplies pairs of bfloat16 in registers of 512 bits."""
     return bool(features().get("avx512bf16"))
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether this CPU multiplies tiles of bfloat16 (AMX), and the system lets this process."""
+    named = all(features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
+    return named and _are_tiles_permitted()
+
+
+def _are_tiles_permitted() -> bool:
+    """Asks Linux for the tiles' registers, which a process has to before it uses them."""
+    if platform.system() != "Linux":
+        return False
+    return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
 
 
 @cache

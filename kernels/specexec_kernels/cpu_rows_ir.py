@@ -63,12 +63,7 @@ class RowProducts(Lanes):
         if not spec.few:
             tile = spec.tile_units * self.unit_items * spec.strip
             terms = spec.tile_units // spec.block_units * spec.unit_blocks * 2 * spec.strip
-            self.tile, self.tile_terms = self._reserve(tile), self._reserve(terms)
-
-    def _reserve(self, size: int) -> Any:
-        array = self.b.alloca(ir.ArrayType(F32, size))
-        array.align = 64
-        return self.b.ptrtoint(array, I64)
+            self.tile, self.tile_terms = self.reserve(tile), self.reserve(terms)
 
     def emit(self) -> None:
         """Claim strips until none is left."""

@@ -137,7 +137,7 @@ def test_the_code_is_made_on_any_machine() -> None:
     weight = packed(V1_4BIT, 128, 128, 32)
     for rows in (1, 20):
         spec = replace(cpu_dot.packed_spec(rows, weight), lanes=16)
-        texts = build_packed(spec, 32, "kernel"), build_stored(StoredSpec(13, 2, False), "kernel")
+        texts = build_packed(spec, 32, "kernel"), build_stored(StoredSpec(13, 2, "many"), "kernel")
         for text in texts:
             assert "dpbf16ps" in text
             cpu_jit.llvm.parse_assembly(text).verify()

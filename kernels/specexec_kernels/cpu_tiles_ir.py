@@ -1,0 +1,394 @@
+"""LLVM IR of products in the tile registers of a CPU with AMX (tdpbf16ps).
+
+A tile has up to 16 rows of 64 bytes. One instruction multiplies 16 rows of X, 16 pairs of bfloat16
+each, with 16 pairs of 16 outputs' weights, and adds to 16 x 16 sums of float32.
+
+Rounding (Intel's manual, TDPBF16PS): products are exact; the first inputs of a tile's pairs are
+summed apart from the second ones, each from zero on in the order of the pairs, then the two sums
+are added and the result to the sum so far; to nearest, numbers below the normal range are zero.
+How many rows a tile has changes none of it, so a row's bits are its own, but they are not those of
+vdpbf16ps: a weight is multiplied by one of the two, whatever the number of rows.
+
+Knows nothing of torch, of formats, or of thread pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import F32, I8, I64, PTR, Emitter
+
+TILE_ROWS = 16  # of X, and outputs, and pairs
+TILE_PAIRS = 16  # of one row of X that lie side by side
+GROUP_ROWS = 512  # of X whose sums are kept in the L2 cache
+FEW_CHUNKS = 4  # up to so many a pass waits for memory more than for arithmetic
+MANY_STRIPS = 8  # of more chunks: so many strips are multiplied with a panel's inputs in turn
+_ROW_BYTES = 64
+_CONFIG_BYTES = 64
+_PALETTE = 1
+_WIDTHS_AT, _HEIGHTS_AT = 16, 48  # in the configuration: 16 bits and 8 bits a tile
+_SUMS, _X, _WEIGHTS = 0, 4, 6  # first registers: two tiles of rows times two of outputs
+
+
+class Tiles:
+    """The instructions: products of up to 32 rows with two vectors of outputs."""
+
+    def __init__(self, builder: ir.IRBuilder, rows: int, vectors: int, pairs: int) -> None:
+        """Declare them.
+
+        Args:
+            rows: of X, up to 16, or 32.
+            vectors: of 16 outputs, 1 or 2.
+            pairs: of one row in a tile, up to 16.
+        """
+        self.b, self.pairs = builder, pairs
+        self.rows = min(rows, TILE_ROWS)
+        self.row_tiles, self.vectors = rows // self.rows, vectors
+        self._load = self._declared("tileloadd64", [I8, PTR, I64])
+        self._store = self._declared("tilestored64", [I8, PTR, I64])
+        self._zero = self._declared("tilezero", [I8])
+        self._multiply = self._declared("tdpbf16ps", [I8] * 3)
+        self._configure = self._declared("ldtilecfg", [PTR])
+        self._configured = self._declared("sttilecfg", [PTR])
+        self._before = self._memory()
+
+    def _declared(self, name: str, arguments: list[Any]) -> Any:
+        typ = ir.FunctionType(ir.VoidType(), arguments)
+        return ir.Function(self.b.function.module, typ, f"llvm.x86.{name}")
+
+    def _memory(self) -> Any:
+        memory = self.b.alloca(ir.ArrayType(I8, _CONFIG_BYTES))
+        memory.align = 64
+        return self.b.bitcast(memory, PTR)
+
+    def begin(self) -> None:
+        """Set the shape of the tiles; what was set before is kept for `end`.
+
+        Libraries that compute in tiles may rely on the shape that they left.
+        """
+        self.b.call(self._configured, [self._before])
+        sums, x, weights = (self.rows, 64), (self.rows, 4 * self.pairs), (self.pairs, 64)
+        config = bytearray(_CONFIG_BYTES)
+        config[0] = _PALETTE
+        for tile, (height, width) in enumerate([sums] * 4 + [x] * 2 + [weights] * 2):
+            config[_WIDTHS_AT + 2 * tile] = width
+            config[_HEIGHTS_AT + tile] = height
+        memory = self._memory()
+        self.b.store(ir.Constant(ir.ArrayType(I8, _CONFIG_BYTES), config), memory)
+        self.b.call(self._configure, [memory])
+
+    def end(self) -> None:
+        """Give the tiles back as they were set before."""
+        self.b.call(self._configure, [self._before])
+
+    def no_sums(self) -> None:
+        """Zero the sums."""
+        for number, *_ in self._sums():
+            self.b.call(self._zero, [I8(number)])
+
+    def load_sums(self, at: Any) -> None:
+        """Read the sums, [row][output]."""
+        self._move_sums(self._load, at)
+
+    def store_sums(self, at: Any) -> None:
+        """Write the sums, [row][output]."""
+        self._move_sums(self._store, at)
+
+    def multiply(self, x: Any, weights: Any) -> None:
+        """Add the products of the rows with the vectors of weights to their sums.
+
+        Args:
+            x: address of the first row's pairs; rows are 64 bytes apart.
+            weights: address of the first pairs; [pair][output].
+        """
+        for t in range(self.row_tiles):
+            place = self.b.add(x, I64(_ROW_BYTES * TILE_ROWS * t))
+            self._move(self._load, _X + t, place, _ROW_BYTES)
+        for v in range(self.vectors):
+            place = self.b.add(weights, I64(_ROW_BYTES * v))
+            self._move(self._load, _WEIGHTS + v % 2, place, _ROW_BYTES * self.vectors)
+            for number, t, own in self._sums():
+                if own == v:
+                    self.b.call(self._multiply, [I8(number), I8(_X + t), I8(_WEIGHTS + v % 2)])
+
+    def _sums(self) -> list[tuple[int, int, int]]:
+        """Each tile of sums: its register, its tile of rows and its vector."""
+        pairs = [(t, v) for t in range(self.row_tiles) for v in range(self.vectors)]
+        return [(_SUMS + number, t, v) for number, (t, v) in enumerate(pairs)]
+
+    def _move_sums(self, instruction: Any, at: Any) -> None:
+        width = _ROW_BYTES * self.vectors
+        for number, t, v in self._sums():
+            place = self.b.add(at, I64(t * TILE_ROWS * width + v * _ROW_BYTES))
+            self._move(instruction, number, place, width)
+
+    def _move(self, instruction: Any, tile: int, at: Any, stride: int) -> None:
+        self.b.call(instruction, [I8(tile), self.b.inttoptr(at, PTR), I64(stride)])
+
+
+@dataclass(frozen=True, slots=True)
+class PanelShape:
+    """What a kernel keeps in the caches."""
+
+    rows: int  # of a chunk
+    vectors: int  # of outputs in a strip
+    pairs: int  # of inputs in a panel of a strip's weights
+    block_pairs: int  # that have a scale of their own; divides `pairs`
+    few_strips: int  # that are multiplied with a panel's inputs in turn, of few chunks
+    has_scale: bool
+    has_offset: bool
+
+    @property
+    def strip(self) -> int:
+        """Outputs of a strip."""
+        return self.vectors * TILE_ROWS
+
+    @property
+    def has_terms(self) -> bool:
+        """Whether blocks have anything of their own."""
+        return self.has_scale or self.has_offset
+
+    @property
+    def total_chunks(self) -> int:
+        """Chunks of all strips that share a panel's inputs, whose sums are kept."""
+        return max(self.few_strips * FEW_CHUNKS, MANY_STRIPS * self.group_chunks)
+
+    @property
+    def group_chunks(self) -> int:
+        """Chunks whose sums are kept at a time."""
+        return max(GROUP_ROWS // self.rows, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PanelArgs:
+    """A call's rows and where its results go; sizes and addresses."""
+
+    pairs: Any  # of inputs
+    x: Any  # (chunks, x_blocks, rows, TILE_PAIRS) pairs; those too many are zero
+    x_blocks: Any
+    x_sums: Any  # float32 (chunks, blocks, rows), where the format has offsets
+    blocks: Any
+    chunks: Any
+    out: Any  # float32 (chunks * rows, out_stride)
+    out_stride: Any
+
+
+class Panels:
+    """Products strip by strip: a panel of a strip's weights lies in the L1 cache as pairs, and
+    every chunk of rows multiplies with it (Goto and van de Geijn, "Anatomy of High-Performance
+    Matrix Multiplication", 2008).
+
+    Attributes:
+        weights: address of the panel, [pair][output] pairs of bfloat16.
+        terms: address of the blocks' scales and offsets, float32 [block][2][output].
+    """
+
+    def __init__(self, emitter: Emitter, shape: PanelShape) -> None:
+        self.e, self.b, self.shape = emitter, emitter.b, shape
+        block_pairs = min(shape.block_pairs, TILE_PAIRS)
+        self.tiles = Tiles(self.b, shape.rows, shape.vectors, block_pairs)
+        # of few rows the next panel is filled while the tiles are multiplied with the last one
+        self.buffers = 2 if shape.rows <= TILE_ROWS else 1
+        n_weights = shape.pairs * shape.strip
+        n_terms = shape.pairs // shape.block_pairs * 2 * shape.strip
+        self._weight_bytes, self._term_bytes = 4 * n_weights, 4 * n_terms
+        self._all_weights = emitter.reserve(self.buffers * n_weights)
+        self._all_terms = emitter.reserve(self.buffers * n_terms)
+        self.weights, self.terms = self._all_weights, self._all_terms
+        self.block_sums = emitter.reserve(shape.rows * shape.strip)
+        self.totals = emitter.reserve(shape.total_chunks * shape.rows * shape.strip)
+
+    def emit(
+        self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs,
+        fill: Callable[[Any, Any, Any], None], fetch: Callable[[Any, Any, Any, Any], None],
+    ) -> None:  # fmt: skip
+        """The whole kernel.
+
+        Args:
+            counter, claims: as claim_strips takes them.
+            fill: emits what puts pairs first..last of a strip into the panel, and their terms.
+            fetch: emits what asks for part `turn` of `turns` of the strip's panel that begins with
+                pair `first`, of (strip, first, turn, turns).
+        """
+        b, loop, shape = self.b, self.e.loop, self.shape
+        self.is_few = b.icmp_signed("<=", args.chunks, I64(FEW_CHUNKS))
+        strips_in_turn = b.select(self.is_few, I64(shape.few_strips), I64(MANY_STRIPS))
+
+        def claimed(start: Any, stop: Any) -> None:
+            def strips(first: Any, _: list[Any]) -> list[Any]:
+                last = self.e.minimum(b.add(first, strips_in_turn), stop)
+                return loop(
+                    I64(0), args.chunks, shape.group_chunks, [],
+                    lambda chunk, _: self._group(args, fill, fetch, (first, last), chunk),
+                )  # fmt: skip
+
+            loop(start, stop, strips_in_turn, [], strips)
+
+        self.tiles.begin()
+        self.e.claim_strips(counter, *claims, claimed, self.tiles.end)
+
+    def _group(
+        self, args: PanelArgs, fill: Callable[[Any, Any, Any], None],
+        fetch: Callable[[Any, Any, Any, Any], None], strips: tuple[Any, Any], first_chunk: Any,
+    ) -> list[Any]:  # fmt: skip
+        """Some strips times a group of chunks, panel by panel, and in each strip by strip."""
+        b, loop, shape = self.b, self.e.loop, self.shape
+        last_chunk = self.e.minimum(b.add(first_chunk, I64(shape.group_chunks)), args.chunks)
+        n_chunks = b.sub(last_chunk, first_chunk)
+        n_strips = b.sub(strips[1], strips[0])
+        up = b.add(args.pairs, I64(shape.pairs - 1))
+        count = b.mul(b.udiv(up, I64(shape.pairs)), n_strips)
+        steps = I64(shape.pairs // self.tiles.pairs)
+        turns = b.mul(n_chunks, steps)
+
+        def place(number: Any) -> tuple[Any, Any]:
+            """The strip and the first pair of a panel, counted from the first strip's first."""
+            panel = b.udiv(number, n_strips)
+            strip = b.add(strips[0], b.sub(number, b.mul(panel, n_strips)))
+            return strip, b.mul(panel, I64(shape.pairs))
+
+        def enter(number: Any) -> None:
+            """Take the buffers of a panel."""
+            odd = b.and_(number, I64(self.buffers - 1))
+            self.weights = b.add(self._all_weights, b.mul(odd, I64(self._weight_bytes)))
+            self.terms = b.add(self._all_terms, b.mul(odd, I64(self._term_bytes)))
+
+        def filled(number: Any) -> None:
+            strip, first = place(number)
+            enter(number)
+            fill(strip, first, self.e.minimum(b.add(first, I64(shape.pairs)), args.pairs))
+
+        def multiplied(number: Any, later: Any) -> None:
+            strip, first = place(number)
+            enter(number)
+            last = self.e.minimum(b.add(first, I64(shape.pairs)), args.pairs)
+            next_strip, next_first = place(later)
+            # behind the last panel come the next strips
+            is_over = b.icmp_signed(">=", later, count)
+            next_strip = b.select(is_over, b.add(next_strip, n_strips), next_strip)
+            next_first = b.select(is_over, I64(0), next_first)
+
+            def of_chunk(chunk: Any, _: list[Any]) -> list[Any]:
+                before = b.mul(b.sub(chunk, first_chunk), steps)
+                totals = self._totals(strips, strip, first_chunk, chunk, n_chunks)
+                self._multiply(
+                    args, chunk, first, last, totals,
+                    lambda step: fetch(next_strip, next_first, b.add(before, step), turns),
+                )  # fmt: skip
+                return []
+
+            loop(first_chunk, last_chunk, 1, [], of_chunk)
+
+        def panel(number: Any, _: list[Any]) -> list[Any]:
+            if self.buffers == 1:
+                filled(number)
+                multiplied(number, b.add(number, I64(1)))
+                return []
+            with b.if_then(b.icmp_signed("<", number, count)):
+                filled(number)
+            with b.if_then(b.icmp_signed(">", number, I64(0))):
+                multiplied(b.sub(number, I64(1)), b.add(number, I64(1)))
+            return []
+
+        loop(I64(0), b.add(count, I64(self.buffers - 1)), 1, [], panel)
+
+        def written(strip: Any, _: list[Any]) -> list[Any]:
+            def of_chunk(chunk: Any, _: list[Any]) -> list[Any]:
+                at = self._totals(strips, strip, first_chunk, chunk, n_chunks)
+                self._write(args, strip, chunk, at)
+                return []
+
+            return loop(first_chunk, last_chunk, 1, [], of_chunk)
+
+        return loop(*strips, 1, [], written)
+
+    def _totals(
+        self, strips: tuple[Any, Any], strip: Any, first_chunk: Any, chunk: Any, n_chunks: Any
+    ) -> Any:
+        """Address of the sums of a strip and a chunk."""
+        b = self.b
+        number = b.add(b.mul(b.sub(strip, strips[0]), n_chunks), b.sub(chunk, first_chunk))
+        return b.add(self.totals, b.mul(number, I64(4 * self.shape.rows * self.shape.strip)))
+
+    def _multiply(
+        self, args: PanelArgs, chunk: Any, first: Any, last: Any, totals: Any,
+        fetch: Callable[[Any], None],
+    ) -> None:  # fmt: skip
+        """Add a chunk's products with the panel, pairs first..last, to its totals."""
+        b, loop, shape = self.b, self.e.loop, self.shape
+        is_first = b.icmp_signed("==", first, I64(0))
+
+        def step(pair: Any, _: list[Any]) -> list[Any]:
+            fetch(b.udiv(b.sub(pair, first), I64(self.tiles.pairs)))
+            local = b.mul(b.sub(pair, first), I64(4 * shape.strip))
+            self.tiles.multiply(self._x(args, chunk, pair), b.add(self.weights, local))
+            return []
+
+        def block(start: Any, _: list[Any]) -> list[Any]:
+            stop = self.e.minimum(b.add(start, I64(shape.block_pairs)), last)
+            self.tiles.no_sums()
+            loop(start, stop, self.tiles.pairs, [], step)
+            self.tiles.store_sums(self.block_sums)
+            is_first = b.icmp_signed("==", start, I64(0))
+            self._add_block(args, chunk, start, b.sub(start, first), is_first, totals)
+            return []
+
+        if shape.has_terms:
+            loop(first, last, shape.block_pairs, [], block)
+            return
+        with b.if_else(is_first) as (begin, go_on):
+            with begin:
+                self.tiles.no_sums()
+            with go_on:
+                self.tiles.load_sums(totals)
+        loop(first, last, self.tiles.pairs, [], step)
+        self.tiles.store_sums(totals)
+
+    def _x(self, args: PanelArgs, chunk: Any, pair: Any) -> Any:
+        """Address of a chunk's rows from `pair` on."""
+        b = self.b
+        block = b.add(b.mul(chunk, args.x_blocks), b.lshr(pair, I64(4)))
+        within = b.mul(b.and_(pair, I64(TILE_PAIRS - 1)), I64(4))
+        at = b.add(b.mul(block, I64(_ROW_BYTES * self.shape.rows)), within)
+        return b.add(args.x, at)
+
+    def _add_block(
+        self, args: PanelArgs, chunk: Any, pair: Any, local: Any, is_first: Any, totals: Any
+    ) -> None:
+        """Add a block's sums, times their scale, and its offset times the sum of X's inputs."""
+        b, e, shape = self.b, self.e, self.shape
+        number = b.udiv(local, I64(shape.block_pairs))
+        terms = b.add(self.terms, b.mul(number, I64(4 * 2 * shape.strip)))
+        block = b.add(b.mul(chunk, args.blocks), b.udiv(pair, I64(shape.block_pairs)))
+        x_sums = b.mul(block, I64(shape.rows))
+        scales = [e.load(terms, I64(v * TILE_ROWS), e.vector) for v in range(shape.vectors)]
+        offsets = [
+            e.load(terms, I64(shape.strip + v * TILE_ROWS), e.vector) for v in range(shape.vectors)
+        ]
+        for m in range(shape.rows):
+            for v in range(shape.vectors):
+                place = I64(m * shape.strip + v * TILE_ROWS)
+                sums = e.load(self.block_sums, place, e.vector)
+                total = b.select(is_first, e.constant(0.0), e.load(totals, place, e.vector))
+                scaled = shape.has_scale
+                total = e.fma(scales[v], sums, total) if scaled else b.fadd(total, sums)
+                if shape.has_offset:
+                    x_sum = e.load(args.x_sums, b.add(x_sums, I64(m)), F32)
+                    total = e.fma(offsets[v], e.splat(x_sum, e.lanes), total)
+                e.store(total, totals, place)
+
+    def _write(self, args: PanelArgs, strip: Any, chunk: Any, totals: Any) -> None:
+        """Put a chunk's totals to their place in OUT."""
+        b, e, shape = self.b, self.e, self.shape
+        column = b.mul(strip, I64(shape.strip))
+        for m in range(shape.rows):
+            row = b.add(b.mul(chunk, I64(shape.rows)), I64(m))
+            at = b.add(b.mul(row, args.out_stride), column)
+            for v in range(shape.vectors):
+                place = I64(m * shape.strip + v * TILE_ROWS)
+                value = e.load(totals, place, e.vector)
+                e.store(value, args.out, b.add(at, I64(v * TILE_ROWS)))
