@@ -15,6 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, build_module
+from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
 # Positions in the int64 argument array; rows lie one behind the other
 COUNTER, SOURCE, ROWS, INPUTS, ORDER, ITEMS, SUMS, CHUNKS = range(8)
@@ -29,6 +30,7 @@ class ArrangeSpec:
     unit: int  # inputs that have an order
     block: int  # inputs of a sum, a power of two; 0 where none are needed
     lanes: int
+    tiles: bool = False  # TILE_PAIRS items of a row lie side by side
 
     @property
     def per_item(self) -> int:
@@ -71,6 +73,11 @@ class Arrange(Emitter):
 
             def item(i: Any, _: list[Any]) -> list[Any]:
                 place = b.add(b.mul(b.add(b.mul(number, n_items), i), I64(spec.rows)), m)
+                if spec.tiles:
+                    n_tiles = b.udiv(n_items, I64(TILE_PAIRS))
+                    tile = b.add(b.mul(number, n_tiles), b.udiv(i, I64(TILE_PAIRS)))
+                    line = b.add(b.mul(tile, I64(spec.rows)), m)
+                    place = b.add(b.mul(line, I64(TILE_PAIRS)), b.urem(i, I64(TILE_PAIRS)))
                 word = b.select(is_there, self.item(first, i), I32(0))
                 self.store(word, self.items_at, place)
                 return []
@@ -147,7 +154,7 @@ def build_arrange(spec: ArrangeSpec, name: str) -> str:
 PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_ROWS, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = (
     range(7)
 )
-BLOCK_INPUTS = 32  # 16 pairs of a row lie side by side
+BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side
 
 
 class ArrangePairs(Emitter):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_linear, cpu_team
+from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_team
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_products import product
 from specexec_kernels.cpu_rows_ir import build_rows
@@ -31,6 +31,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
+from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.formats.base import RowFormat, RowWeight, has_halves
 
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
@@ -84,10 +85,19 @@ class Rows:
 
     def spec(self, rows: int, weight: RowWeight) -> RowSpec:
         lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
-        few = rows <= _FEW[-1]
+        dot, tiles = self.dtype == torch.bfloat16, self._uses_tiles(weight)
+        few = rows <= _FEW[-1] and not tiles
         vectors = 1 if few or weight.out_features < 2 * lanes else 2
-        dot, size = self.dtype == torch.bfloat16, chunk_rows(rows)
-        return RowSpec(weight.format, dot, size, vectors, lanes, few, byte_tables)
+        size = cpu_dot.tile_rows(rows) if tiles else chunk_rows(rows)
+        return RowSpec(weight.format, dot, size, vectors, lanes, few, tiles, byte_tables)
+
+    def _uses_tiles(self, weight: RowWeight) -> bool:
+        """Whether rows are multiplied in tiles, however many they are; see cpu_tiles_ir."""
+        if self.dtype != torch.bfloat16 or not cpu_jit.has_tiles():
+            return False
+        tile = 2 * TILE_PAIRS  # inputs; blocks are whole tiles, or parts that divide one
+        fits = weight.format.block % tile == 0 or tile % weight.format.block == 0
+        return fits and weight.in_features % tile == 0
 
     def kernel(self, spec: RowSpec, weight: RowWeight) -> Any:
         return _kernel(spec)
@@ -107,7 +117,7 @@ class Rows:
 
     def sums(self, chunks: int, spec: RowSpec, weight: RowWeight) -> Tensor:
         # few rows are stored, sums of others are added to
-        make = torch.empty if spec.few else torch.zeros
+        make = torch.empty if spec.few or spec.tiles else torch.zeros
         return make(chunks, spec.rows, self._strips(spec, weight) * spec.strip)
 
     def arguments(self, spec: RowSpec, weight: RowWeight) -> list[int]:
@@ -147,7 +157,7 @@ class Rows:
         return -(-weight.out_features // spec.strip)
 
     def _at_once(self, spec: RowSpec, weight: RowWeight) -> int:
-        return cpu_team.strips_at_once(self._strips(spec, weight)) if spec.few else 1
+        return cpu_team.strips_at_once(self._strips(spec, weight)) if spec.few or spec.tiles else 1
 
 
 _PAIRS, _SINGLE = Rows(torch.bfloat16), Rows(torch.float32)
@@ -183,6 +193,6 @@ def _arrange(spec: RowSpec) -> tuple[Any, Tensor, int]:
     fmt = spec.format
     block = fmt.block if fmt.has_offset else 0
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
-    arranged = ArrangeSpec(spec.dot, spec.rows, fmt.unit, block, spec.lanes)
+    arranged = ArrangeSpec(spec.dot, spec.rows, fmt.unit, block, spec.lanes, spec.tiles)
     kernel = cpu_jit.compiled("arrange", arranged, partial(build_arrange, arranged))
     return kernel, torch.tensor(fmt.order, dtype=torch.int32), block

@@ -37,6 +37,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
+from specexec_kernels.cpu_tiles_ir import TILE_PAIRS, PanelArgs, Panels, PanelShape
 
 UNROLL = 4  # items per turn of the multiplying loop
 
@@ -55,6 +56,9 @@ class RowProducts(Lanes):
         inputs = self.b.mul(self.units, I64(spec.format.unit))
         up = self.b.add(inputs, I64(spec.format.block - 1))
         self.blocks = self.b.udiv(up, I64(spec.format.block))
+        if spec.tiles:
+            self.panels = Panels(self, self.panel_shape())
+            return
         if spec.dot:
             pairs = ir.VectorType(Bfloat(), 2 * self.lanes)
             dot = ir.FunctionType(self.vector, [self.vector, pairs, pairs])
@@ -68,20 +72,52 @@ class RowProducts(Lanes):
     def emit(self) -> None:
         """Claim strips until none is left."""
         b, spec = self.b, self.spec
+        counter = self.ptr(self.base, I64(COUNTER), 8)
+        claims = I64(0), self.strips, self.argument(AT_ONCE)
+        if spec.tiles:
+            self.panels.emit(counter, claims, self.panel_args(), self.fill_panel)
+            return
 
         def one(strip: Any, _: list[Any]) -> list[Any]:
-            # the last strip is moved back to end at the edge; it has columns of OUT of its own
-            limit = b.sub(self.outputs, I64(spec.strip))
-            output = self.minimum(b.mul(strip, I64(spec.strip)), limit)
             column = b.mul(strip, I64(spec.strip))
-            (self.few if spec.few else self.many)(output, column)
+            (self.few if spec.few else self.many)(self.first_output(strip), column)
             return []
 
         def work(start: Any, stop: Any) -> None:
             self.loop(start, stop, 1, [], one)
 
-        counter = self.ptr(self.base, I64(COUNTER), 8)
-        self.claim_strips(counter, I64(0), self.strips, self.argument(AT_ONCE), work)
+        self.claim_strips(counter, *claims, work)
+
+    def first_output(self, strip: Any) -> Any:
+        """The output where a strip begins: the last one is moved back to end at the edge. In OUT it
+        has columns of its own."""
+        limit = self.b.sub(self.outputs, I64(self.spec.strip))
+        return self.minimum(self.b.mul(strip, I64(self.spec.strip)), limit)
+
+    def panel_shape(self) -> PanelShape:
+        """What is kept in the caches where products are made in tiles."""
+        spec, fmt = self.spec, self.spec.format
+        return PanelShape(
+            rows=spec.rows, vectors=spec.vectors, pairs=spec.tile_units * self.unit_items,
+            block_pairs=self.block_items, few_strips=1, has_scale=fmt.has_scale,
+            has_offset=fmt.has_offset,
+        )  # fmt: skip
+
+    def panel_args(self) -> PanelArgs:
+        """The arguments as panels take them."""
+        return PanelArgs(
+            pairs=self.items, x=self.x, x_blocks=self.b.udiv(self.items, I64(TILE_PAIRS)),
+            x_sums=self.x_sums, blocks=self.blocks, chunks=self.chunks, out=self.out,
+            out_stride=self.b.mul(self.strips, I64(self.spec.strip)),
+        )  # fmt: skip
+
+    def fill_panel(self, strip: Any, first: Any, last: Any) -> None:
+        """Put pairs first..last of a strip into the panel, and their terms."""
+        b, output = self.b, self.first_output(strip)
+        self.tile, self.tile_terms = self.panels.weights, self.panels.terms
+        first, last = (b.udiv(end, I64(self.unit_items)) for end in (first, last))
+        self.loop(I64(0), I64(self.spec.vectors), 1, [],
+                  lambda v, _: self.fill(output, v, first, last))  # fmt: skip
 
     def weight_items(self) -> Iterator[Any]:
         """The items of the unit that `unit` and `row` name."""

@@ -40,6 +40,7 @@ class RowSpec:
     vectors: int  # of outputs in a strip
     lanes: int
     few: bool  # one chunk, multiplied from the registers
+    tiles: bool = False  # pairs are multiplied in tiles, see cpu_tiles_ir
     byte_tables: bool = False  # whether the CPU looks bytes up in tables of 128 (AVX512-VBMI)
 
     @property

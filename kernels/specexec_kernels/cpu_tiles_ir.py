@@ -204,7 +204,8 @@ class Panels:
 
     def emit(
         self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs,
-        fill: Callable[[Any, Any, Any], None], fetch: Callable[[Any, Any, Any, Any], None],
+        fill: Callable[[Any, Any, Any], None],
+        fetch: Callable[[Any, Any, Any, Any], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         """The whole kernel.
 
