@@ -34,6 +34,7 @@ from specexec_kernels.cpu_rows_lanes import (
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.formats.base import RowFormat, RowWeight, has_halves
 
+_NARROW_ROWS = 64  # in tiles: a pass of so many waits for memory, and narrow strips are read faster
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers
 # Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
 _MANY = (1, 2, 4, 8, 10, 13)
@@ -87,7 +88,8 @@ class Rows:
         lanes, byte_tables = cpu_jit.lanes(), bool(cpu_jit.features().get("avx512vbmi"))
         dot, tiles = self.dtype == torch.bfloat16, self._uses_tiles(weight)
         few = rows <= _FEW[-1] and not tiles
-        vectors = 1 if few or weight.out_features < 2 * lanes else 2
+        narrow = few or (tiles and rows <= _NARROW_ROWS) or weight.out_features < 2 * lanes
+        vectors = 1 if narrow else 2
         size = cpu_dot.tile_rows(rows) if tiles else chunk_rows(rows)
         return RowSpec(weight.format, dot, size, vectors, lanes, few, tiles, byte_tables)
 

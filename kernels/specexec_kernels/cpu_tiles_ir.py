@@ -31,6 +31,7 @@ _ROW_BYTES = 64
 _CONFIG_BYTES = 64
 _PALETTE = 1
 _WIDTHS_AT, _HEIGHTS_AT = 16, 48  # in the configuration: 16 bits and 8 bits a tile
+_MOST_TOTALS = 16  # that stay in vector registers through a panel
 _SUMS, _X, _WEIGHTS = 0, 4, 6  # first registers: two tiles of rows times two of outputs
 
 
@@ -329,17 +330,34 @@ class Panels:
             self.tiles.multiply(self._x(args, chunk, pair), b.add(self.weights, local))
             return []
 
-        def block(start: Any, _: list[Any]) -> list[Any]:
+        def block_sums(start: Any) -> Callable[[int, Any], Any]:
             stop = self.e.minimum(b.add(start, I64(shape.block_pairs)), last)
             self.tiles.no_sums()
             loop(start, stop, self.tiles.pairs, [], step)
             self.tiles.store_sums(self.block_sums)
-            is_first = b.icmp_signed("==", start, I64(0))
-            self._add_block(args, chunk, start, b.sub(start, first), is_first, totals)
+            return self._adder(args, chunk, start, b.sub(start, first))
+
+        n_totals = shape.rows * shape.vectors
+        load, store = self._access(totals)
+
+        def block(start: Any, found: list[Any]) -> list[Any]:
+            add = block_sums(start)
+            return [add(i, total) for i, total in enumerate(found)]
+
+        def block_in_memory(start: Any, _: list[Any]) -> list[Any]:
+            add, is_first = block_sums(start), b.icmp_signed("==", start, I64(0))
+            for i in range(n_totals):
+                store(i, add(i, load(i, is_first)))
             return []
 
+        if shape.has_terms and n_totals <= _MOST_TOTALS:
+            found = [load(i, is_first) for i in range(n_totals)]
+            found = loop(first, last, shape.block_pairs, found, block)
+            for i, total in enumerate(found):
+                store(i, total)
+            return
         if shape.has_terms:
-            loop(first, last, shape.block_pairs, [], block)
+            loop(first, last, shape.block_pairs, [], block_in_memory)
             return
         with b.if_else(is_first) as (begin, go_on):
             with begin:
@@ -357,30 +375,49 @@ class Panels:
         at = b.add(b.mul(block, I64(_ROW_BYTES * self.shape.rows)), within)
         return b.add(args.x, at)
 
-    def _add_block(
-        self, args: PanelArgs, chunk: Any, pair: Any, local: Any, is_first: Any, totals: Any
-    ) -> None:
-        """Add a block's sums, times their scale, and its offset times the sum of X's inputs."""
+    def _place(self, number: int) -> Any:
+        """Where sum `number` of a chunk is, [row][vector]."""
+        return I64(number * TILE_ROWS)
+
+    def _access(self, totals: Any) -> tuple[Callable[[int, Any], Any], Callable[[int, Any], None]]:
+        """What loads a total by its number, zero where it is the first time, and what stores it."""
+        b, e = self.b, self.e
+
+        def load(number: int, is_first: Any) -> Any:
+            found = e.load(totals, self._place(number), e.vector)
+            return b.select(is_first, e.constant(0.0), found)
+
+        def store(number: int, total: Any) -> None:
+            e.store(total, totals, self._place(number))
+
+        return load, store
+
+    def _adder(
+        self, args: PanelArgs, chunk: Any, pair: Any, local: Any
+    ) -> Callable[[int, Any], Any]:
+        """What adds a block's sum, times its scale, and its offset times the sum of X's inputs to
+        the total of a number."""
         b, e, shape = self.b, self.e, self.shape
         number = b.udiv(local, I64(shape.block_pairs))
         terms = b.add(self.terms, b.mul(number, I64(4 * 2 * shape.strip)))
         block = b.add(b.mul(chunk, args.blocks), b.udiv(pair, I64(shape.block_pairs)))
         x_sums = b.mul(block, I64(shape.rows))
-        scales = [e.load(terms, I64(v * TILE_ROWS), e.vector) for v in range(shape.vectors)]
-        offsets = [
-            e.load(terms, I64(shape.strip + v * TILE_ROWS), e.vector) for v in range(shape.vectors)
-        ]
-        for m in range(shape.rows):
-            for v in range(shape.vectors):
-                place = I64(m * shape.strip + v * TILE_ROWS)
-                sums = e.load(self.block_sums, place, e.vector)
-                total = b.select(is_first, e.constant(0.0), e.load(totals, place, e.vector))
-                scaled = shape.has_scale
-                total = e.fma(scales[v], sums, total) if scaled else b.fadd(total, sums)
-                if shape.has_offset:
-                    x_sum = e.load(args.x_sums, b.add(x_sums, I64(m)), F32)
-                    total = e.fma(offsets[v], e.splat(x_sum, e.lanes), total)
-                e.store(total, totals, place)
+        scales, offsets = (
+            [e.load(terms, I64(at + v * TILE_ROWS), e.vector) for v in range(shape.vectors)]
+            for at in (0, shape.strip)
+        )
+
+        def add(number: int, total: Any) -> Any:
+            row, v = divmod(number, shape.vectors)
+            sums = e.load(self.block_sums, self._place(number), e.vector)
+            scaled = shape.has_scale
+            total = e.fma(scales[v], sums, total) if scaled else b.fadd(total, sums)
+            if not shape.has_offset:
+                return total
+            x_sum = e.splat(e.load(args.x_sums, b.add(x_sums, I64(row)), F32), e.lanes)
+            return e.fma(offsets[v], x_sum, total)
+
+        return add
 
     def _write(self, args: PanelArgs, strip: Any, chunk: Any, totals: Any) -> None:
         """Put a chunk's totals to their place in OUT."""
@@ -390,6 +427,6 @@ class Panels:
             row = b.add(b.mul(chunk, I64(shape.rows)), I64(m))
             at = b.add(b.mul(row, args.out_stride), column)
             for v in range(shape.vectors):
-                place = I64(m * shape.strip + v * TILE_ROWS)
+                place = self._place(m * shape.vectors + v)
                 value = e.load(totals, place, e.vector)
                 e.store(value, args.out, b.add(at, I64(v * TILE_ROWS)))
