@@ -154,6 +154,8 @@ def choices(device: torch.device) -> dict[str, str]:
     if device.type == "cpu":
         vectors = f"{32 * cpu_jit.lanes()}-bit vectors"
         pairs = ", bfloat16 by pairs" if cpu_jit.has_dot() else ""
+        if cpu_jit.has_tiles():
+            pairs = ", bfloat16 in tiles"
         return {
             "quantized linears": f"LLVM-compiled, {vectors}{pairs}"
             + _unpacked(each.name for each in GGUF_FORMATS.values() if not each.compiled),

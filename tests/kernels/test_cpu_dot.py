@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 from packed import FORMATS, random_weight
-from specexec_kernels import cpu_dot, cpu_jit
+from specexec_kernels import cpu_dot, cpu_jit, cpu_quant
 from specexec_kernels.cpu_dot_packed_ir import build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredSpec, build_stored
 from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.packing import PackedFormat, PackedWeight
 from torch import Tensor
 
+needs_tiles = pytest.mark.skipif(not cpu_jit.has_tiles(), reason="no tiles of bfloat16")
 needs_dot = pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
 V1_4BIT = PackedFormat(4, stored_minus_one=True)
 # one strip and one unit; less than a block; several blocks, the last shorter
@@ -132,8 +133,52 @@ def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not cpu_dot.supports(quantized)
 
 
-def test_the_code_is_made_on_any_machine() -> None:
+@needs_tiles
+def test_tiles_sum_first_and_second_inputs_apart() -> None:
+    """By the definition of the instruction, bit for bit; see cpu_tiles_ir."""
+    x, weight = rows_of(3, 96), stored(32, 96)
+    products = x.float()[:, None] * weight.float()[None]  # exact: 8 bits times 8 bits
+    found = torch.zeros(3, 32)
+    for tile in products.split(32, dim=-1):
+        apart = [torch.zeros(3, 32), torch.zeros(3, 32)]
+        for number, one in enumerate(tile.unbind(-1)):
+            apart[number % 2] = apart[number % 2] + one
+        found = found + (apart[0] + apart[1])
+    assert torch.equal(cpu_dot.matmul(x, weight), found)
+
+
+@needs_tiles
+def test_a_library_finds_its_tiles_as_it_left_them() -> None:
+    """oneDNN multiplies in tiles of other shapes, before and after our kernels."""
+    x, weight = rows_of(40, 512), stored(512, 512)
+    library, own = torch.nn.functional.linear(x, weight), cpu_dot.matmul(x, weight)
+    for rows in (1, 3, 40):
+        assert torch.equal(cpu_dot.matmul(x[:rows], weight), own[:rows])
+        assert torch.equal(torch.nn.functional.linear(x, weight), library)
+
+
+def test_products_in_tiles_compile_on_any_x86() -> None:
+    cpu_jit.llvm.initialize_all_targets()
+    cpu_jit.llvm.initialize_all_asmprinters()
+    target = cpu_jit.llvm.Target.from_triple("x86_64-unknown-linux-gnu")
+    machine = target.create_target_machine(cpu="sapphirerapids", opt=3)
+    weight = packed(V1_4BIT, 128, 128, 32)
+    for rows in (1, 16, 32):
+        spec = cpu_quant.spec_for("tiles", weight, rows, 2)
+        texts = (
+            build_packed(replace(spec, lanes=16, awq_rows=8), 32, "kernel"),
+            build_stored(StoredSpec(rows, 2, "tiles"), "kernel"),
+        )
+        for text in texts:
+            module = cpu_jit.llvm.parse_assembly(text)
+            module.verify()
+            n_products = 4 if rows > 16 else 2
+            assert machine.emit_assembly(module).count("\ttdpbf16ps\t") == n_products
+
+
+def test_the_code_is_made_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instruction nothing is run, but the text is valid."""
+    monkeypatch.setattr(cpu_jit, "has_tiles", lambda: False)
     weight = packed(V1_4BIT, 128, 128, 32)
     for rows in (1, 20):
         spec = replace(cpu_dot.packed_spec(rows, weight), lanes=16)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from llvmlite import binding as llvm
 from row_packed import FORMATS
-from specexec_kernels import cpu_half_ir, cpu_ir, cpu_rows_ir, cpu_rows_lanes
+from specexec_kernels import cpu_half_ir, cpu_ir, cpu_jit, cpu_rows_ir, cpu_rows_lanes
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Mode
 
 HERE = Path(__file__).parent
@@ -45,6 +45,18 @@ def test_the_avx2_form_on_any_x86() -> None:
         # heads of 128 do; what no kernel does is the same; 8 lanes are this CPU's own now
         "-k", "not 256 and not unpacking and not narrower",
         without="avx512,amx",
+    )  # fmt: skip
+    assert " passed" in said
+
+
+@pytest.mark.skipif(not cpu_jit.has_tiles(), reason="no tiles of bfloat16")
+def test_the_pairs_of_a_cpu_without_tiles() -> None:
+    """As on a CPU with AVX512-BF16 and without AMX: the same tests, by vdpbf16ps."""
+    tests = [str(HERE / name) for name in ("test_cpu_dot.py", "test_row_formats.py")]
+    said = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
+        # every form of weights, and that a row's bits are its own
+        "-k", "test_cpu_dot or bit or fill", without="amx",
     )  # fmt: skip
     assert " passed" in said
 
