@@ -18,11 +18,12 @@ from torch import Tensor
 from specexec_kernels import cpu_jit, cpu_quant, cpu_team
 from specexec_kernels.cpu_arrange_ir import build_pairs
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
-from specexec_kernels.cpu_dot_packed_ir import build_packed
+from specexec_kernels.cpu_dot_packed_ir import MOST_TOTALS, build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec
 from specexec_kernels.cpu_products import product
+from specexec_kernels.cpu_tiles_ir import TILE_ROWS
 from specexec_kernels.packing import PackedWeight
 
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
@@ -138,7 +139,18 @@ class Packed(cpu_quant.Packed):
         values[PackedArg.OUT_STRIDE] = cpu_quant.strip_count(spec, weight) * spec.strip
         values[PackedArg.X_BLOCKS] = _x_blocks(weight.in_features)
         values[PackedArg.GROUP_UNITS] = weight.group_size // spec.unit_codes
+        values[PackedArg.STRIPS_AT_ONCE] = self._at_once(spec, weight)
         return values
+
+    def tiles(self, spec: KernelSpec, weight: PackedWeight) -> int:
+        return -(-cpu_quant.strip_count(spec, weight) // self._at_once(spec, weight))
+
+    @staticmethod
+    def _at_once(spec: KernelSpec, weight: PackedWeight) -> int:
+        strips = cpu_quant.strip_count(spec, weight)
+        if spec.mode == "tiles" and spec.rows <= TILE_ROWS:
+            return cpu_team.strips_at_once(strips, MOST_TOTALS)
+        return cpu_team.strips_at_once(strips)
 
     def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
         return cpu_quant.in_order(sums.view(-1, sums.shape[-1]), spec, weight)

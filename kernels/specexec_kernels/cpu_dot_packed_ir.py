@@ -11,9 +11,11 @@ from specexec_kernels.cpu_dot_ir import LANES, Products
 from specexec_kernels.cpu_ir_emit import I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
-from specexec_kernels.cpu_tiles_ir import PanelShape
+from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
 
-FEW_STRIPS = 16  # of a claim, whose words lie side by side; see cpu_team
+# Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows take
+# whole claims, since long parts of a row of words are read faster; few rows ahead are enough then.
+MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 4
 
 
 class PackedDot(Products, Unpacker):
@@ -25,6 +27,8 @@ class PackedDot(Products, Unpacker):
         self.unit_pairs = spec.unit_codes // 2
         self.block_units = block // spec.unit_codes
         self.begin(self.arg, PackedArg)
+        if spec.mode == "tiles" and spec.rows <= TILE_ROWS:
+            self.prefetch_rows = _WIDE_PREFETCH_ROWS
         if spec.mode == "many":
             self.reserve_block()
         permute = ir.FunctionType(self.shorts, [self.shorts, self.shorts])
@@ -42,7 +46,7 @@ class PackedDot(Products, Unpacker):
         pairs = self.block_units * self.unit_pairs
         return PanelShape(
             rows=self.spec.rows, vectors=self.spec.vectors, pairs=pairs, block_pairs=pairs,
-            few_strips=FEW_STRIPS, has_scale=True, has_offset=False,
+            few_totals=MOST_TOTALS, has_scale=True, has_offset=False,
         )  # fmt: skip
 
     def fill_panel(self, strip: Any, first: Any, last: Any) -> None:

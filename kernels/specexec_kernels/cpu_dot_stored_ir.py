@@ -121,7 +121,7 @@ class StoredDot(Products):
         pairs = STORED_BLOCK // 2
         return PanelShape(
             rows=self.spec.rows, vectors=self.spec.vectors, pairs=pairs, block_pairs=pairs,
-            few_strips=1, has_scale=False, has_offset=False,
+            few_totals=1, has_scale=False, has_offset=False,
         )  # fmt: skip
 
     def add_block(self, before: Any, sums: Any, vector: int) -> Any:

@@ -149,6 +149,10 @@ class Emitter:
         """Smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", left, right), left, right)
 
+    def maximum(self, left: Any, right: Any) -> Any:
+        """Larger of two signed integers."""
+        return self.b.select(self.b.icmp_signed(">", left, right), left, right)
+
     def transpose(self, rows: list[Any]) -> list[Any]:
         """n vectors of words, a power of two up to the lanes: every n x n words are transposed.
 

@@ -91,6 +91,7 @@ class Unpacker(Emitter):
     def __init__(self, spec: KernelSpec, function: ir.Function) -> None:
         super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
         self.spec = spec
+        self.prefetch_rows = PREFETCH_ROWS
         self.base = self.b.ptrtoint(function.args[0], I64)
         self.arg = {a: self.load(self.base, I64(a), I64, 8) for a in Arg}
 
@@ -201,7 +202,7 @@ class Unpacker(Emitter):
         for i in range(spec.unit_words):
             row = b.add(b.mul(unit, I64(spec.unit_words)), I64(i))
             at = b.add(b.mul(row, stride), column)
-            later = b.add(at, b.mul(I64(PREFETCH_ROWS), stride))
+            later = b.add(at, b.mul(I64(self.prefetch_rows), stride))
             for line in range(0, width, 16):
                 self.prefetch(weight, b.add(later, I64(line)))
             if spec.awq:

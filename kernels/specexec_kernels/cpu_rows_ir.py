@@ -99,7 +99,7 @@ class RowProducts(Lanes):
         spec, fmt = self.spec, self.spec.format
         return PanelShape(
             rows=spec.rows, vectors=spec.vectors, pairs=spec.tile_units * self.unit_items,
-            block_pairs=self.block_items, few_strips=1, has_scale=fmt.has_scale,
+            block_pairs=self.block_items, few_totals=1, has_scale=fmt.has_scale,
             has_offset=fmt.has_offset,
         )  # fmt: skip
 

@@ -89,10 +89,14 @@ def _run_in_pool(kernel: Any, address: int, threads: int) -> None:
         helper.result()
 
 
-def strips_at_once(strips: int) -> int:
-    """How many strips a thread claims: few enough that all threads have equal shares."""
+def strips_at_once(strips: int, most: int = _MOST_STRIPS_AT_ONCE) -> int:
+    """How many strips a thread claims: few enough that all threads have equal shares.
+
+    Args:
+        most: of one claim.
+    """
     threads = torch.get_num_threads()
-    rounds = -(-strips // (_MOST_STRIPS_AT_ONCE * threads))
+    rounds = -(-strips // (most * threads))
     return max(-(-strips // (rounds * threads)), 1) if strips else 1
 
 

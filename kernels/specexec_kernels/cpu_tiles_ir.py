@@ -34,6 +34,11 @@ _WIDTHS_AT, _HEIGHTS_AT = 16, 48  # in the configuration: 16 bits and 8 bits a t
 _MOST_TOTALS = 16  # that stay in vector registers through a panel
 _SUMS, _X, _WEIGHTS = 0, 4, 6  # first registers: two tiles of rows times two of outputs
 
+# Of a strip and the pairs first..last of its panel
+Fill = Callable[[Any, Any, Any], None]
+# Of a strip, the first pair of its panel, and which part of how many
+Fetch = Callable[[Any, Any, Any, Any], None]
+
 
 class Tiles:
     """The instructions: products of up to 32 rows with two vectors of outputs."""
@@ -139,7 +144,7 @@ class PanelShape:
     vectors: int  # of outputs in a strip
     pairs: int  # of inputs in a panel of a strip's weights
     block_pairs: int  # that have a scale of their own; divides `pairs`
-    few_strips: int  # that are multiplied with a panel's inputs in turn, of few chunks
+    few_totals: int  # of few chunks: sums of so many chunks and strips are kept at a time
     has_scale: bool
     has_offset: bool
 
@@ -154,9 +159,9 @@ class PanelShape:
         return self.has_scale or self.has_offset
 
     @property
-    def total_chunks(self) -> int:
-        """Chunks of all strips that share a panel's inputs, whose sums are kept."""
-        return max(self.few_strips * FEW_CHUNKS, MANY_STRIPS * self.group_chunks)
+    def n_totals(self) -> int:
+        """Of chunks and strips whose sums are kept at a time."""
+        return max(self.few_totals, FEW_CHUNKS, MANY_STRIPS * self.group_chunks)
 
     @property
     def group_chunks(self) -> int:
@@ -192,33 +197,28 @@ class Panels:
         self.e, self.b, self.shape = emitter, emitter.b, shape
         block_pairs = min(shape.block_pairs, TILE_PAIRS)
         self.tiles = Tiles(self.b, shape.rows, shape.vectors, block_pairs)
-        # of few rows the next panel is filled while the tiles are multiplied with the last one
-        self.buffers = 2 if shape.rows <= TILE_ROWS else 1
-        n_weights = shape.pairs * shape.strip
-        n_terms = shape.pairs // shape.block_pairs * 2 * shape.strip
-        self._weight_bytes, self._term_bytes = 4 * n_weights, 4 * n_terms
-        self._all_weights = emitter.reserve(self.buffers * n_weights)
-        self._all_terms = emitter.reserve(self.buffers * n_terms)
-        self.weights, self.terms = self._all_weights, self._all_terms
+        self.weights = emitter.reserve(shape.pairs * shape.strip)
+        self.terms = emitter.reserve(shape.pairs // shape.block_pairs * 2 * shape.strip)
         self.block_sums = emitter.reserve(shape.rows * shape.strip)
-        self.totals = emitter.reserve(shape.total_chunks * shape.rows * shape.strip)
+        self.totals = emitter.reserve(shape.n_totals * shape.rows * shape.strip)
 
     def emit(
-        self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs,
-        fill: Callable[[Any, Any, Any], None],
-        fetch: Callable[[Any, Any, Any, Any], None] = lambda *_: None,
+        self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs, fill: Fill,
+        fetch: Fetch = lambda *_: None,
     ) -> None:  # fmt: skip
         """The whole kernel.
 
         Args:
             counter, claims: as claim_strips takes them.
-            fill: emits what puts pairs first..last of a strip into the panel, and their terms.
-            fetch: emits what asks for part `turn` of `turns` of the strip's panel that begins with
-                pair `first`, of (strip, first, turn, turns).
+            fill: emits what puts weights into the panel, and their terms.
+            fetch: emits what asks for weights that come next.
         """
         b, loop, shape = self.b, self.e.loop, self.shape
-        self.is_few = b.icmp_signed("<=", args.chunks, I64(FEW_CHUNKS))
-        strips_in_turn = b.select(self.is_few, I64(shape.few_strips), I64(MANY_STRIPS))
+        is_few = b.icmp_signed("<=", args.chunks, I64(FEW_CHUNKS))
+        few = self.e.maximum(
+            b.udiv(I64(shape.few_totals), self.e.maximum(args.chunks, I64(1))), I64(1)
+        )
+        strips_in_turn = b.select(is_few, few, I64(MANY_STRIPS))
 
         def claimed(start: Any, stop: Any) -> None:
             def strips(first: Any, _: list[Any]) -> list[Any]:
@@ -234,87 +234,63 @@ class Panels:
         self.e.claim_strips(counter, *claims, claimed, self.tiles.end)
 
     def _group(
-        self, args: PanelArgs, fill: Callable[[Any, Any, Any], None],
-        fetch: Callable[[Any, Any, Any, Any], None], strips: tuple[Any, Any], first_chunk: Any,
-    ) -> list[Any]:  # fmt: skip
-        """Some strips times a group of chunks, panel by panel, and in each strip by strip."""
+        self, args: PanelArgs, fill: Fill, fetch: Fetch, strips: tuple[Any, Any], first_chunk: Any
+    ) -> list[Any]:
+        """Some strips times a group of chunks: panel by panel, and in each strip by strip."""
         b, loop, shape = self.b, self.e.loop, self.shape
         last_chunk = self.e.minimum(b.add(first_chunk, I64(shape.group_chunks)), args.chunks)
         n_chunks = b.sub(last_chunk, first_chunk)
-        n_strips = b.sub(strips[1], strips[0])
-        up = b.add(args.pairs, I64(shape.pairs - 1))
-        count = b.mul(b.udiv(up, I64(shape.pairs)), n_strips)
         steps = I64(shape.pairs // self.tiles.pairs)
         turns = b.mul(n_chunks, steps)
 
-        def place(number: Any) -> tuple[Any, Any]:
-            """The strip and the first pair of a panel, counted from the first strip's first."""
-            panel = b.udiv(number, n_strips)
-            strip = b.add(strips[0], b.sub(number, b.mul(panel, n_strips)))
-            return strip, b.mul(panel, I64(shape.pairs))
+        def each_chunk(strip: Any, work: Callable[[Any, Any], None]) -> list[Any]:
+            """Do something with a strip's chunks and the addresses of their totals."""
+            before = b.mul(b.sub(strip, strips[0]), n_chunks)
 
-        def enter(number: Any) -> None:
-            """Take the buffers of a panel."""
-            odd = b.and_(number, I64(self.buffers - 1))
-            self.weights = b.add(self._all_weights, b.mul(odd, I64(self._weight_bytes)))
-            self.terms = b.add(self._all_terms, b.mul(odd, I64(self._term_bytes)))
+            def one(chunk: Any, _: list[Any]) -> list[Any]:
+                number = b.add(before, b.sub(chunk, first_chunk))
+                at = b.mul(number, I64(4 * shape.rows * shape.strip))
+                work(chunk, b.add(self.totals, at))
+                return []
 
-        def filled(number: Any) -> None:
-            strip, first = place(number)
-            enter(number)
-            fill(strip, first, self.e.minimum(b.add(first, I64(shape.pairs)), args.pairs))
+            return loop(first_chunk, last_chunk, 1, [], one)
 
-        def multiplied(number: Any, later: Any) -> None:
-            strip, first = place(number)
-            enter(number)
+        def panel(first: Any, _: list[Any]) -> list[Any]:
             last = self.e.minimum(b.add(first, I64(shape.pairs)), args.pairs)
-            next_strip, next_first = place(later)
-            # behind the last panel come the next strips
-            is_over = b.icmp_signed(">=", later, count)
-            next_strip = b.select(is_over, b.add(next_strip, n_strips), next_strip)
-            next_first = b.select(is_over, I64(0), next_first)
 
-            def of_chunk(chunk: Any, _: list[Any]) -> list[Any]:
-                before = b.mul(b.sub(chunk, first_chunk), steps)
-                totals = self._totals(strips, strip, first_chunk, chunk, n_chunks)
-                self._multiply(
-                    args, chunk, first, last, totals,
-                    lambda step: fetch(next_strip, next_first, b.add(before, step), turns),
-                )  # fmt: skip
-                return []
+            def one(strip: Any, _: list[Any]) -> list[Any]:
+                fill(strip, first, last)
+                later = self._later(strip, strips, first, last, args.pairs)
 
-            loop(first_chunk, last_chunk, 1, [], of_chunk)
+                def multiply(chunk: Any, totals: Any) -> None:
+                    done = b.mul(b.sub(chunk, first_chunk), steps)
+                    self._multiply(
+                        args, chunk, first, last, totals,
+                        lambda step: fetch(*later, b.add(done, step), turns),
+                    )  # fmt: skip
 
-        def panel(number: Any, _: list[Any]) -> list[Any]:
-            if self.buffers == 1:
-                filled(number)
-                multiplied(number, b.add(number, I64(1)))
-                return []
-            with b.if_then(b.icmp_signed("<", number, count)):
-                filled(number)
-            with b.if_then(b.icmp_signed(">", number, I64(0))):
-                multiplied(b.sub(number, I64(1)), b.add(number, I64(1)))
-            return []
+                return each_chunk(strip, multiply)
 
-        loop(I64(0), b.add(count, I64(self.buffers - 1)), 1, [], panel)
+            return loop(*strips, 1, [], one)
 
-        def written(strip: Any, _: list[Any]) -> list[Any]:
-            def of_chunk(chunk: Any, _: list[Any]) -> list[Any]:
-                at = self._totals(strips, strip, first_chunk, chunk, n_chunks)
-                self._write(args, strip, chunk, at)
-                return []
+        def write(strip: Any, _: list[Any]) -> list[Any]:
+            return each_chunk(strip, lambda chunk, at: self._write(args, strip, chunk, at))
 
-            return loop(first_chunk, last_chunk, 1, [], of_chunk)
+        loop(I64(0), args.pairs, shape.pairs, [], panel)
+        return loop(*strips, 1, [], write)
 
-        return loop(*strips, 1, [], written)
-
-    def _totals(
-        self, strips: tuple[Any, Any], strip: Any, first_chunk: Any, chunk: Any, n_chunks: Any
-    ) -> Any:
-        """Address of the sums of a strip and a chunk."""
-        b = self.b
-        number = b.add(b.mul(b.sub(strip, strips[0]), n_chunks), b.sub(chunk, first_chunk))
-        return b.add(self.totals, b.mul(number, I64(4 * self.shape.rows * self.shape.strip)))
+    def _later(
+        self, strip: Any, strips: tuple[Any, Any], first: Any, last: Any, pairs: Any
+    ) -> tuple[Any, Any]:
+        """The strip and the first pair of the panel that comes next: behind the last panel of
+        these strips those of the next begin."""
+        b, (begin, end) = self.b, strips
+        following = b.add(strip, I64(1))
+        is_more = b.icmp_signed("<", following, end)
+        is_over = b.icmp_signed(">=", last, pairs)
+        next_strip = b.select(is_over, end, begin)
+        next_first = b.select(is_over, I64(0), last)
+        return b.select(is_more, following, next_strip), b.select(is_more, first, next_first)
 
     def _multiply(
         self, args: PanelArgs, chunk: Any, first: Any, last: Any, totals: Any,
