@@ -13,8 +13,8 @@ from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
 from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
 
-# Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows take
-# whole claims, since long parts of a row of words are read faster; few rows ahead are enough then.
+# Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows
+# take whole claims: long parts of a row of words are read faster, and few rows ahead are enough.
 MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 4
 
 
