@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
@@ -13,6 +13,7 @@ from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
 from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
 
+Pair = Callable[[list[list[Any]], int, int], Any]
 # Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows
 # take whole claims: long parts of a row of words are read faster, and few rows ahead are enough.
 MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 4
@@ -26,6 +27,8 @@ class PackedDot(Products, Unpacker):
         Unpacker.__init__(self, spec, function)
         self.unit_pairs = spec.unit_codes // 2
         self.block_units = block // spec.unit_codes
+        # Codes of these bits are looked up as they are where all zero points lie in their middle.
+        self.has_middle = spec.mode == "tiles" and spec.bits in (2, 4) and not spec.awq
         self.begin(self.arg, PackedArg)
         if spec.mode == "tiles" and spec.rows <= TILE_ROWS:
             self.prefetch_rows = _WIDE_PREFETCH_ROWS
@@ -65,6 +68,8 @@ class PackedDot(Products, Unpacker):
             both = self.gptq_group(group, column[0])
             pairs = [(self.part(both[0], v), self.part(both[1], v)) for v in range(spec.vectors)]
         self.scales = [scale for scale, _ in pairs]
+        if self.has_middle:
+            self.is_middle = self.all_equal([zero for _, zero in pairs], 1 << (spec.bits - 1))
         self.zeros = [self.in_both_halves(zero) for _, zero in pairs]
 
     def part(self, wide: Any, vector: int) -> Any:
@@ -80,19 +85,55 @@ class PackedDot(Products, Unpacker):
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         b, spec = self.b, self.spec
 
-        def unit(u: Any, _: list[Any]) -> list[Any]:
-            at = b.mul(b.sub(u, first), I64(self.unit_pairs * spec.strip))
-            for j, words in enumerate(self.unit_words(u, strip)):
-                for v, word in enumerate(words):
-                    self.store(word, self.block, b.add(at, I64(j * spec.strip + v * LANES)))
-            return []
+        def put(pair: Pair) -> None:
+            def unit(u: Any, _: list[Any]) -> list[Any]:
+                at = b.mul(b.sub(u, first), I64(self.unit_pairs * spec.strip))
+                words = self.load_words(u, *self.column(strip))
+                for j in range(self.unit_pairs):
+                    for v in range(spec.vectors):
+                        place = b.add(at, I64(j * spec.strip + v * LANES))
+                        self.store(pair(words, j, v), self.block, place)
+                return []
 
-        self.loop(first, last, 1, [], unit)
+            self.loop(first, last, 1, [], unit)
+
+        if not self.has_middle:
+            put(self.pair)
+            return
+        with b.if_else(self.is_middle) as (middle, other):
+            with middle:
+                put(self.middle_pair)
+            with other:
+                put(self.pair)
+
+    def all_equal(self, vectors: list[Any], value: int) -> Any:
+        """Whether all of some vectors of 16 integers are of one value."""
+        b, lanes = self.b, ir.IntType(LANES)
+        found = [
+            b.bitcast(b.icmp_signed("==", vector, self.ints([value] * LANES)), lanes)
+            for vector in vectors
+        ]
+        for other in found[1:]:
+            found[0] = b.and_(found[0], other)
+        return b.icmp_signed("==", found[0], lanes(-1))
 
     def unit_words(self, unit: Any, strip: Any) -> Iterator[list[Any]]:
         words = self.load_words(unit, *self.column(strip))
         for j in range(self.unit_pairs):
             yield [self.pair(words, j, v) for v in range(self.spec.vectors)]
+
+    def middle_pair(self, words: list[list[Any]], j: int, v: int) -> Any:
+        """As `pair` where every zero point is the middle code.
+
+        Of the five bits that choose a value those above the code are of others: the value is the
+        same for either.
+        """
+        b, bits = self.b, self.spec.bits
+        n_codes = 1 << bits
+        values = [_bfloat_bits(i % n_codes - n_codes // 2) for i in range(2 * LANES)]
+        codes = b.bitcast(b.lshr(words[0][v], self.ints([bits * j] * LANES)), self.shorts)
+        table = ir.Constant(self.shorts, values)
+        return b.bitcast(b.call(self._permute, [table, codes]), self.words)
 
     def pair(self, words: list[list[Any]], j: int, v: int) -> Any:
         """Codes j and j + unit_pairs less their zero points, as a pair of bfloat16."""

@@ -103,6 +103,22 @@ def test_every_code_and_zero_point_is_exact(bits: int) -> None:
 
 
 @needs_dot
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("n_groups", [1, 8])
+def test_zero_points_in_the_middle_of_the_codes(bits: int, n_groups: int) -> None:
+    """Of one group or of all: those have a shorter way in tiles."""
+    weight = packed(PackedFormat(bits), 256, 256, 32)
+    middle = sum(1 << (at + bits - 1) for at in range(0, 32, bits)) - (1 << 32)
+    zeros = weight.qzeros.clone()
+    zeros[:n_groups] = middle
+    weight = replace(weight, qzeros=zeros)
+    exact = dequantize_ref(weight)
+    for first in range(0, 256, 64):
+        x = torch.eye(256)[first : first + 64].bfloat16()
+        assert torch.equal(cpu_dot.matmul(x, weight), exact[first : first + 64])
+
+
+@needs_dot
 def test_rows_may_be_a_view_that_is_not_contiguous() -> None:
     x = rows_of(64, 5).t()
     for weight in (stored(32, 64), packed(V1_4BIT, 64, 128, 32)):
