@@ -29,7 +29,7 @@ from specexec_kernels.packing import PackedWeight
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
 # In tiles: rows of a chunk, and of more rows than these
-_TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 65
+_TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 97
 _MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
 
 

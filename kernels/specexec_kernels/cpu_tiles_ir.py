@@ -25,7 +25,7 @@ from specexec_kernels.cpu_ir_emit import F32, I8, I64, PTR, Emitter
 TILE_ROWS = 16  # of X, and outputs, and pairs
 TILE_PAIRS = 16  # of one row of X that lie side by side
 GROUP_ROWS = 512  # of X whose sums are kept in the L2 cache
-FEW_CHUNKS = 4  # up to so many a pass waits for memory more than for arithmetic
+FEW_CHUNKS = 6  # up to so many a pass waits for memory more than for arithmetic
 MANY_STRIPS = 8  # of more chunks: so many strips are multiplied with a panel's inputs in turn
 _ROW_BYTES = 64
 _CONFIG_BYTES = 64
