@@ -73,6 +73,16 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
 
 
 @needs_dot
+def test_more_rows_than_a_cache_has_sums_for() -> None:
+    """Tiles keep the sums of 512 rows at a time, of several strips that share a panel's inputs."""
+    for weight, inputs in ((stored(320, 576), 576), (packed(V1_4BIT, 512, 2080, 128), 512)):
+        x = rows_of(1100, inputs)
+        together = cpu_dot.matmul(x, weight)
+        for some in (slice(0, 1), slice(511, 513), slice(480, 580), slice(1024, 1100)):
+            assert torch.equal(cpu_dot.matmul(x[some], weight), together[some])
+
+
+@needs_dot
 def test_same_bits_on_any_number_of_threads() -> None:
     before = torch.get_num_threads()
     for weight in (stored(640, 512), packed(V1_4BIT, 256, 2048, 64)):
