@@ -145,7 +145,8 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
 def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logits do not tell how many rows those are."""
+    """Its logits do not tell how many rows those are, but for what PyTorch, which attends here in
+    the place of the GPU's kernel, rounds by the shape of a product."""
     _, folder = save_quantized(tmp_path)
     converted: list[int] = []
     convert = dispatch.dequantize_by_slabs
@@ -168,4 +169,4 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
             model.close()
     linears = len(TIERS) * 7
     assert counts == [2 * linears, linears]
-    assert torch.equal(*logits)
+    torch.testing.assert_close(*logits, rtol=0.0, atol=4 * torch.finfo(torch.float16).eps)
