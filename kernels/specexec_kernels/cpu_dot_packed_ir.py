@@ -16,7 +16,7 @@ from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
 Pair = Callable[[list[list[Any]], int, int], Any]
 # Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows
 # take whole claims: long parts of a row of words are read faster, and few rows ahead are enough.
-MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 4
+MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 8
 
 
 class PackedDot(Products, Unpacker):
