@@ -151,14 +151,12 @@ def build_arrange(spec: ArrangeSpec, name: str) -> str:
 
 
 # Positions in the argument array of ArrangePairs
-PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_ROWS, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = (
-    range(7)
-)
+PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = range(6)
 BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side
 
 
 class ArrangePairs(Emitter):
-    """Rows of bfloat16 as (chunks, blocks, rows, 16) pairs; inputs and rows too many are zero.
+    """Whole chunks of bfloat16 rows as (chunks, blocks, rows, 16) pairs; inputs too many are zero.
 
     Inputs j and j + unit / 2 of each run of `unit` are a pair.
     """
@@ -176,7 +174,7 @@ class ArrangePairs(Emitter):
     def emit(self) -> None:
         """Claim chunks until none is left."""
         b = self.b
-        source, n_rows, inputs, blocks, out, chunks = (
+        source, inputs, blocks, out, chunks = (
             self.load(self.base, I64(at), I64, 8) for at in range(1, PAIRS_CHUNKS + 1)
         )
         whole = b.udiv(inputs, I64(BLOCK_INPUTS))
@@ -184,17 +182,14 @@ class ArrangePairs(Emitter):
 
         def chunk(number: Any, _: list[Any]) -> list[Any]:
             def row(m: Any, _: list[Any]) -> list[Any]:
-                at = b.add(b.mul(number, I64(self.rows)), m)
-                is_there = b.icmp_signed("<", at, n_rows)
-                # rows too many are zero; the first row is read in their place
-                first = b.mul(b.select(is_there, at, I64(0)), inputs)
+                first = b.mul(b.add(b.mul(number, I64(self.rows)), m), inputs)
 
                 def put(block: Any, values: Any) -> None:
                     order = self.ints(self.order)
                     values = b.shuffle_vector(values, ir.Constant(self.line, ir.Undefined), order)
                     place = b.add(b.mul(b.add(b.mul(number, blocks), block), I64(self.rows)), m)
                     address = self.ptr(out, b.mul(place, I64(BLOCK_INPUTS)), 2)
-                    b.store(b.select(is_there, values, nothing), address, align=2)
+                    b.store(values, address, align=2)
 
                 def full(block: Any, _: list[Any]) -> list[Any]:
                     begin = b.add(first, b.mul(block, I64(BLOCK_INPUTS)))

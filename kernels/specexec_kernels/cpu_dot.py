@@ -1,4 +1,4 @@
-"""bfloat16 rows times weights on a CPU that multiplies pairs of bfloat16 (see cpu_dot_ir).
+"""bfloat16 rows times weights on a CPU that multiplies pairs or tiles of bfloat16 (see cpu_dot_ir).
 
 Reads weights stored in bfloat16 and packed ones; sums are float32, and a row's result depends on
 neither the other rows nor the number of threads. `supports` says which weights it reads.
@@ -18,7 +18,7 @@ from torch import Tensor
 from specexec_kernels import cpu_jit, cpu_quant, cpu_team
 from specexec_kernels.cpu_arrange_ir import build_pairs
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
-from specexec_kernels.cpu_dot_packed_ir import MOST_TOTALS, build_packed
+from specexec_kernels.cpu_dot_packed_ir import WIDE_STRIPS, build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec
@@ -28,8 +28,10 @@ from specexec_kernels.packing import PackedWeight
 
 _LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
 _FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
-# In tiles: rows of a chunk, and of more rows than these
+# In tiles: rows of a chunk; from so many rows on chunks have 32
 _TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 97
+# Up to so many rows strips of stored weights are narrow in tiles, since they are read faster.
+_NARROW_ROWS = 128
 _MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
 
 
@@ -149,7 +151,7 @@ class Packed(cpu_quant.Packed):
     def _at_once(spec: KernelSpec, weight: PackedWeight) -> int:
         strips = cpu_quant.strip_count(spec, weight)
         if spec.mode == "tiles" and spec.rows <= TILE_ROWS:
-            return cpu_team.strips_at_once(strips, MOST_TOTALS)
+            return cpu_team.strips_at_once(strips, WIDE_STRIPS)
         return cpu_team.strips_at_once(strips)
 
     def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
@@ -162,8 +164,7 @@ STORED, PACKED = Stored(), Packed()
 @cache
 def _stored_spec(rows: int) -> StoredSpec:
     if cpu_jit.has_tiles():
-        # narrow strips while a pass waits for memory
-        return StoredSpec(tile_rows(rows), 1 if rows <= 128 else 2, "tiles")
+        return StoredSpec(tile_rows(rows), 1 if rows <= _NARROW_ROWS else 2, "tiles")
     if rows <= _MANY[-1]:
         return StoredSpec(chunk_rows(rows), 1, "few")
     return StoredSpec(chunk_rows(rows), 2, "many")
@@ -238,7 +239,7 @@ def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
     chunks = rows // size
     packed = torch.empty(chunks, blocks, size, 2 * X_PAIRS, dtype=x.dtype)
     # in the order of the positions that cpu_arrange_ir names
-    table = array("q", (0, x.data_ptr(), rows, inputs, blocks, packed.data_ptr(), chunks))
+    table = array("q", (0, x.data_ptr(), inputs, blocks, packed.data_ptr(), chunks))
     cpu_team.run(_arrange_kernel(size, unit), table.buffer_info()[0], chunks)
     return packed
 

@@ -10,8 +10,12 @@ High-Performance Matrix Multiplication", 2008). What differs between forms is ho
   rounded.
 - StoredDot (cpu_dot_stored_ir): weights stored in bfloat16, transposed as 32-bit words.
 
-Rounding: products are exact, sums are float32 as the instruction rounds them (to nearest, numbers
-below the normal range to zero), in the order of the pairs inside a block and then of the blocks.
+Where the CPU multiplies tiles (AMX) a panel of blocks becomes pairs in the L1 cache likewise, and
+cpu_tiles_ir multiplies and sums, with a rounding of its own.
+
+Rounding of vdpbf16ps: products are exact, sums are float32 as the instruction rounds them (to
+nearest, numbers below the normal range to zero), in the order of the pairs inside a block and then
+of the blocks.
 That order is the same for any rows and any number of threads: a row's bits are its own.
 
 Knows nothing of torch or thread pools.
@@ -48,7 +52,7 @@ class Products(Emitter, ABC):
     block_units: int
 
     def begin(self, arg: Any, names: Any) -> None:
-        """Take the common arguments and set the instruction and the block's memory up."""
+        """Take the common arguments and declare the instructions."""
         self.x, self.out = arg[names.X], arg[names.OUT]
         self.chunks, self.x_blocks = arg[names.CHUNKS], arg[names.X_BLOCKS]
         self.out_stride, self.units = arg[names.OUT_STRIDE], arg[names.UNITS]

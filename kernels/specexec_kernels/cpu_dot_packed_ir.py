@@ -14,9 +14,10 @@ from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
 from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
 
 Pair = Callable[[list[list[Any]], int, int], Any]
-# Rows in tiles: strips times chunks that a panel's inputs are multiplied with in turn. Few rows
-# take whole claims: long parts of a row of words are read faster, and few rows ahead are enough.
-MOST_TOTALS, _WIDE_PREFETCH_ROWS = 256, 8
+# In tiles a claim has so many strips where X has few rows, since long parts of a row of words are
+# read faster; then words of fewer rows ahead are asked for.
+WIDE_STRIPS = 256
+_WIDE_PREFETCH_ROWS = 8
 
 
 class PackedDot(Products, Unpacker):
@@ -49,7 +50,8 @@ class PackedDot(Products, Unpacker):
         pairs = self.block_units * self.unit_pairs
         return PanelShape(
             rows=self.spec.rows, vectors=self.spec.vectors, pairs=pairs, block_pairs=pairs,
-            few_totals=MOST_TOTALS, has_scale=True, has_offset=False,
+            few_totals=WIDE_STRIPS if self.spec.rows <= TILE_ROWS else WIDE_STRIPS // 2,
+            has_scale=True, has_offset=False,
         )  # fmt: skip
 
     def fill_panel(self, strip: Any, first: Any, last: Any) -> None:
@@ -125,8 +127,8 @@ class PackedDot(Products, Unpacker):
     def middle_pair(self, words: list[list[Any]], j: int, v: int) -> Any:
         """As `pair` where every zero point is the middle code.
 
-        Of the five bits that choose a value those above the code are of others: the value is the
-        same for either.
+        Five bits choose a value; the table repeats after as many entries as there are codes, so
+        the bits above the code do not matter.
         """
         b, bits = self.b, self.spec.bits
         n_codes = 1 << bits

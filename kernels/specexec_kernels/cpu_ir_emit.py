@@ -114,7 +114,7 @@ class Emitter:
         self,
         start: Any,
         stop: Any,
-        step: Any,
+        step: int | ir.Value,
         carried: list[Any],
         body: Callable[[Any, list[Any]], list[Any]],
     ) -> list[Any]:

@@ -57,7 +57,7 @@ class KernelSpec:
     stored_minus_one: bool  # format v1: fields hold zero - 1
     scale_type: ScaleType
     group_per_code: bool  # arbitrary g_idx; otherwise one group per unit of codes
-    rows: int  # rows of x whose sums are kept in registers; dequantize: 0
+    rows: int  # of x in a chunk, whose sums are kept in registers or tiles; dequantize: 0
     vectors: int  # vectors of `lanes` columns per strip
     lanes: int
     awq_rows: int = 1  # rows of words in a unit of AWQ

@@ -114,11 +114,11 @@ def has_dot() -> bool:
 def has_tiles() -> bool:
     """Whether this CPU multiplies tiles of bfloat16 (AMX), and the system lets this process."""
     named = all(features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
-    return named and _are_tiles_permitted()
+    return named and lanes() == 16 and _request_tiles()
 
 
-def _are_tiles_permitted() -> bool:
-    """Asks Linux for the tiles' registers, which a process has to before it uses them."""
+def _request_tiles() -> bool:
+    """Asks Linux for the tiles' registers, as each process has to; whether it may use them."""
     if platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0

@@ -118,7 +118,7 @@ class Rows:
         return {X: items, X_SUMS: sums}
 
     def sums(self, chunks: int, spec: RowSpec, weight: RowWeight) -> Tensor:
-        # few rows are stored, sums of others are added to
+        # sums of few rows and in tiles are stored, others are added to
         make = torch.empty if spec.few or spec.tiles else torch.zeros
         return make(chunks, spec.rows, self._strips(spec, weight) * spec.strip)
 

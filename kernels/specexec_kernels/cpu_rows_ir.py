@@ -6,6 +6,9 @@ CPU multiplies such pairs (vdpbf16ps). Few rows multiply with the items in regis
 are kept in the L1 cache, and every chunk of rows multiplies with them (the register tiling of Goto
 and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 
+Where the CPU multiplies tiles (AMX) the items of bfloat16 rows are kept in the L1 cache for any
+number of rows, and cpu_tiles_ir multiplies and sums, with a rounding of its own.
+
 A format unpacks with what cpu_rows_lanes offers it.
 
 Sums begin anew with every block of inputs, in the order of a format's `order`, and are then

@@ -22,16 +22,19 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I8, I64, PTR, Emitter
 
-TILE_ROWS = 16  # of X, and outputs, and pairs
+TILE_ROWS = 16  # of X in a tile; its sums have 16 outputs, as many as a vector register has lanes
 TILE_PAIRS = 16  # of one row of X that lie side by side
 GROUP_ROWS = 512  # of X whose sums are kept in the L2 cache
-FEW_CHUNKS = 6  # up to so many a pass waits for memory more than for arithmetic
-MANY_STRIPS = 8  # of more chunks: so many strips are multiplied with a panel's inputs in turn
+# Up to so many chunks a product waits for memory more than for arithmetic, and strips are taken in
+# the order in which their weights are read fastest.
+FEW_CHUNKS = 6
+# With more chunks so many strips share the inputs of X that the L2 cache holds.
+MANY_STRIPS = 8
 _ROW_BYTES = 64
 _CONFIG_BYTES = 64
 _PALETTE = 1
 _WIDTHS_AT, _HEIGHTS_AT = 16, 48  # in the configuration: 16 bits and 8 bits a tile
-_MOST_TOTALS = 16  # that stay in vector registers through a panel
+_REGISTER_TOTALS = 16  # vectors of totals that stay in registers through a panel
 _SUMS, _X, _WEIGHTS = 0, 4, 6  # first registers: two tiles of rows times two of outputs
 
 # Of a strip and the pairs first..last of its panel
@@ -41,7 +44,7 @@ Fetch = Callable[[Any, Any, Any, Any], None]
 
 
 class Tiles:
-    """The instructions: products of up to 32 rows with two vectors of outputs."""
+    """The instructions: products of up to 32 rows with one or two vectors of outputs."""
 
     def __init__(self, builder: ir.IRBuilder, rows: int, vectors: int, pairs: int) -> None:
         """Declare them.
@@ -116,10 +119,10 @@ class Tiles:
             self._move(self._load, _X + t, place, _ROW_BYTES)
         for v in range(self.vectors):
             place = self.b.add(weights, I64(_ROW_BYTES * v))
-            self._move(self._load, _WEIGHTS + v % 2, place, _ROW_BYTES * self.vectors)
+            self._move(self._load, _WEIGHTS + v, place, _ROW_BYTES * self.vectors)
             for number, t, own in self._sums():
                 if own == v:
-                    self.b.call(self._multiply, [I8(number), I8(_X + t), I8(_WEIGHTS + v % 2)])
+                    self.b.call(self._multiply, [I8(number), I8(_X + t), I8(_WEIGHTS + v)])
 
     def _sums(self) -> list[tuple[int, int, int]]:
         """Each tile of sums: its register, its tile of rows and its vector."""
@@ -144,7 +147,7 @@ class PanelShape:
     vectors: int  # of outputs in a strip
     pairs: int  # of inputs in a panel of a strip's weights
     block_pairs: int  # that have a scale of their own; divides `pairs`
-    few_totals: int  # of few chunks: sums of so many chunks and strips are kept at a time
+    few_totals: int  # with few chunks: at most strips taken in turn times chunks; see n_totals
     has_scale: bool
     has_offset: bool
 
@@ -160,8 +163,11 @@ class PanelShape:
 
     @property
     def n_totals(self) -> int:
-        """Of chunks and strips whose sums are kept at a time."""
-        return max(self.few_totals, FEW_CHUNKS, MANY_STRIPS * self.group_chunks)
+        """Sums that are kept at a time: at most strips taken in turn times chunks.
+
+        They take 512 KiB of the thread's stack where `few_totals` is not larger.
+        """
+        return max(self.few_totals, MANY_STRIPS * self.group_chunks)
 
     @property
     def group_chunks(self) -> int:
@@ -174,7 +180,7 @@ class PanelArgs:
     """A call's rows and where its results go; sizes and addresses."""
 
     pairs: Any  # of inputs
-    x: Any  # (chunks, x_blocks, rows, TILE_PAIRS) pairs; those too many are zero
+    x: Any  # (chunks, x_blocks, rows, TILE_PAIRS) pairs
     x_blocks: Any
     x_sums: Any  # float32 (chunks, blocks, rows), where the format has offsets
     blocks: Any
@@ -240,6 +246,7 @@ class Panels:
         b, loop, shape = self.b, self.e.loop, self.shape
         last_chunk = self.e.minimum(b.add(first_chunk, I64(shape.group_chunks)), args.chunks)
         n_chunks = b.sub(last_chunk, first_chunk)
+        is_last_group = b.icmp_signed("==", last_chunk, args.chunks)
         steps = I64(shape.pairs // self.tiles.pairs)
         turns = b.mul(n_chunks, steps)
 
@@ -260,7 +267,7 @@ class Panels:
 
             def one(strip: Any, _: list[Any]) -> list[Any]:
                 fill(strip, first, last)
-                later = self._later(strip, strips, first, last, args.pairs)
+                later = self._later(strip, strips, (first, last), args.pairs, is_last_group)
 
                 def multiply(chunk: Any, totals: Any) -> None:
                     done = b.mul(b.sub(chunk, first_chunk), steps)
@@ -280,15 +287,19 @@ class Panels:
         return loop(*strips, 1, [], write)
 
     def _later(
-        self, strip: Any, strips: tuple[Any, Any], first: Any, last: Any, pairs: Any
-    ) -> tuple[Any, Any]:
-        """The strip and the first pair of the panel that comes next: behind the last panel of
-        these strips those of the next begin."""
-        b, (begin, end) = self.b, strips
+        self, strip: Any, strips: tuple[Any, Any], panel: tuple[Any, Any], pairs: Any,
+        is_last_group: Any,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        """The strip and the first pair of the panel that comes next.
+
+        Behind the last panel of these strips come the first ones of the next strips, or of the same
+        for another group of chunks.
+        """
+        b, (begin, end), (first, last) = self.b, strips, panel
         following = b.add(strip, I64(1))
         is_more = b.icmp_signed("<", following, end)
         is_over = b.icmp_signed(">=", last, pairs)
-        next_strip = b.select(is_over, end, begin)
+        next_strip = b.select(b.and_(is_over, is_last_group), end, begin)
         next_first = b.select(is_over, I64(0), last)
         return b.select(is_more, following, next_strip), b.select(is_more, first, next_first)
 
@@ -313,7 +324,7 @@ class Panels:
             self.tiles.store_sums(self.block_sums)
             return self._adder(args, chunk, start, b.sub(start, first))
 
-        n_totals = shape.rows * shape.vectors
+        n_vectors = shape.rows * shape.vectors
         load, store = self._access(totals)
 
         def block(start: Any, found: list[Any]) -> list[Any]:
@@ -322,12 +333,12 @@ class Panels:
 
         def block_in_memory(start: Any, _: list[Any]) -> list[Any]:
             add, is_first = block_sums(start), b.icmp_signed("==", start, I64(0))
-            for i in range(n_totals):
+            for i in range(n_vectors):
                 store(i, add(i, load(i, is_first)))
             return []
 
-        if shape.has_terms and n_totals <= _MOST_TOTALS:
-            found = [load(i, is_first) for i in range(n_totals)]
+        if shape.has_terms and n_vectors <= _REGISTER_TOTALS:
+            found = [load(i, is_first) for i in range(n_vectors)]
             found = loop(first, last, shape.block_pairs, found, block)
             for i, total in enumerate(found):
                 store(i, total)

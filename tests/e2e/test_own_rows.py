@@ -169,4 +169,5 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
             model.close()
     linears = len(TIERS) * 7
     assert counts == [2 * linears, linears]
-    torch.testing.assert_close(*logits, rtol=0.0, atol=4 * torch.finfo(torch.float16).eps)
+    allowed = 4 * torch.finfo(torch.float16).eps * float(logits[0].abs().max())
+    torch.testing.assert_close(*logits, rtol=0.0, atol=allowed)

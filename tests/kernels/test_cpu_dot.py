@@ -87,7 +87,7 @@ def test_same_bits_on_any_number_of_threads() -> None:
     before = torch.get_num_threads()
     for weight in (stored(640, 512), packed(V1_4BIT, 256, 2048, 64)):
         inputs = 512 if isinstance(weight, Tensor) else 256
-        for rows in (1, 20):
+        for rows in (1, 20, 200):
             x = rows_of(rows, inputs)
             try:
                 found = []
@@ -126,6 +126,19 @@ def test_zero_points_in_the_middle_of_the_codes(bits: int, n_groups: int) -> Non
     for first in range(0, 256, 64):
         x = torch.eye(256)[first : first + 64].bfloat16()
         assert torch.equal(cpu_dot.matmul(x, weight), exact[first : first + 64])
+
+
+@needs_dot
+def test_groups_that_are_no_whole_tiles_go_by_pairs() -> None:
+    """However many rows there are; the last inputs fill no line of pairs either."""
+    weight, x = packed(PackedFormat(8), 200, 136, 40), rows_of(70, 200)
+    assert cpu_dot.supports(weight)
+    assert not cpu_dot.uses_tiles(weight)
+    dense, together = dequantize_ref(weight).double(), cpu_dot.matmul(x, weight)
+    allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
+    assert ((together - x.double() @ dense).abs() <= allowed).all()
+    for count in (1, 3, 20):
+        assert torch.equal(cpu_dot.matmul(x[:count], weight), together[:count])
 
 
 @needs_dot
@@ -173,14 +186,44 @@ def test_tiles_sum_first_and_second_inputs_apart() -> None:
     assert torch.equal(cpu_dot.matmul(x, weight), found)
 
 
+SHAPES = """
+declare void @llvm.x86.{instruction}(ptr)
+define void @{name}(ptr %at) {{
+  call void @llvm.x86.{instruction}(ptr %at)
+  ret void
+}}
+"""
+
+
 @needs_tiles
-def test_a_library_finds_its_tiles_as_it_left_them() -> None:
-    """oneDNN multiplies in tiles of other shapes, before and after our kernels."""
-    x, weight = rows_of(40, 512), stored(512, 512)
-    library, own = torch.nn.functional.linear(x, weight), cpu_dot.matmul(x, weight)
-    for rows in (1, 3, 40):
-        assert torch.equal(cpu_dot.matmul(x[:rows], weight), own[:rows])
-        assert torch.equal(torch.nn.functional.linear(x, weight), library)
+def test_tiles_are_left_in_the_shape_in_which_they_were_found() -> None:
+    """A library may rely on the shape that it has set on this thread."""
+    set_shape, get_shape = (
+        cpu_jit.compiled(
+            "test", name, lambda symbol, name=name: SHAPES.format(name=symbol, instruction=name)
+        )
+        for name in ("ldtilecfg", "sttilecfg")
+    )
+    before = torch.zeros(64, dtype=torch.uint8)
+    before[[0, 16, 48]] = torch.tensor([1, 12, 5], dtype=torch.uint8)  # a tile of 5 rows, 3 pairs
+    found = torch.zeros(64, dtype=torch.uint8)
+    set_shape(before.data_ptr())
+    cpu_dot.matmul(rows_of(1, 64), stored(32, 64))
+    get_shape(found.data_ptr())
+    unset = torch.zeros(64, dtype=torch.uint8)
+    set_shape(unset.data_ptr())
+    assert torch.equal(found, before)
+
+
+@needs_tiles
+def test_without_leave_to_use_tiles_pairs_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_jit, "_request_tiles", lambda: False)
+    cpu_jit.has_tiles.cache_clear()
+    try:
+        assert not cpu_jit.has_tiles()
+        assert not cpu_dot.uses_tiles(packed(V1_4BIT, 128, 128, 32))
+    finally:
+        cpu_jit.has_tiles.cache_clear()
 
 
 def test_products_in_tiles_compile_on_any_x86() -> None:

@@ -55,6 +55,21 @@ def test_last_inputs_that_fill_no_block(name: str) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
+@pytest.mark.parametrize("name", ["int4-zeros", "int8-zeros", "nvfp4", "mxfp4"])
+def test_many_rows_of_pairs(name: str) -> None:
+    """In tiles wide strips, chunks of 32 rows and further groups of chunks begin one by one."""
+    for inputs in (192, 512):
+        weight = random_weight(FORMATS[name], OUTPUTS, inputs)
+        x = torch.randn(700, inputs, generator=torch.Generator().manual_seed(4)).bfloat16()
+        dense = weight.unpack().double()
+        together = cpu_rows.matmul(x, weight)
+        bound = x.double().abs().sum(1, keepdim=True) * dense.abs().max() * 2.0**-8 * 4
+        assert ((together.double() - x.double() @ dense.T).abs() <= bound).all()
+        for some in (slice(0, 1), slice(100, 180), slice(500, 600), slice(10, 250)):
+            assert torch.equal(cpu_rows.matmul(x[some], weight), together[some])
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_change_no_bit(threads: int) -> None:
     before = torch.get_num_threads()
