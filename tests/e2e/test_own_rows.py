@@ -22,6 +22,7 @@ from specexec_kernels.packing import PackedWeight
 from torch import Tensor
 
 from specexec_cli.config import Tier
+from specexec_cli.models import attention
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -142,11 +143,23 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
     model.close()
 
 
+@pytest.mark.parametrize("attends", [False, True])
 def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attends: bool
 ) -> None:
-    """Its logits do not tell how many rows those are, but for what PyTorch, which attends here in
-    the place of the GPU's kernel, rounds by the shape of a product."""
+    """Its logits do not tell how many rows those are, bit for bit where rows do not attend.
+
+    Where they do, PyTorch attends here in the place of the GPU's kernel, and on some CPUs it rounds
+    by the shape of a product.
+    """
+    attended: list[int] = []
+
+    def own_row(module: object, query: Tensor, *others: object, **more: object) -> Any:
+        attended.append(query.shape[2])
+        return query.transpose(1, 2), None
+
+    if not attends:
+        monkeypatch.setattr(attention, "sdpa_attention_forward", own_row)
     _, folder = save_quantized(tmp_path)
     converted: list[int] = []
     convert = dispatch.dequantize_by_slabs
@@ -169,5 +182,9 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
             model.close()
     linears = len(TIERS) * 7
     assert counts == [2 * linears, linears]
-    allowed = 4 * torch.finfo(torch.float16).eps * float(logits[0].abs().max())
-    torch.testing.assert_close(*logits, rtol=0.0, atol=allowed)
+    if attends:
+        allowed = 4 * torch.finfo(torch.float16).eps * float(logits[0].abs().max())
+        torch.testing.assert_close(*logits, rtol=0.0, atol=allowed)
+    else:
+        assert attended == [512, 188] * len(TIERS) + [700] * len(TIERS)
+        assert torch.equal(*logits)
