@@ -11,7 +11,7 @@ High-Performance Matrix Multiplication", 2008). What differs between forms is ho
 - StoredDot (cpu_dot_stored_ir): weights stored in bfloat16, transposed as 32-bit words.
 
 Where the CPU multiplies tiles (AMX) a panel of blocks becomes pairs in the L1 cache likewise, and
-cpu_tiles_ir multiplies and sums, with a rounding of its own.
+cpu_panels_ir multiplies and sums, with a rounding of its own.
 
 Rounding of vdpbf16ps: products are exact, sums are float32 as the instruction rounds them (to
 nearest, numbers below the normal range to zero), in the order of the pairs inside a block and then
@@ -30,7 +30,7 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import I16, I64, Bfloat, Emitter
-from specexec_kernels.cpu_tiles_ir import PanelArgs, Panels, PanelShape
+from specexec_kernels.cpu_panels_ir import PanelArgs, Panels, PanelShape
 
 LANES = 16  # every CPU with the instruction has registers of 512 bits
 X_PAIRS = 16  # pairs of one row of X that lie side by side

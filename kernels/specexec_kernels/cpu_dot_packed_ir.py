@@ -11,7 +11,8 @@ from specexec_kernels.cpu_dot_ir import LANES, Products
 from specexec_kernels.cpu_ir_emit import I64, build_module
 from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
 from specexec_kernels.cpu_ir_unpack import KernelSpec, Unpacker
-from specexec_kernels.cpu_tiles_ir import TILE_ROWS, PanelShape
+from specexec_kernels.cpu_panels_ir import PanelShape
+from specexec_kernels.cpu_tiles_ir import TILE_ROWS
 
 Pair = Callable[[list[list[Any]], int, int], Any]
 # In tiles a claim has so many strips where X has few rows, since long parts of a row of words are

@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_dot_ir import LANES, UNROLL, Products
 from specexec_kernels.cpu_ir_emit import I64, build_module
-from specexec_kernels.cpu_tiles_ir import PanelShape
+from specexec_kernels.cpu_panels_ir import PanelShape
 
 STORED_BLOCK = 256  # inputs; with a strip of 32 outputs 16 KiB, half of the smallest L1 cache
 AHEAD = 8  # units of stored weights that are asked for before they are multiplied

@@ -7,7 +7,7 @@ are kept in the L1 cache, and every chunk of rows multiplies with them (the regi
 and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 
 Where the CPU multiplies tiles (AMX) the items of bfloat16 rows are kept in the L1 cache for any
-number of rows, and cpu_tiles_ir multiplies and sums, with a rounding of its own.
+number of rows, and cpu_panels_ir multiplies and sums, with a rounding of its own.
 
 A format unpacks with what cpu_rows_lanes offers it.
 
@@ -27,6 +27,7 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Bfloat, build_module
+from specexec_kernels.cpu_panels_ir import PanelArgs, Panels, PanelShape
 from specexec_kernels.cpu_rows_lanes import (
     AT_ONCE,
     CHUNKS,
@@ -40,7 +41,7 @@ from specexec_kernels.cpu_rows_lanes import (
     RowSpec,
     X,
 )
-from specexec_kernels.cpu_tiles_ir import TILE_PAIRS, PanelArgs, Panels, PanelShape
+from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
 UNROLL = 4  # items per turn of the multiplying loop
 
