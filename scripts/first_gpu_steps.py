@@ -14,7 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +28,7 @@ from specexec_kernels.quantize import round_to_nearest
 
 from specexec_cli.bench.environment import environment
 from specexec_cli.config import (
+    SELF,
     GenerationConfig,
     Method,
     OffloadMode,
@@ -121,15 +122,23 @@ def same(name: str, found: list[int], expected: list[int]) -> Check:
 
 
 @contextmanager
-def streaming(offload: OffloadMode, tree: TreeConfig = TREE) -> Iterator[LocalSession]:
-    """A session of the demo pair on a GPU that some of the target's layers fit into and not all."""
+def streaming(
+    offload: OffloadMode, tree: TreeConfig = TREE, draft: str | None = None
+) -> Iterator[LocalSession]:
+    """A session of the demo's target on a GPU that some of its layers fit into and not all.
+
+    Args:
+        draft: the pair's own unless told.
+    """
     free = GPU_LIBRARY_BYTES
     for _ in range(100):
         with patch.object(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free)):
             try:
                 session = Session.open(
                     pair="demo", device="cuda", dtype="float32", offload=offload,
-                    tree=TreeRequest(budget=tree.budget, depth=tree.max_depth, batch=tree.batch),
+                    tree=TreeRequest(budget=tree.budget, depth=tree.max_depth, batch=tree.batch,
+                                     overlap=tree.overlap),
+                    **({"draft": draft} if draft else {}),
                 )  # fmt: skip
             except DoesNotFitError as error:
                 free = max(free + HUGE_PAGE_BYTES, error.needed_bytes)
@@ -174,6 +183,29 @@ def trees_step() -> list[Check]:
         Check("nodes of the largest tree", largest > 512, str(largest), "more than 512"),
         same("text", found, expected),
     ]
+
+
+def overlap_step(count: int = 64) -> list[Check]:
+    """A low-bit copy of the target drafts over the target's cache rows, and goes on in passes.
+
+    Args:
+        count: of tokens.
+    """
+    tree = replace(TREE, max_depth=6, overlap="on")
+    expected = by_the_cpu(PROMPT, count)
+    with streaming("ram", tree, SELF) as session:
+        steps = decoded(session, PROMPT, tree, count)
+        shared = session._decision.plan.shared_layers
+    hidden, exposed = (
+        sum(getattr(step, name) for step in steps) for name in ("draft_hidden_s", "draft_s")
+    )
+    found = [token for step in steps for token in step.tokens]
+    return [
+        Check("layers that the copy shares", True, str(shared)),
+        Check("seconds of drafting in passes", hidden > 0, f"{hidden:.3f}, {exposed:.3f} outside",
+              "more than 0"),
+        same("text", found, expected),
+    ]  # fmt: skip
 
 
 def interrupt_step(where: str) -> list[Check]:
@@ -310,6 +342,7 @@ STEPS: dict[str, Callable[..., list[Check]]] = {
     "text": text_step,
     "growth": growth_step,
     "trees": trees_step,
+    "overlap": overlap_step,
     "interrupt": interrupt_step,
     "memory": lambda cap_gb, rig: memory_step(int(cap_gb), Path(rig)),
 }

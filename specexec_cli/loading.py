@@ -116,15 +116,14 @@ class Prepared:
                 progress=progress,
             )
 
-    def open_draft(self, notice: Notice) -> StreamedModel | None:
+    def open_draft(self, notice: Notice, target: StreamedModel) -> StreamedModel | None:
         """Loads the draft model to stay.
 
-        Raises:
-            TokenizerMismatchError: its tokens are not the target's.
+        Args:
+            target: of which it may be a copy, that need not load again what both have.
         """
         if self.draft is None:
             return None
-        self.check_tokenizers()
         sizes = self.draft.total_bytes, self.target.total_bytes
         if sizes[0] > sizes[1]:
             notice(
@@ -132,10 +131,14 @@ class Prepared:
                 f"({format_bytes(sizes[1])}): drafting will cost more than it saves. "
                 "Were `target` and `draft` swapped?"
             )
+        shared = None
+        if self.decision.work.shares_tables:
+            exact = self.target if self.decision.work.shares_layers else None
+            shared = target.shared_parts(exact)
         with clear_shortage(f"{self.draft.folder.name} does not fit into it"):
             return StreamedModel.open(
                 self.draft, device=self.device, dtype=self.dtype, tiers=None, own_rows=False,
-                notice=notice,
+                shared=shared, notice=notice,
             )  # fmt: skip
 
     def check_tokenizers(self) -> None:

@@ -82,7 +82,7 @@ class GridOptions:
     overlap: Annotated[
         str,
         typer.Option(
-            help="on, off: specexec drafts on while a pass waits for the SSD, or not.",
+            help="on, off: specexec drafts on while a pass waits for layers, or not.",
             rich_help_panel=TREE_LISTS,
         ),
     ] = "off"

@@ -132,7 +132,7 @@ Past = Annotated[
 Overlapping = Annotated[
     str,
     typer.Option(
-        help="on, off, auto: go on drafting while a pass waits for the SSD; auto: where it does.",
+        help="on, off, auto: go on drafting while a pass waits for layers; auto: where it does.",
         rich_help_panel=TREE,
     ),
 ]

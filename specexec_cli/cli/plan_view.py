@@ -57,7 +57,7 @@ def show_plan(
         console.print(_experts(by_rows))
         console.print()
     found = _findings(settings, plan, without_ssd, work.verify_rows)
-    lines = [*found, *_drafting(speed), *([dsi] if dsi else [])]
+    lines = [*found, *_drafting(speed, plan), *([dsi] if dsi else [])]
     if by_rows:
         lines = [*_expert_lines(decision, richer), *lines]
     for line in lines:
@@ -218,13 +218,18 @@ def _findings(
     return lines
 
 
-def _drafting(speed: Speed) -> list[str]:
+def _drafting(speed: Speed, plan: Plan) -> list[str]:
     if speed.tokens_per_pass is None:
         return []
     nodes = "1 node" if speed.nodes == 1 else f"{speed.nodes} nodes"
     lines = [
         f"Growing a tree of {nodes} takes about {_seconds(speed.draft_s)}, and overlaps in part."
     ]
+    if plan.shared_layers:
+        lines.append(
+            f"It drafts with {plan.shared_layers} layers of the target that stay on the GPU, in "
+            "the place of their copies."
+        )
     if not speed.drafting_pays:
         lines.append("Drafting would not pay here: --method autoregressive is faster.")
     return lines

@@ -94,7 +94,8 @@ class ModelDrafter:
         self._cache = model.new_cache() if shared is None else SharedCache(shared.cache)
         self._cache.planned_slots = slots + 1  # captured steps have one for padding
         captured = model.device.type == "cuda" and model.capturable
-        assert shared is None or not captured, "a captured step holds addresses of one cache"
+        if shared is not None and captured:
+            shared.cache.zero_unwritten()
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree

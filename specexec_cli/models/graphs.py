@@ -44,6 +44,7 @@ class StepRunner:
         self._cache = cache
         self._capture = capture
         self._steps: dict[int, _Step] = {}
+        self._moves = 0  # of the buffers of another cache whose rows are read
         # one memory and one stream for all captures: no two steps run at once, and what a step
         # returns is copied before the next
         self._pool = torch.cuda.graph_pool_handle() if capture else None
@@ -57,10 +58,13 @@ class StepRunner:
         bucket = next((size for size in BUCKETS if size >= count), None)
         if not self._cache.is_initialized:  # no pass has come to its last layer yet
             return self._model.forward(rows, self._cache, logit_rows)
+        places = self._cache.places
         # one slot more, the last, is where padding goes
-        capacity = self._cache.zeroed_capacity_for(self._cache.length + count + 1, _CAPACITY)
-        if capacity != self._cache.zeroed_capacity:
+        capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
+        if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
             self._steps.clear()  # before the buffers go that they point to
+            self._moves = places.moves
+        if capacity != self._cache.zeroed_capacity:
             self._cache.grow_zeroed(capacity)
         if bucket is None:
             return self._model.forward(rows, self._cache, logit_rows)
@@ -98,8 +102,9 @@ class _Step:
         self._cache = cache
         self._bucket = bucket
         self._spans = sorted(model.spans, key=str)
-        capacity_bytes = -(-cache.capacity // 8)
-        n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * capacity_bytes
+        self._columns = cache.places.columns
+        column_bytes = -(-self._columns // 8)
+        n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * column_bytes
         self._host = _pinned(n_bytes, model.device)
         self._uploaded: Any = None  # the event behind the last upload
         self._block = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
@@ -107,7 +112,7 @@ class _Step:
         self._tokens, self._positions = numbers[0], numbers[1]
         self._slots, self._wanted = numbers[2, 0], numbers[3, 0]
         bits = self._block[_NUMBERS * 8 * bucket :]
-        self._bits = bits.view(len(self._spans), 1, 1, bucket, capacity_bytes, 1)
+        self._bits = bits.view(len(self._spans), 1, 1, bucket, column_bytes, 1)
         self._places = torch.arange(8, dtype=torch.uint8, device=model.device)
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
@@ -117,19 +122,21 @@ class _Step:
         if self._uploaded is not None:
             self._uploaded.synchronize()  # what it copies from is written anew
         bucket, count = self._bucket, len(rows.tokens)
-        capacity, first = self._cache.capacity, self._cache.length
+        places = self._cache.places
         block = self._host.numpy()
         numbers = block[: _NUMBERS * 8 * bucket].view(np.int64).reshape(_NUMBERS, bucket)
         numbers[:] = 0
         numbers[0, :count], numbers[1, :count] = rows.tokens, rows.positions
-        numbers[2] = capacity - 1
-        numbers[2, :count] = np.arange(first, first + count)
+        numbers[2] = places.own - 1
+        numbers[2, :count] = np.arange(places.filled, places.filled + count)
         numbers[3, : len(logit_rows)] = logit_rows
         bits = block[_NUMBERS * 8 * bucket :].reshape(len(self._spans), bucket, -1)
         for span, packed in zip(self._spans, bits, strict=True):
-            mask = np.zeros((bucket, capacity), dtype=bool)
+            mask = np.zeros((bucket, self._columns), dtype=bool)
             visible = rows.mask(0, count, span)[0, 0].numpy()
-            mask[:count, : visible.shape[1]] = visible
+            own = visible[:, places.shared :]
+            mask[:count, : places.shared] = visible[:, : places.shared]
+            mask[:count, places.others : places.others + own.shape[1]] = own
             mask[count:, -1] = True
             packed[:] = np.packbits(mask, axis=1, bitorder="little")
         self._block.copy_(self._host, non_blocking=True)
@@ -140,7 +147,7 @@ class _Step:
     def run(self) -> None:
         """Computes one step kernel by kernel, without a captured graph."""
         visible = (self._bits >> self._places) & 1  # (spans, 1, 1, bucket, bytes, 8)
-        dense = visible.flatten(-2).view(torch.bool)[..., : self._cache.capacity]
+        dense = visible.flatten(-2).view(torch.bool)[..., : self._columns]
         masks = {
             span: self._model.context.dense(mask)
             for span, mask in zip(self._spans, dense.unbind(), strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from specexec_kernels import dispatch
@@ -26,6 +27,8 @@ class SlotLayer(CacheLayerMixin):
         super().__init__()
         self.length = 0
         self.reserved = 0
+        self.zeroed = False  # whether new buffers hold zeros where nothing was written
+        self.moves = 0  # how often other buffers took the place of those before
         self.write_slots: Tensor | None = None  # see SlotCache.writing_to
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -39,25 +42,22 @@ class SlotLayer(CacheLayerMixin):
         shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
-    def grow(self, capacity: int, zeroed: bool = False) -> None:
+    def grow(self, capacity: int) -> None:
         """Moves the filled rows to buffers of `capacity` slots.
 
         Both buffers are there before either takes its place: where memory runs out in between,
         the layer is as it was.
-
-        Args:
-            zeroed: zeros where nothing was written.
         """
         keys, values = self._moved(self.keys, capacity), self._moved(self.values, capacity)
-        if zeroed:
-            keys[:, :, self.length :].zero_()
-            values[:, :, self.length :].zero_()
         self.keys, self.values = keys, values
+        self.moves += 1
 
     def _moved(self, rows: Tensor, capacity: int) -> Tensor:
         """The filled rows in a buffer of their own."""
         moved = self._buffer(rows, capacity)
         moved[:, :, : self.length] = rows[:, :, : self.length]
+        if self.zeroed:
+            moved[:, :, self.length :].zero_()
         return moved
 
     def release(self) -> None:
@@ -65,6 +65,7 @@ class SlotLayer(CacheLayerMixin):
         self.length = 0
         self.is_initialized = False
         self.keys = self.values = torch.empty(0)
+        self.moves += 1
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -109,6 +110,26 @@ class SlotLayer(CacheLayerMixin):
         return -1
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlaces:
+    """Where captured draft steps find the rows of a cache, and where they write.
+
+    A step is given every allocated slot as a column, filled or not: first those of another cache,
+    if rows of one are read, then its own.
+    """
+
+    shared: int  # slots that are read from the other cache
+    others: int  # columns of the other cache
+    own: int  # columns of its own buffers
+    filled: int  # of its own slots
+    moves: int  # how often the other cache's buffers were replaced
+
+    @property
+    def columns(self) -> int:
+        """Of a step's masks."""
+        return self.others + self.own
+
+
 class SlotCache(Cache):
     """One SlotLayer per decoder layer."""
 
@@ -125,14 +146,33 @@ class SlotCache(Cache):
         return min(layer.length for layer in self.layers)
 
     def reserve(self, slots: int) -> None:
-        """The next growth of every layer goes to at least this many slots."""
+        """The next growth of every layer goes to at least this many slots.
+
+        It is now where other models' steps read the buffers: between two passes, for all layers.
+        """
         for layer in self.layers:
             layer.reserved = slots
+            if layer.zeroed and layer.is_initialized and layer.keys.shape[2] < slots:
+                layer.grow(slots)
+
+    def zero_unwritten(self) -> None:
+        """From now on buffers hold zeros where nothing was written, since a mask hides what it
+        multiplies by zero, and only numbers become zero by that."""
+        for layer in self.layers:
+            layer.zeroed = True
+            if layer.is_initialized:
+                layer.keys[:, :, layer.length :].zero_()
+                layer.values[:, :, layer.length :].zero_()
 
     @property
     def capacity(self) -> int:
         """Slots allocated in every layer, once there are rows."""
-        return int(self.layers[0].keys.shape[2])
+        return min(int(layer.keys.shape[2]) for layer in self.layers)
+
+    @property
+    def places(self) -> StepPlaces:
+        """Where a captured step finds rows; see there."""
+        return StepPlaces(shared=0, others=0, own=self.capacity, filled=self.length, moves=0)
 
     def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
         """The capacity at which `grow_zeroed` makes room for `slots`: never less than there is,
@@ -148,8 +188,7 @@ class SlotCache(Cache):
         return capacity
 
     def grow_zeroed(self, capacity: int) -> None:
-        """Gives every layer new buffers of `capacity` slots, with zeros where nothing was written:
-        a mask hides what it multiplies by zero, and only numbers become zero by that.
+        """Gives every layer new buffers of `capacity` slots, see `zero_unwritten`.
 
         One layer after another, since old and new buffers of all layers at once would take half as
         much memory again. Where it runs out in between, the cache is emptied: layers of different
@@ -158,7 +197,8 @@ class SlotCache(Cache):
         self.zeroed_capacity = 0  # until all layers agree
         try:
             for layer in self.layers:
-                layer.grow(capacity, zeroed=True)
+                layer.zeroed = True
+                layer.grow(capacity)
         except BaseException:
             self.release()
             raise

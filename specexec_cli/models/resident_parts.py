@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -18,20 +19,34 @@ from specexec_cli.offload.stream import read_tensors
 from specexec_cli.planning.built_sizes import path_of, text_decoder
 
 
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What a target's own low-bit copy takes from it, where both are loaded, to hold it once."""
+
+    # of embeddings and head, by their names in the model
+    tables: Mapping[str, Tensor] = field(default_factory=dict)
+    # of layers that stay on the device, as they are stored, by index
+    layers: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    skeleton: Skeleton | None = None  # to run those layers in, the target's own, built anew
+
+
 def load_resident(
     skeleton: Skeleton,
     device: torch.device,
     compute_dtype: torch.dtype,
     dtype: torch.dtype | None,
     table_in_ram: bool,
-) -> Head:
+    shared: Mapping[str, Tensor],
+) -> tuple[Head, dict[str, Tensor]]:
     """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay.
 
     Args:
         dtype: of embeddings and head; the file's unless told.
         table_in_ram: embeddings are looked up there, unless the head needs their table.
+        shared: tables of another model that has the same; those are not loaded whose place and
+            dtype are right.
     Returns:
-        the output head, which is part of the model.
+        the output head, which is part of the model, and the tables by their names.
     """
     model, tensors = skeleton.model, skeleton.resident_tensors
     text = text_decoder(model)
@@ -44,16 +59,29 @@ def load_resident(
     of_head = tensors.keys() - {f"{head_path}.bias"}
     if not (table_in_ram and any(name.startswith(f"{head_path}.") for name in of_head)):
         in_ram.clear()
+    places = {name: torch.device("cpu") if name in in_ram else device for name in tensors}
+    known = {
+        name: table
+        for name, table in shared.items()
+        if table.device == places[name] and dtype in (None, table.dtype)
+    }
     # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
-    loaded = read_tensors([tensors[name] for name in tensors if name not in in_ram])
-    loaded |= read_tensors([tensors[name] for name in in_ram])
+    alone = in_ram | known.keys()
+    loaded = read_tensors([tensors[name] for name in tensors if name not in alone])
+    loaded |= read_tensors([tensors[name] for name in in_ram - known.keys()])
+    tables: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        weight = loaded[tensor.name].to("cpu" if name in in_ram else device)
         packed = skeleton.restored.tables.get(name)
-        if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
-            weight = weight.to(dtype)
+        if name in known:
+            weight = known[name]
+        else:
+            weight = loaded[tensor.name].to(places[name])
+            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
+                weight = weight.to(dtype)
+        if leaf == "weight" and isinstance(module, nn.Embedding | nn.Linear) and packed is None:
+            tables[name] = weight
         if isinstance(module, nn.Embedding) and _looks_up(module):
             _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
         elif type(module).forward is nn.Linear.forward and leaf == "weight":
@@ -73,7 +101,7 @@ def load_resident(
         head = tied
     whole = Head(head, compute_dtype)
     _set_module(model, head_path, whole)
-    return whole
+    return whole, tables
 
 
 def load_layers(
@@ -82,23 +110,28 @@ def load_layers(
     device: torch.device,
     dtype: torch.dtype,
     progress: Callable[[int, int], None],
+    shared: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
     """Every layer's weights to stay, those of linears converted once to the compute dtype.
 
     Args:
         dtype: to compute in.
         progress: told of bytes loaded so far, and of all.
+        shared: stored tensors of layers that another model has on the device; they are used
+            where they are.
     """
     total = sum(t.n_bytes for layer in skeleton.layer_tensors for t in layer.values())
     done = 0
-    for layer, tensors in zip(layers, skeleton.layer_tensors, strict=True):
-        staged = layer.stage(read_tensors(list(tensors.values())), device, dtype)
-        for name, weight in staged.items():
+    for index, (layer, tensors) in enumerate(zip(layers, skeleton.layer_tensors, strict=True)):
+        stored = shared.get(index) or read_tensors(list(tensors.values()))
+        for name, weight in layer.stage(stored, device, dtype).items():
             path, _, leaf = name.rpartition(".")
             module = layer.layer.get_submodule(path)
-            # a copy of its own, so that the buffer it was read into is let go
-            stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
-            _set_tensor(module, leaf, weight.to(stays_as, copy=True))
+            if index not in shared:
+                # a copy of its own, so that the buffer it was read into is let go
+                stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
+                weight = weight.to(stays_as, copy=True)
+            _set_tensor(module, leaf, weight)
         layer.stay_bound(True)
         done += sum(tensor.n_bytes for tensor in tensors.values())
         progress(done, total)

@@ -4,18 +4,20 @@ A target that drafts with its own layers in few bits keeps keys and values of th
 itself, and those that it has computed exactly need no second copy in few bits. So the first rows
 are read from the target's cache, and only what follows is kept here: the last committed token and
 nodes of the tree, and a short prompt's rows until the target has computed them. While the target's
-pass runs, the rows that are read stay what they are, since it appends its own behind them.
+pass runs, the rows that are read stay what they are, since it appends its own behind them. Captured
+steps on a GPU read every slot that either cache has allocated, and a mask hides the others.
 Source: SubSpec, arXiv:2509.18344.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer, StepPlaces
 
 
 class _SharedLayer(SlotLayer):
@@ -24,6 +26,7 @@ class _SharedLayer(SlotLayer):
     def __init__(self, first: SlotLayer) -> None:
         super().__init__()
         self.shared = 0
+        self.others = 0  # slots of the other layer that a captured step is given
         self._first = first
 
     def update(
@@ -31,9 +34,10 @@ class _SharedLayer(SlotLayer):
     ) -> tuple[Tensor, Tensor]:
         """Appends (1, heads, n, head_dim) rows; returns every row, in memory for this layer."""
         keys, values = super().update(key_states, value_states)
-        if not self.shared:
+        count = self.shared if self.write_slots is None else self.others
+        if not count:
             return keys, values
-        first = slice(0, self.shared)
+        first = slice(0, count)
         return (
             torch.cat([self._first.keys[:, :, first], keys], dim=2),
             torch.cat([self._first.values[:, :, first], values], dim=2),
@@ -56,6 +60,32 @@ class SharedCache(SlotCache):
     def __init__(self, target: SlotCache) -> None:
         super().__init__(0)
         self.layers = [_SharedLayer(layer) for layer in target.layers]
+        self._target = target
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether both caches have buffers."""
+        return super().is_initialized and self._target.is_initialized
+
+    @property
+    def places(self) -> StepPlaces:
+        """Where a captured step finds rows; see there."""
+        return StepPlaces(
+            shared=min(layer.shared for layer in self.layers),
+            others=self._target.capacity,
+            own=self.capacity,
+            filled=min(layer.length for layer in self.layers),
+            moves=sum(layer.moves for layer in self._target.layers),
+        )
+
+    @contextmanager
+    def writing_to(self, slots: Tensor) -> Iterator[None]:
+        """As SlotCache's; the slots are of its own buffers."""
+        others = self._target.capacity
+        for layer in self.layers:
+            layer.others = others
+        with super().writing_to(slots):
+            yield
 
     @property
     def length(self) -> int:

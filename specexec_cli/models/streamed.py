@@ -26,10 +26,16 @@ from specexec_cli.models.layer_sources import open_experts, open_source
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
-from specexec_cli.models.resident_parts import frozen, load_layers, load_resident
+from specexec_cli.models.resident_parts import (
+    SharedParts,
+    frozen,
+    load_layers,
+    load_resident,
+)
 from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
+from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.offload.stream import LayerStream
@@ -54,6 +60,7 @@ class StreamedModel:
         *,
         table_in_ram: bool = False,
         own_rows: bool = True,
+        shared: SharedParts | None = None,
     ) -> None:
         """Makes the layers ready to be fed, and loads embeddings, norms and head.
 
@@ -63,7 +70,9 @@ class StreamedModel:
             table_in_ram: embeddings are looked up there, unless the head needs their table.
             own_rows: whether a GPU's products and norms give a row the same bits in passes of any
                 number of rows, see own_rows.py.
+            shared: what another model has loaded of the same weights.
         """
+        shared = shared or SharedParts()
         self.skeleton = skeleton
         self.device = device
         self.dtype = dtype
@@ -75,19 +84,20 @@ class StreamedModel:
             skeleton.config._attn_implementation = attention.implementation(device)
         # whether rows of several texts take turns in each layer, see side_by_side.py
         self._turns = skeleton.config._attn_implementation not in attention.SIDE_BY_SIDE
-        self._layers = [
-            DecoderLayer(
-                layer,
-                index,
-                self.context,
-                skeleton,
-                visible_span(skeleton.config, index),
+        self._layers = []
+        for index in range(len(skeleton.layers)):
+            exact = shared.skeleton if index in shared.layers else None
+            if exact is not None:
+                exact.config._attn_implementation = skeleton.config._attn_implementation
+            own = exact or skeleton
+            layer = DecoderLayer(
+                own.layers[index], index, self.context, own, visible_span(own.config, index)
             )
-            for index, layer in enumerate(skeleton.layers)
-        ]
-        for index, layer in enumerate(self._layers):
             skeleton.layers[index] = layer
-        self._head = load_resident(skeleton, device, dtype, resident_dtype, table_in_ram)
+            self._layers.append(layer)
+        self._head, self._tables = load_resident(
+            skeleton, device, dtype, resident_dtype, table_in_ram, shared.tables
+        )
         self._embeddings = skeleton.model.get_input_embeddings()
         if own_rows and device.type == "cuda":
             keep_rows_apart(skeleton.model)
@@ -111,6 +121,7 @@ class StreamedModel:
         copy_rows: int | None = None,
         chunk_rows: int | None = None,
         own_rows: bool = True,
+        shared: SharedParts | None = None,
         notice: Callable[[str], None] = lambda text: None,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> StreamedModel:
@@ -128,6 +139,7 @@ class StreamedModel:
                 DeviceExperts.
             chunk_rows: of a long prompt, that go through a layer together; CHUNK_ROWS unless told.
             own_rows: as of the constructor. A draft model needs it not: its bits choose no token.
+            shared: of a model of which this is a low-bit copy, to be loaded to stay.
         Raises:
             CheckpointError, StreamError, OutOfMemoryError: as their names say.
         """
@@ -150,12 +162,13 @@ class StreamedModel:
             stays, on_gpu = tiers is None, device.type == "cuda"
             model = cls(
                 skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
-                table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows,
+                table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows, shared=shared,
             )  # fmt: skip
             if chunk_rows is not None:
                 model.context.chunk_rows = chunk_rows
             if tiers is None:
-                load_layers(model._layers, skeleton, device, dtype, progress)
+                exact = shared.layers if shared is not None else {}
+                load_layers(model._layers, skeleton, device, dtype, progress, exact)
         if tiers is None:
             assert not split, "dense parts are streamed"
             return model
@@ -171,6 +184,16 @@ class StreamedModel:
             )  # fmt: skip
         return model
 
+    def shared_parts(self, checkpoint: Checkpoint | None) -> SharedParts:
+        """What a low-bit copy of this model need not load itself.
+
+        Args:
+            checkpoint: of this model, whose layers that stay on a GPU are to be among it.
+        """
+        if checkpoint is None or not isinstance(self.source, DeviceStream):
+            return SharedParts(self._tables)
+        return SharedParts(self._tables, self.source.staying, build_skeleton(checkpoint))
+
     @property
     def source(self) -> LayerSource | None:
         """Where the decoder layers' weights come from; None where all of them stay."""
@@ -182,17 +205,16 @@ class StreamedModel:
 
     @property
     def waits(self) -> bool:
-        """Whether its passes wait for whole layers on the CPU, and so may do something meanwhile.
+        """Whether its passes wait for whole layers, and so may do something meanwhile.
 
         A mixture's dense parts come faster than a draft step takes, and its experts are asked for
-        one layer at a time: what delays the pass delays its reads. On a GPU what drafts would stand
-        in line behind the pass.
+        one layer at a time: what delays the pass delays its reads.
         """
-        return isinstance(self.source, LayerStream) and self.source.streams
+        return isinstance(self.source, LayerStream | DeviceStream) and self.source.streams
 
     def meanwhile(self, work: Callable[[], bool] | None) -> None:
         """What later passes do in place of waiting; see LayerStream.meanwhile."""
-        if isinstance(self.source, LayerStream):
+        if isinstance(self.source, LayerStream | DeviceStream):
             self.source.meanwhile = work
 
     @property

@@ -9,7 +9,7 @@ Nothing waits for the whole device. Same interface as LayerStream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -54,6 +54,9 @@ class DeviceStream:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
         notice = once(notice)
         self.bytes_streamed = 0  # handed out from ring buffers so far
+        # What the consumer does while a layer is under way; see LayerStream.meanwhile. It waits
+        # for the device itself, so that nothing it enqueues stands behind a layer to come.
+        self.meanwhile: Callable[[], bool] | None = None
         self._link = link
         self._count = len(layers)
         self._next_layer = 0
@@ -106,6 +109,16 @@ class DeviceStream:
             self._buffers.append(device_buffer(size, "a ring buffer on the device", self._link))
 
     @property
+    def staying(self) -> Mapping[int, Mapping[str, Tensor]]:
+        """The tensors of the layers that stay on the device, by index; valid until close()."""
+        return self._resident
+
+    @property
+    def streams(self) -> bool:
+        """Whether any layer comes over the link pass after pass."""
+        return bool(self._streamed)
+
+    @property
     def bytes_read(self) -> int:
         """Bytes read from disk."""
         return self._copier.bytes_read if self._copier else 0
@@ -127,6 +140,8 @@ class DeviceStream:
             yield dict(self._resident[index])
             return
         assert self._copier is not None
+        while self.meanwhile is not None and not self._copier.arrived() and self.meanwhile():
+            pass
         copied = self._copier.take()
         # until it is taken back, restart() has something to mend
         use = self._in_use = object()

@@ -29,6 +29,8 @@ NOISE_POSITIONS = 64  # whose noise stays at hand
 STEP_SCORES = 4  # rows of the vocabulary that a draft step makes of each row of logits
 SCRATCH_BYTES = 80_000_000  # packing buffers and code that the first pass brings in
 
+DRAFT_MODEL = "draft model"  # its weights, among the parts
+
 Parts = tuple[tuple[str, int], ...]  # what takes how many bytes
 
 
@@ -44,6 +46,9 @@ class Work:
     item_bytes: int = 2  # of the compute dtype
     widened: bool = False  # whether a CPU multiplies that dtype as float32
     shares_cache: bool = False  # whether the draft model reads the target's own cache rows
+    # of a copy of the target's own layers: whether it takes embeddings and head from the target
+    shares_tables: bool = False
+    shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
     drafts_ahead: bool = False  # whether nodes may be found while a pass waits, a budget more
 
     def __post_init__(self) -> None:
@@ -65,6 +70,17 @@ class Work:
     def slots(self) -> int:
         """Cache rows of all texts."""
         return self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+
+    @property
+    def draft_slots(self) -> int:
+        """Cache rows that the draft model has of its own.
+
+        Where it reads its target's, those of a short prompt, and of nodes.
+        """
+        ahead = self.budget if self.drafts_ahead else 0
+        if not self.shares_cache:
+            return self.slots + ahead
+        return min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + ahead + 1
 
 
 def nodes_of_a_text(budget: int, texts: int) -> int:
@@ -129,15 +145,21 @@ def _logit_bytes(model: ModelBytes, work: Work) -> int:
 
 
 def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Parts:
-    """What the memory of the device that computes must hold wherever the layers are."""
+    """What the memory of the device that computes must hold wherever the layers are.
+
+    A copy of the target has its tables of embeddings and head, where they are on that device.
+    """
     parts = [
         ("embeddings and head", target.resident),
         ("target's KV cache", target.kv_elements * work.slots * work.item_bytes),
         ("activations", activation_bytes(target, work)),
     ]
     if draft is not None:
+        tables = 0
+        if work.shares_tables:
+            tables = (target.head + target.table) or target.resident
         parts += [
-            ("draft model", draft.loaded(work.item_bytes)),
+            (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
             ("scores of draft nodes", _score_bytes(draft, work)),
         ]
@@ -157,14 +179,12 @@ def _score_bytes(draft: ModelBytes, work: Work) -> int:
 
 def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     """Keys and values of the draft model, as far as they are its own."""
-    ahead = work.budget if work.drafts_ahead else 0
     row_bytes = draft.kv_elements * work.item_bytes
+    own = row_bytes * work.draft_slots
     if not work.shares_cache:
-        return row_bytes * (work.slots + ahead)
-    # besides the nodes those of a prompt; the rows of one layer are put together for attention
-    one_layer = row_bytes * work.slots // max(len(draft.layers), 1)
-    prompt = min(work.context_tokens, OWN_PROMPT_ROWS)
-    return row_bytes * (prompt + work.budget + ahead + 1) + one_layer
+        return own
+    # the rows of one layer are put together for attention
+    return own + row_bytes * work.slots // max(len(draft.layers), 1)
 
 
 def _block_rows(work: Work) -> int:
@@ -213,7 +233,7 @@ def _step_bytes(draft: ModelBytes, work: Work) -> int:
     While the buffers grow, one layer has its old ones too.
     """
     row_bytes = draft.kv_elements * work.item_bytes
-    old = row_bytes * work.slots // max(len(draft.layers), 1)
+    old = row_bytes * work.draft_slots // max(len(draft.layers), 1)
     return row_bytes + old + sum(STEP_ROWS) * draft.vocab * FLOAT32_BYTES
 
 

@@ -38,10 +38,14 @@ class Placed:
     index: int | None = None  # of a decoder layer, from 0
     tier: Tier
     converted: bool  # its matrices, to the compute dtype, when loaded; otherwise as in the file
-    stored_bytes: int  # in the files; a head that shares the embeddings' table has none
+    # in the files; a head that shares the embeddings' table has none, nor has what a copy of the
+    # target takes from it
+    stored_bytes: int
 
 
-def placement_table(target: ModelBytes, draft: ModelBytes | None, plan: Plan) -> tuple[Placed, ...]:
+def placement_table(
+    target: ModelBytes, draft: ModelBytes | None, plan: Plan, work: Work
+) -> tuple[Placed, ...]:
     """Every part of both models, the target's first, each from the embeddings to the head."""
     split = target.experts if plan.expert_bytes else None
     rows = _rows("target", target.dense if split else target, plan.tiers, plan.stays, plan.on_gpu)
@@ -52,7 +56,16 @@ def placement_table(target: ModelBytes, draft: ModelBytes | None, plan: Plan) ->
             for index, size in enumerate(split.layers)
         ]  # fmt: skip
     if draft is not None:
-        rows += _rows("draft", draft, ["resident"] * len(draft.layers), True, plan.on_gpu)
+        own = _rows("draft", draft, ["resident"] * len(draft.layers), True, plan.on_gpu)
+        if work.shares_tables:  # its parts are the target's
+            shared = {"embeddings", "head"} | ({"layer"} if work.shares_layers else set())
+            own = [
+                replace(row, stored_bytes=0)
+                if exact.tier == "resident" and row.part in shared
+                else row
+                for row, exact in zip(own, rows, strict=True)
+            ]
+        rows += own
     return tuple(rows)
 
 

@@ -15,12 +15,14 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.low_bits import copy_tokens_per_pass
 from specexec_cli.planning.memory import DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sized import SizedModel, models_of
+from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, predict
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -142,10 +144,16 @@ def resolve(
     settings = dict(site.settings)
 
     def plan_for(tree: TreeConfig) -> tuple[Work, Plan]:
-        work = _work(request, pair, tree, site.device, dtype, context_tokens)
+        work = _work(request, pair, tree, site.device, dtype, context_tokens, target)
         machine = site.machine(dtype, settings, target.sizes.packed_bits)
-        plan = place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
-        return work, plan
+
+        def placed(work: Work) -> Plan:
+            return place(request.offload, target.sizes, draft_sizes, work, machine, request.experts)
+
+        if not (work.shares_tables and machine.vram_bytes):
+            return work, placed(work)
+        assert draft_sizes is not None
+        return _faster(placed, pair, tree, work, machine, target.sizes, draft_sizes)
 
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)
@@ -173,8 +181,47 @@ def resolve(
         settings=settings,
         machine=site.machine(dtype, settings, target.sizes.packed_bits),
         plan=plan,
-        placement=placement_table(target.sizes, draft_sizes, plan),
+        placement=placement_table(target.sizes, draft_sizes, plan, work),
     )
+
+
+def _faster(
+    placed: Callable[[Work], Plan],
+    pair: ChosenPair,
+    tree: TreeConfig,
+    work: Work,
+    machine: Machine,
+    target: ModelBytes,
+    draft: ModelBytes,
+) -> tuple[Work, Plan]:
+    """Whether a target's own copy drafts with the layers that stay on the GPU, or with copies.
+
+    The target's own leave room for more of them and are accepted more often; copies are read
+    faster, several times for each tree.
+
+    Raises:
+        DoesNotFitError: neither fits.
+    """
+    assert pair.own_bits is not None
+    found: list[tuple[float, Work, Plan]] = []
+    refused: DoesNotFitError | None = None
+    for shares in (False, True):
+        work = replace(work, shares_layers=shares)
+        try:
+            plan = placed(work)
+        except DoesNotFitError as error:
+            refused = error
+            continue
+        rate = copy_tokens_per_pass(
+            pair.own_bits, plan.shared_layers / len(plan.tiers), tree.max_depth
+        )
+        speed = predict(target, draft, tree, work, machine, plan, rate)
+        found.append((speed.typical, work, plan))
+    if not found:
+        assert refused is not None
+        raise refused
+    _, work, plan = max(found, key=lambda each: each[0])
+    return work, plan
 
 
 def _work(
@@ -184,9 +231,10 @@ def _work(
     device: str,
     dtype: DtypeName,
     context_tokens: int,
+    target: SizedModel,
 ) -> Work:
     """How large a session with these trees will be."""
-    one_text_on_cpu = device == "cpu" and request.slots == 1
+    one_text = request.slots == 1
     return Work(
         context_tokens=context_tokens,
         budget=tree.budget if pair.draft_name is not None else 0,
@@ -194,9 +242,12 @@ def _work(
         texts=request.slots,
         item_bytes=DTYPE_BYTES[dtype],
         widened=device == "cpu" and dtype != "float32" and not _has_arithmetic(dtype),
-        # on a GPU draft steps are captured, over buffers of their own
-        shares_cache=pair.own_bits is not None and one_text_on_cpu,
-        drafts_ahead=tree.overlap != "off" and one_text_on_cpu,
+        shares_cache=pair.own_bits is not None and one_text,
+        # a GPU has its draft model's weights in the compute dtype
+        shares_tables=pair.own_bits is not None
+        and target.sizes.experts is None
+        and (device == "cpu" or target.stored_dtype == dtype),
+        drafts_ahead=tree.overlap != "off" and one_text,
     )
 
 

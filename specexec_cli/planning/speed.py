@@ -15,7 +15,7 @@ from specexec_cli.planning.arithmetic import compute_seconds
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.mixtures import stream_seconds
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.tiers import Machine, Plan, shared_layers
 
 # Of a pair of which nothing is known: between what SpecExec's smallest draft model reaches on text
 # that is hard to guess and its 7B on chat (arXiv:2406.02532, tables 2 and 3), with a small tree.
@@ -108,7 +108,7 @@ def predict(
 
     def with_trees(nodes: int, rate: TokensPerPass) -> Speed:
         step_s = _step_layer_seconds(machine) * len(draft.layers) + max(
-            (draft.loaded(work.item_bytes) - draft.table) / machine.memory_bytes_per_s,
+            _step_bytes(target, draft, work, plan) / machine.memory_bytes_per_s,
             compute_seconds(draft.active_params, min(tree.batch, nodes), machine.flops),
         )
         draft_s = step_s * _steps(tree, nodes, rate.typical)
@@ -130,6 +130,13 @@ def predict(
         with_trees(nodes, rate.of_nodes(nodes, tree.budget)) for nodes in _sizes(tree, target)
     ]
     return max(speeds, key=lambda speed: speed.typical)
+
+
+def _step_bytes(target: ModelBytes, draft: ModelBytes, work: Work, plan: Plan) -> int:
+    """Weights that a draft step reads: of layers that a copy of the target shares, the target's."""
+    own = draft.loaded(work.item_bytes) - draft.table
+    layers = zip(shared_layers(target, draft, work), target.layers, plan.tiers, strict=True)
+    return own + sum(exact - copy for copy, exact, tier in layers if copy and tier == "resident")
 
 
 def _sizes(tree: TreeConfig, target: ModelBytes) -> list[int]:

@@ -16,6 +16,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
 from specexec_cli.planning.memory import (
+    DRAFT_MODEL,
     GPU_CONTEXT_BYTES,
     DoesNotFitError,
     Parts,
@@ -95,6 +96,7 @@ class Plan:
     compute_s: float  # arithmetic of a verification pass; 0 when the rate is not known
     knee_rows: int | None  # most rows whose arithmetic hides behind the stream
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
+    shared_layers: int = 0  # that a copy of the target drafts with, as they stay on a GPU
     on_gpu: bool = False  # whether a GPU computes
     # What slots for experts take; `tiers` are then about the rest of each layer, and the bytes
     # moved are those of a verification pass whose rows choose all experts equally often.
@@ -153,10 +155,14 @@ def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine:
     ram, vram = _beside(target, draft, work, machine)
     resident = device_buffers = 0
     if machine.vram_bytes:
-        resident, device_buffers = _fill(sizes, machine.usable(machine.vram_bytes), "VRAM", vram)
+        spared = shared_layers(target, draft, work)
+        resident, device_buffers = _fill(
+            sizes, machine.usable(machine.vram_bytes), "VRAM", vram, [spared[i] for i in order]
+        )
     ring = 2 * buffer_bytes(sizes[resident:])
     usable = machine.usable_ram(sum(size for _, size in ram) + ring)
-    in_ram, ssd_buffers = _fill(sizes[resident:], usable, "RAM", ram)
+    streamed = sizes[resident:]
+    in_ram, ssd_buffers = _fill(streamed, usable, "RAM", ram, [0] * len(streamed))
     tiers: list[Tier] = ["ssd"] * len(sizes)
     for rank, index in enumerate(order[: resident + in_ram]):
         tiers[index] = "resident" if rank < resident else "ram"
@@ -187,11 +193,13 @@ def plan_of(
         return [s for s, tier in zip(target.layers, tiers, strict=True) if tier in wanted]
 
     ram, vram = _beside(target, draft, work, machine, stays)
+    copies = zip(shared_layers(target, draft, work), tiers, strict=True)
+    spared = [size for size, tier in copies if size and tier == "resident"]
     resident = _footprint(layers("resident"))
     if stays:
         resident = target.loaded(work.item_bytes) - target.resident
     if machine.vram_bytes:
-        vram += (("resident layers", resident),)
+        vram = *_without(vram, DRAFT_MODEL, sum(spared)), ("resident layers", resident)
     else:
         ram += (("loaded layers", resident),)
     ram += (
@@ -218,8 +226,17 @@ def plan_of(
         compute_s=compute_seconds(target.active_params, work.verify_rows, machine.flops),
         knee_rows=knee_rows(target.active_params, machine.flops, max(ssd_s, link_s, memory_s)),
         stays=stays,
+        shared_layers=len(spared),
         on_gpu=machine.vram_bytes > 0,
     )
+
+
+def shared_layers(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Sequence[int]:
+    """Of each layer the bytes of its low-bit copy, which are spared where the target's own stays on
+    a GPU and drafts; 0 where layers are not shared."""
+    if draft is None or not work.shares_layers:
+        return [0] * len(target.layers)
+    return draft.layers
 
 
 def _beside(
@@ -244,6 +261,11 @@ def table_in_ram(stays: bool, on_gpu: bool) -> bool:
     streamed.
     """
     return on_gpu and not stays
+
+
+def _without(parts: Parts, name: str, n_bytes: int) -> Parts:
+    """The parts, one of them smaller by so many bytes."""
+    return tuple((each, size - n_bytes if each == name else size) for each, size in parts)
 
 
 def spread_order(count: int) -> list[int]:
@@ -272,22 +294,26 @@ def _footprint(sizes: Sequence[int]) -> int:
     return sum(buffer_bytes([size]) for size in sizes)
 
 
-def _fill(sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts) -> tuple[int, int]:
+def _fill(
+    sizes: Sequence[int], usable_bytes: int, memory: str, fixed: Parts, spared: Sequence[int]
+) -> tuple[int, int]:
     """How many layers, from the first on, can stay while the others go through a ring.
 
+    Args:
+        spared: bytes among the fixed ones that a layer which stays makes needless.
     Returns:
         layers that stay; ring buffers for the others (0 if all stay).
     Raises:
         DoesNotFitError: not even a ring of two buffers fits.
     """
     free = usable_bytes - sum(size for _, size in fixed)
-    if _footprint(sizes) <= free:
+    if _footprint(sizes) - sum(spared) <= free:
         return len(sizes), 0
 
     def most_that_stay(buffers: int) -> int:
-        stay = _footprint(sizes)
+        stay = _footprint(sizes) - sum(spared)
         for count in range(len(sizes) - 1, -1, -1):
-            stay -= buffer_bytes([sizes[count]])
+            stay -= buffer_bytes([sizes[count]]) - spared[count]
             if stay + buffers * buffer_bytes(sizes[count:]) <= free:
                 return count
         return -1

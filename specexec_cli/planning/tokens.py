@@ -6,14 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specexec_cli.catalog.registry import load_registry
+from specexec_cli.planning.low_bits import copy_tokens_per_pass
 from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.speed import Speed, TokensPerPass, predict
-
-# Of a target's own copy by its bits: docs/experiments.md, "The target at low bits as its own draft
-# model", code at a temperature of 0.7, code, and all prompts, greedy. SubSpec's copies in 4 bits
-# bring 28 of Qwen2.5-7B (arXiv:2509.18344).
-_OWN_COPIES = {4: (10.4, 15.0, 17.2), 3: (7.7, 11.8, 15.0), 2: (4.1, 6.1, 8.0)}
 
 
 def predicted(decision: Decision, models_file: Path | None = None) -> Speed:
@@ -38,9 +34,9 @@ def tokens_per_pass(decision: Decision, models_file: Path | None) -> TokensPerPa
     if decision.draft is None:
         return None
     if decision.pair.own_bits is not None and not _runs(decision):
-        most = decision.recommended.max_depth + 1.0
-        low, typical, high = (min(each, most) for each in _OWN_COPIES[decision.pair.own_bits])
-        return TokensPerPass(low, typical, high, "as the demo target's own copies reach")
+        share = decision.plan.shared_layers / len(decision.plan.tiers)
+        depth = decision.recommended.max_depth
+        return copy_tokens_per_pass(decision.pair.own_bits, share, depth)
     target, draft = decision.target.entry, decision.draft.entry
     rates = sorted(run.tokens_per_pass for run in _runs(decision))
     if rates:

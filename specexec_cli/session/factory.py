@@ -45,8 +45,14 @@ def open_session(
         distributed = open_dsi(found, request, notice)
         if distributed is not None:
             return distributed
-    draft = found.open_draft(notice)
-    session = LocalSession(found, LocalTarget(found.open_target(notice, progress)), draft)
+    found.check_tokenizers()  # before anything large is loaded
+    target = found.open_target(notice, progress)
+    try:
+        draft = found.open_draft(notice, target)
+    except BaseException:
+        target.close()
+        raise
+    session = LocalSession(found, LocalTarget(target), draft)
     if request.remember:
         session.remember(notice)
     return session

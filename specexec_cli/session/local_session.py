@@ -187,7 +187,7 @@ class LocalSession(TextSession):
         able = request.method == "specexec" and isinstance(drafter, ModelDrafter)
         if request.tree.overlap == "on" and not (able and self._target.model.waits):
             raise ConfigError(
-                "`overlap='on'`: no pass of this session waits for an SSD with a draft model to go "
+                "`overlap='on'`: no pass of this session waits for layers with a draft model to go "
                 "on with. Give `overlap='auto'`, or leave it off"
             )
         return able and self._target.model.waits
@@ -216,7 +216,7 @@ class LocalSession(TextSession):
                 target_vocab_size=self.vocab_size,
                 learned=self.learned,
                 shared=shared,
-                slots=self._decision.work.slots,
+                slots=self._decision.work.draft_slots,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from fake_cuda import fake_cuda
 
 from specexec_cli import loading
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
-from specexec_cli.planning import memory
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.offload.cuda import DeviceStream
+from specexec_cli.planning import low_bits, memory
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.sampling import _moved_noise
 from specexec_cli.session import Session
@@ -24,41 +28,80 @@ CONFIG = byte_llama(
 )  # fmt: skip
 
 
-@pytest.fixture
-def folders(tmp_path: Path) -> dict[str, str]:
-    target, draft = save_pair(tmp_path, target=CONFIG, noise=0.01)
-    return {"target": str(target), "draft": str(draft)}
+def saved_models(folder: Path, own_copy: bool) -> dict[str, str]:
+    """A pair, or a target that drafts for itself, in groups of 64 inputs."""
+    config = copy.deepcopy(CONFIG)
+    if own_copy:
+        config.intermediate_size = 128
+    target, draft = save_pair(folder, target=config, noise=0.01)
+    return {"target": str(target), "draft": "self" if own_copy else str(draft)}
 
 
+@pytest.mark.parametrize(
+    ("own_copy", "gain"), [(False, 0.0), (True, 9.0), (True, -1.0)],
+    ids=["a draft model", "layers shared", "copies of all layers"],
+)  # fmt: skip
 def test_no_more_lives_on_the_device_than_was_planned(
-    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    own_copy: bool,
+    gain: float,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Without what is set aside for libraries, which the stand-in has none of."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(low_bits, "_GAIN_OF_EXACT_LAYERS", {4: gain})
     monkeypatch.setattr(memory, "SCRATCH_BYTES", 0)
     monkeypatch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
     free = 80_000_000  # too little for all layers
+    if own_copy:
+        free -= 6_000_000  # its tables and cache rows are the target's
     _moved_noise.cache_clear()
+    models = saved_models(tmp_path, own_copy)
     with fake_cuda() as runtime:
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
-        with Session.open(**folders, device="cuda", dtype="float32", offload="ram",
+        with Session.open(**models, device="cuda", dtype="float32", offload="ram",
                           context_tokens=256,
                           tree=TreeRequest(budget=TREE.budget, depth=TREE.max_depth,
                                            batch=TREE.batch)) as session:  # fmt: skip
             assert isinstance(session, LocalSession)
             plan = session._decision.plan
             assert {"resident", "ram"} == set(plan.tiers), "it is tight, and streams"
+            assert plan.shared_layers == (plan.tiers.count("resident") if gain > 0 else 0)
             opened = runtime.memory.peak
             # sampled, so that noise is kept for more positions than are counted at once
             steps = session.generate(
                 "def f(x):\n" * 4, tree=TREE, sampling=SamplingConfig(temperature=0.8, seed=1),
-                generation=GenerationConfig(max_tokens=48),
+                generation=GenerationConfig(max_tokens=16 if own_copy else 48),
             )  # fmt: skip
             assert sum(len(step.tokens) for step in steps) > 1
+            _assert_shared(session)
             parts = dict(plan.vram)
             assert opened <= plan.peak_vram_bytes
             assert runtime.memory.peak <= plan.peak_vram_bytes, parts
+            if own_copy:
+                return  # which expands few nodes
             # What captures hold is not seen here. Without the scores the rest would be too small.
             seen = plan.peak_vram_bytes - parts["draft steps"]
             assert runtime.memory.peak > seen - parts["scores of draft nodes"], parts
     _moved_noise.cache_clear()
+
+
+def _assert_shared(session: LocalSession) -> None:
+    """What a copy of the target shares is there once, in the memory where the target has it."""
+    target, draft = session._target.model, session._draft
+    assert draft is not None
+    work, exact = session._decision.work, target.shared_parts(None).tables
+    own = draft.shared_parts(None).tables
+    shared = {name for name, table in own.items() if table is exact.get(name)}
+    assert shared == ({"lm_head.weight"} if work.shares_tables else set())
+    if not work.shares_layers:
+        return
+    assert isinstance(target.source, DeviceStream)
+    for index, layer in enumerate(draft.skeleton.layers):
+        linear = layer.layer.mlp.gate_proj
+        stored = target.source.staying.get(index, {})
+        weights = [each for name, each in stored.items() if name.endswith("gate_proj.weight")]
+        assert isinstance(linear, MixedLinear if weights else QuantizedLinear)
+        for weight in weights:
+            assert linear.weight.inner.data_ptr() == weight.inner.data_ptr()

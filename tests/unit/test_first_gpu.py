@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import fake_cuda
+from late_layers import layers_come_late
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import first_gpu_plan as plan
@@ -25,6 +26,8 @@ from first_gpu_report import Check, Step
 
 from specexec_cli.device import GpuInfo
 from specexec_cli.models import graphs
+from specexec_cli.models.own_copy import own_copy
+from specexec_cli.offload.store import read_checkpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 FEW_SLOTS = 256
@@ -264,6 +267,17 @@ def test_caches_grow_within_a_text(few_slots: None) -> None:
     with fake_cuda():
         checks = own.growth_step(FEW_SLOTS)
     assert verdicts(checks) == [True, True], checks
+
+
+def test_a_copy_that_drafts_while_layers_come(
+    few_slots: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own_copy(read_checkpoint(own.DEMO / "target"), 4)  # faster where nothing is watched
+    layers_come_late(monkeypatch, 2)
+    with fake_cuda():
+        checks = own.overlap_step(12)
+    assert verdicts(checks) == [True, True, True], checks
 
 
 def test_large_trees_over_streamed_layers() -> None:

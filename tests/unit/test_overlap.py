@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from checkpoints import (
     assert_fresh,
     byte_llama,
@@ -16,11 +17,12 @@ from checkpoints import (
     save_checkpoint,
     save_pair,
 )
+from fake_cuda import CUDA, fake_cuda
 from late_layers import layers_come_late
 
 from specexec_cli.bench.cases import variant
 from specexec_cli.cli.render import stats_line
-from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
+from specexec_cli.config import GenerationConfig, SamplingConfig, Tier, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
@@ -28,6 +30,10 @@ from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.errors import ConfigError
+from specexec_cli.models import graphs, kv_cache
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.memory import DoesNotFitError
 from specexec_cli.sampling import Sampler
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
@@ -149,27 +155,60 @@ def test_overlap_that_cannot_be_is_refused(pair: dict[str, str]) -> None:
         Forest(None, replace(TREE, overlap="on"), 2, Learned())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """The CPU, and the stand-in for a GPU."""
+    if request.param == "cpu":
+        yield torch.device("cpu")
+        return
+    with fake_cuda():
+        yield CUDA
+
+
+def opened(folder: str, device: torch.device, tiers: Tier | None) -> StreamedModel:
+    return StreamedModel.open(
+        read_checkpoint(Path(folder)), device=device, dtype=torch.float32, tiers=tiers
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "capacity", "temperature"),
+    [("cpu", 2048, 0.0), ("cpu", 2048, 0.8), ("cuda", 2048, 0.0), ("cuda", 24, 0.8)],
+    indirect=["device"],
+)
 @pytest.mark.usefixtures("late")
 def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_its_own(
-    pair: dict[str, str], temperature: float
+    pair: dict[str, str],
+    device: torch.device,
+    capacity: int,
+    temperature: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Told apart by nothing where the copy is as exact as the target."""
+    monkeypatch.setattr(graphs, "_CAPACITY", capacity)
+    monkeypatch.setattr(kv_cache, "_GROWTH_SLOTS", capacity)
     sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
-    draft = open_float32(Path(pair["target"]), None)
+    draft = opened(pair["target"], device, None)
     steps = []
     for shares in (False, True):
-        target = LocalTarget(open_float32(Path(pair["target"])))
+        target = LocalTarget(opened(pair["target"], device, "ssd"))
         tree = replace(TREE, calibrated=False)
         drafter = ModelDrafter(
             draft, sampler, tree, draft.vocab_size, shared=target if shares else None
         )
-        decoded = list(specexec(target, drafter, sampler, TURNS[0], 40, (), ahead=drafter))
-        assert sum(step.draft_hidden_s for step in decoded) > 0.0
-        steps.append([(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded])
-        assert_fresh(target.model, target._cache, target.tokens)
-        own_slots = drafter._cache.length - (len(target.tokens) if shares else 0)
-        assert own_slots <= 2 * TREE.budget + 1 or not shares
+        steps.append([])
+        for turn in (TURNS[0], TURNS[1]):  # the second begins anew, with buffers that are there
+            target.crop(0)
+            target.reserve(len(turn) + 20 + TREE.budget)
+            decoded = list(specexec(target, drafter, sampler, turn, 20, (), ahead=drafter))
+            assert sum(step.draft_hidden_s for step in decoded) > 0.0
+            steps[-1] += [(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded]
+            assert_fresh(target.model, target._cache, target.tokens)
+            own_slots = drafter._cache.length - (len(target.tokens) if shares else 0)
+            assert own_slots <= 2 * TREE.budget + 1 or not shares
+        if device.type == "cuda":
+            assert drafter._steps is not None
+            assert drafter._steps._steps, "steps were captured"
         target.close()
     assert steps[0] == steps[1]
     assert max(len(tokens) for tokens, *_ in steps[0]) > 1
@@ -177,18 +216,28 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
 
 @pytest.mark.usefixtures("late")
 def test_turns_of_a_target_that_drafts_for_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: torch.device
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     save_checkpoint(tmp_path / "target", byte_llama(hidden_size=64, intermediate_size=128))
     save_byte_tokenizer(tmp_path / "target")
-    with Session.open(
-        target=str(tmp_path / "target"), draft="self", offload="ssd", device="cpu"
-    ) as session:
+    asked = {"target": str(tmp_path / "target"), "draft": "self", "offload": "ssd"}
+    if device.type == "cuda":  # as little memory as the layers can be streamed in
+        free = [1_000_000]
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free[0], free[0]))
+        with pytest.raises(DoesNotFitError) as short:
+            Session.open(**asked, device=str(device))
+        free[0] = int(1.05 * short.value.needed_bytes)
+    with Session.open(**asked, device=str(device)) as session:
+        assert isinstance(session, LocalSession)
+        assert session._target.model.waits
         plain = conversation(session, replace(TREE, overlap="off"), SamplingConfig())
         assert conversation(session, TREE, SamplingConfig()) == plain
         drafter, target = session._drafter, session._target
         # its cache is the target's, and a little behind it
         assert [layer._first for layer in drafter._cache.layers] == list(target.cache.layers)
-        assert drafter._cache.layers[0].keys.shape[2] < 2 * TREE.budget + TREE.budget + 256
-        assert session._decision.work.shares_cache
+        work = session._decision.work
+        assert drafter._cache.layers[0].keys.shape[2] <= work.draft_slots + 1
+        assert work.draft_slots < work.slots / 2
+        assert work.shares_cache
+        assert session.stats.draft_hidden_s > 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cli_runner import run_cli
@@ -12,6 +13,8 @@ import specexec_cli
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning import resolve as planning
+from specexec_cli.planning.memory import Work
 from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.rates import new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
@@ -172,3 +175,55 @@ def test_plan_says_why() -> None:
     result = run_cli("plan", "--target", "demo-target", "--draft", "auto")
     assert "demo-draft" in result.err
     assert "self-2" in result.err
+
+
+@pytest.mark.parametrize(
+    ("draft", "vram_gb", "shares"), [("self", 12, False), ("self-2", 12, True), ("self", 24, False)]
+)
+def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
+    draft: str, vram_gb: int, shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they do, copies of them are not loaded, and more layers stay."""
+    here = described_site(ram_bytes=64 * 10**9, vram_bytes=vram_gb * 10**9)
+    request = Request(target="llama2-7b-chat", draft=draft)
+    chosen = resolve(request, here)
+    assert chosen.work.shares_layers == shares
+    shown = run_cli("plan", "--target", "llama2-7b-chat", "--draft", draft, "--vram",
+                    f"{vram_gb}GB", "--ram", "64GB")  # fmt: skip
+    assert (" layers of the target that stay on the GPU" in shown.out) == shares
+    plans, speeds = {}, {}
+    for way in (True, False):
+
+        def first(*given: object, way: bool = way) -> SimpleNamespace:
+            [work] = [each for each in given if isinstance(each, Work)]
+            return SimpleNamespace(typical=float(work.shares_layers == way))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(planning, "predict", first)
+            found = resolve(request, here)
+        assert found.work.shares_layers == way
+        plans[way], speeds[way] = found, predicted(found).typical
+    assert (speeds[True] > speeds[False]) == shares
+    stay = {way: found.plan.tiers.count("resident") for way, found in plans.items()}
+    sizes = chosen.draft.sizes if chosen.draft is not None else None
+    assert sizes is not None
+    copies = {way: dict(found.plan.vram)["draft model"] for way, found in plans.items()}
+    assert copies[False] == sizes.total - sizes.head
+    assert copies[True] == copies[False] - stay[True] * sizes.layers[0]
+    assert stay[True] > stay[False] or stay[False] == len(sizes.layers)
+    for way, found in plans.items():
+        own = [row for row in found.placement if row.model == "draft"]
+        assert sum(row.stored_bytes for row in own) == copies[way]
+        assert found.plan.shared_layers == (stay[True] if way else 0)
+
+
+def test_on_a_cpu_a_copy_takes_the_tables_of_its_target() -> None:
+    """And no layers: RAM would be read for each draft step as long as for a pass."""
+    found = resolve(Request(target="llama2-7b-chat", draft="self"), site(16e9, 20e9))
+    assert found.draft is not None
+    sizes = found.draft.sizes
+    assert "ram" in found.plan.tiers
+    norm = sizes.resident - sizes.head - sizes.table
+    assert dict(found.plan.ram)["draft model"] == sum(sizes.layers) + norm
+    own = [row.stored_bytes for row in found.placement if row.model == "draft"]
+    assert own == [0, *sizes.layers, 0]
