@@ -29,6 +29,7 @@ from specexec_kernels.quantize import round_to_nearest
 from specexec_cli.bench.environment import environment
 from specexec_cli.config import (
     SELF,
+    DtypeName,
     GenerationConfig,
     Method,
     OffloadMode,
@@ -123,7 +124,10 @@ def same(name: str, found: list[int], expected: list[int]) -> Check:
 
 @contextmanager
 def streaming(
-    offload: OffloadMode, tree: TreeConfig = TREE, draft: str | None = None
+    offload: OffloadMode,
+    tree: TreeConfig = TREE,
+    draft: str | None = None,
+    dtype: DtypeName = "float32",
 ) -> Iterator[LocalSession]:
     """A session of the demo's target on a GPU that some of its layers fit into and not all.
 
@@ -135,7 +139,7 @@ def streaming(
         with patch.object(torch.cuda, "mem_get_info", lambda device=None, free=free: (free, free)):
             try:
                 session = Session.open(
-                    pair="demo", device="cuda", dtype="float32", offload=offload,
+                    pair="demo", device="cuda", dtype=dtype, offload=offload,
                     tree=TreeRequest(budget=tree.budget, depth=tree.max_depth, batch=tree.batch,
                                      overlap=tree.overlap),
                     **({"draft": draft} if draft else {}),
@@ -195,17 +199,33 @@ def overlap_step(count: int = 64) -> list[Check]:
     expected = by_the_cpu(PROMPT, count)
     with streaming("ram", tree, SELF) as session:
         steps = decoded(session, PROMPT, tree, count)
-        shared = session._decision.plan.shared_layers
+    with streaming("ram", tree, SELF, "bfloat16") as session:  # as the demo is stored
+        plain = tokens(session, PROMPT, tree, count, "autoregressive")
+        drafted = tokens(session, PROMPT, tree, count)
+        shared, layers = shared_tables(session), session._decision.plan.shared_layers
+    alike = sum(a == b for a, b in zip(plain, drafted, strict=False))
     hidden, exposed = (
         sum(getattr(step, name) for step in steps) for name in ("draft_hidden_s", "draft_s")
     )
     found = [token for step in steps for token in step.tokens]
     return [
-        Check("layers that the copy shares", True, str(shared)),
+        Check("the target's tables with which its copy drafts", bool(shared), ", ".join(shared),
+              "one at least"),
+        Check("and its layers", True, str(layers)),
+        Check("tokens in bfloat16 that are those of plain decoding", True,
+              f"{alike} of {len(plain)}"),
         Check("seconds of drafting in passes", hidden > 0, f"{hidden:.3f}, {exposed:.3f} outside",
               "more than 0"),
         same("text", found, expected),
     ]  # fmt: skip
+
+
+def shared_tables(session: LocalSession) -> list[str]:
+    """Tables of the draft model that are the target's, in the same memory."""
+    assert session._draft is not None
+    own = session._draft.shared_parts(None).tables
+    theirs = session._target.model.shared_parts(None).tables
+    return [name for name, table in own.items() if table is theirs.get(name)]
 
 
 def interrupt_step(where: str) -> list[Check]:

@@ -116,14 +116,24 @@ class Prepared:
                 progress=progress,
             )
 
-    def open_draft(self, notice: Notice, target: StreamedModel) -> StreamedModel | None:
+    @property
+    def draft_shares(self) -> bool:
+        """Whether the draft model is a copy of the target that takes weights from it."""
+        return self.decision.work.shares_tables
+
+    def open_draft(
+        self, notice: Notice, target: StreamedModel | None = None
+    ) -> StreamedModel | None:
         """Loads the draft model to stay.
 
         Args:
-            target: of which it may be a copy, that need not load again what both have.
+            target: where it is a copy of it that need not load again what both have.
+        Raises:
+            TokenizerMismatchError: its tokens are not the target's.
         """
         if self.draft is None:
             return None
+        self.check_tokenizers()
         sizes = self.draft.total_bytes, self.target.total_bytes
         if sizes[0] > sizes[1]:
             notice(
@@ -132,7 +142,7 @@ class Prepared:
                 "Were `target` and `draft` swapped?"
             )
         shared = None
-        if self.decision.work.shares_tables:
+        if target is not None:
             exact = self.target if self.decision.work.shares_layers else None
             shared = target.shared_parts(exact)
         with clear_shortage(f"{self.draft.folder.name} does not fit into it"):

@@ -227,8 +227,8 @@ def _drafting(speed: Speed, plan: Plan) -> list[str]:
     ]
     if plan.shared_layers:
         lines.append(
-            f"It drafts with {plan.shared_layers} layers of the target that stay on the GPU, in "
-            "the place of their copies."
+            "Layers of the target that stay on the GPU draft in the place of their copies: "
+            f"{plan.shared_layers}."
         )
     if not speed.drafting_pays:
         lines.append("Drafting would not pay here: --method autoregressive is faster.")

@@ -65,6 +65,7 @@ class ModelDrafter:
         shared: the target that the draft model is a copy of, whose cache rows it is to read; its
             `commit` is called before this one's.
         slots: cache rows that memory is planned for; unless told, the cache grows as it likes.
+        shared_slots: and those of the target.
     """
 
     # of the present tree, see _reset_tree
@@ -84,6 +85,7 @@ class ModelDrafter:
         learned: Learned | None = None,
         shared: Committed | None = None,
         slots: int = 0,
+        shared_slots: int = 0,
     ) -> None:
         self.model = model
         self._search = search
@@ -95,7 +97,7 @@ class ModelDrafter:
         self._cache.planned_slots = slots + 1  # captured steps have one for padding
         captured = model.device.type == "cuda" and model.capturable
         if shared is not None and captured:
-            shared.cache.zero_unwritten()
+            shared.cache.let_steps_read(shared_slots)
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree
@@ -231,10 +233,13 @@ class ModelDrafter:
             path = path[: len(nodes)]
         kept, below = rows.below(path[-1], self._tree.budget) if went_on else ([], None)
         prefix_len = len(self.tokens)
-        self._cache.compact(prefix_len, [prefix_len + slot for slot in [*path, *kept]])
-        self.tokens += tokens[: len(path)]
-        if self._shared is not None:
-            self._share(self._shared.tokens, whole=not went_on)
+        if self._shared is not None and not went_on:
+            self._share(self._shared.tokens, whole=True)
+        else:
+            self._cache.compact(prefix_len, [prefix_len + slot for slot in [*path, *kept]])
+            self.tokens += tokens[: len(path)]
+            if self._shared is not None:
+                self._share(self._shared.tokens, whole=False)
         self._kept = below
 
     def copy_rows(self, other: ModelDrafter, length: int) -> None:

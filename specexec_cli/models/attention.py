@@ -28,12 +28,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import KeysByText, MaskByText
+from specexec_cli.planning.memory import PART_SLOTS
 
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
 _CPU_NAME = "specexec_cpu"
 _SCORE_BYTES = 16 * 1024 * 1024  # of a step's scores, up to which its slots are shared out
-_PART_SLOTS = 256
 _WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
 
@@ -144,7 +144,7 @@ def _split(
 
     PyTorch's fused attention gives few rows one block for each key/value head, which walks over all
     slots of a captured step: 8 blocks for a 1B draft model, on GPUs that run over a hundred. Here
-    scores are tiles of a product, and values are summed in parts of _PART_SLOTS.
+    scores are tiles of a product, and values are summed in parts of PART_SLOTS.
 
     Args:
         kwargs: as _written_out takes them.
@@ -152,7 +152,7 @@ def _split(
     heads, rows, head_dim = query.shape[1:]
     kv_heads, slots = key.shape[1:3]
     together = heads // kv_heads * rows  # query heads of a group are more rows of their key's head
-    parts = slots // _PART_SLOTS if slots % _PART_SLOTS == 0 else 1
+    parts = slots // PART_SLOTS if slots % PART_SLOTS == 0 else 1
     scores = _wide_product(query.reshape(kv_heads, together, head_dim), key[0].transpose(1, 2))
     scores = scores * (head_dim**-0.5 if scaling is None else scaling)
     weights = _softmax(scores.view(1, heads, rows, slots), mask, kwargs).to(value.dtype)

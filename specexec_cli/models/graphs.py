@@ -4,7 +4,7 @@ A draft step runs a handful of rows through a small model: on a GPU, launching i
 kernels one by one takes longer than running them. A graph launches them together, but holds
 addresses and shapes: so rows are padded to a bucket, inputs live in fixed buffers, and the rows'
 keys and values go to cache slots that a tensor names. One graph is captured per bucket, whatever
-the prompts are, and lasts until the cache outgrows its buffers.
+the prompts are, and lasts until a cache that it reads outgrows its buffers.
 
 On a CPU the same steps run without capture; the tests hold them against plain passes.
 """
@@ -113,7 +113,7 @@ class _Step:
         self._slots, self._wanted = numbers[2, 0], numbers[3, 0]
         bits = self._block[_NUMBERS * 8 * bucket :]
         self._bits = bits.view(len(self._spans), 1, 1, bucket, column_bytes, 1)
-        self._places = torch.arange(8, dtype=torch.uint8, device=model.device)
+        self._bit_places = torch.arange(8, dtype=torch.uint8, device=model.device)
         self.logits = torch.empty(0)
         self.replay: Callable[[], None] | None = None
 
@@ -146,7 +146,7 @@ class _Step:
 
     def run(self) -> None:
         """Computes one step kernel by kernel, without a captured graph."""
-        visible = (self._bits >> self._places) & 1  # (spans, 1, 1, bucket, bytes, 8)
+        visible = (self._bits >> self._bit_places) & 1  # (spans, 1, 1, bucket, bytes, 8)
         dense = visible.flatten(-2).view(torch.bool)[..., : self._columns]
         masks = {
             span: self._model.context.dense(mask)

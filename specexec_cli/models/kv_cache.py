@@ -17,6 +17,8 @@ from specexec_kernels import dispatch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specexec_cli.planning.memory import STEP_SLOTS
+
 _GROWTH_SLOTS = 256  # an unreserved cache grows by this many, not by every pass
 
 
@@ -89,7 +91,14 @@ class SlotLayer(CacheLayerMixin):
         """Keeps the first `prefix_len` slots and then `kept`, (n,) slots in rising order."""
         for rows in (self.keys, self.values):
             dispatch.compact_kv(rows[0], kept, prefix_len)
-        self.length = prefix_len + int(kept.shape[0])
+        self.cut(prefix_len + int(kept.shape[0]))
+
+    def cut(self, length: int) -> None:
+        """Drops every slot from `length` on; a dropped row may hold what is no number."""
+        if self.zeroed and length < self.length:
+            self.keys[:, :, length : self.length].zero_()
+            self.values[:, :, length : self.length].zero_()
+        self.length = min(self.length, length)
 
     def copy_rows(self, other: SlotLayer, length: int) -> None:
         """Takes the first `length` rows of the same layer of another text in place of its own."""
@@ -139,6 +148,7 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
         self.zeroed_capacity = 0
         self.planned_slots = 0  # that memory is planned for; doubling does not go beyond
+        self.read_by_steps = False  # see let_steps_read
 
     @property
     def length(self) -> int:
@@ -148,21 +158,32 @@ class SlotCache(Cache):
     def reserve(self, slots: int) -> None:
         """The next growth of every layer goes to at least this many slots.
 
-        It is now where other models' steps read the buffers: between two passes, for all layers.
+        Where another model's captured steps read the buffers it is now, for all layers, and as
+        seldom as for steps of its own.
         """
+        if self.read_by_steps:
+            slots = self.zeroed_capacity_for(slots, STEP_SLOTS)
         for layer in self.layers:
             layer.reserved = slots
-            if layer.zeroed and layer.is_initialized and layer.keys.shape[2] < slots:
+            if self.read_by_steps and layer.is_initialized and layer.keys.shape[2] < slots:
                 layer.grow(slots)
 
-    def zero_unwritten(self) -> None:
-        """From now on buffers hold zeros where nothing was written, since a mask hides what it
-        multiplies by zero, and only numbers become zero by that."""
+    def let_steps_read(self, planned_slots: int) -> None:
+        """From now on another model's captured steps read every slot, filled or not.
+
+        So there are zeros where nothing was written, since a mask hides what it multiplies by
+        zero, and only numbers become zero by that.
+
+        Args:
+            planned_slots: that memory is planned for; 0 for as many as it takes.
+        """
+        self.read_by_steps, self.planned_slots = True, planned_slots
         for layer in self.layers:
             layer.zeroed = True
             if layer.is_initialized:
                 layer.keys[:, :, layer.length :].zero_()
                 layer.values[:, :, layer.length :].zero_()
+        self.reserve(max(layer.reserved for layer in self.layers))
 
     @property
     def capacity(self) -> int:
@@ -188,7 +209,7 @@ class SlotCache(Cache):
         return capacity
 
     def grow_zeroed(self, capacity: int) -> None:
-        """Gives every layer new buffers of `capacity` slots, see `zero_unwritten`.
+        """Gives every layer new buffers of `capacity` slots, with zeros as in `let_steps_read`.
 
         One layer after another, since old and new buffers of all layers at once would take half as
         much memory again. Where it runs out in between, the cache is emptied: layers of different
@@ -244,7 +265,7 @@ class SlotCache(Cache):
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on; also those an aborted pass left in some layers."""
         for layer in self.layers:
-            layer.length = min(layer.length, length)
+            layer.cut(length)
 
     @property
     def nbytes(self) -> int:

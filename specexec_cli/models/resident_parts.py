@@ -80,11 +80,11 @@ def load_resident(
             weight = loaded[tensor.name].to(places[name])
             if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
                 weight = weight.to(dtype)
-        if leaf == "weight" and isinstance(module, nn.Embedding | nn.Linear) and packed is None:
-            tables[name] = weight
         if isinstance(module, nn.Embedding) and _looks_up(module):
+            tables[name] = weight
             _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
         elif type(module).forward is nn.Linear.forward and leaf == "weight":
+            tables[name] = weight
             linear = resident_linear(weight)
             linear.bias = module.bias
             _set_module(model, path, linear)

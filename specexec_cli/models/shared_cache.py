@@ -98,10 +98,13 @@ class SharedCache(SlotCache):
         Args:
             length: of rows that the target has, at least as many as were shared before.
         """
+        if self.layers[0].length:
+            first = self.layers[0]
+            own = range(length - first.shared, first.length)
+            kept = torch.tensor(list(own), dtype=torch.int64, device=first.device)
+            for layer in self.layers:
+                layer.compact(0, kept)
         for layer in self.layers:
-            own = range(length - layer.shared, layer.length)
-            if layer.length:
-                layer.compact(0, torch.tensor(list(own), dtype=torch.int64, device=layer.device))
             layer.shared = length
 
     def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
@@ -109,12 +112,13 @@ class SharedCache(SlotCache):
         if not kept:
             self.crop(prefix_len)
             return
+        first = self.layers[0]
+        slots = torch.tensor([slot - first.shared for slot in kept], device=first.device)
         for layer in self.layers:
-            slots = torch.tensor(kept, device=layer.device) - layer.shared
             layer.compact(prefix_len - layer.shared, slots)
 
     def crop(self, length: int) -> None:
         """Drops every slot from `length` on."""
         for layer in self.layers:
-            layer.length = max(0, min(layer.length, length - layer.shared))
+            layer.cut(max(0, length - layer.shared))
             layer.shared = min(layer.shared, length)

@@ -15,6 +15,7 @@ GPU_LIBRARY_BYTES = 200_000_000
 # Draft steps on a GPU: graphs for so many rows each, over caches that double from so many slots.
 STEP_ROWS = (1, 2, 4, 8, 16, 32, 64)
 STEP_SLOTS = 2048
+PART_SLOTS = 256  # that one kernel of a captured step's attention sums over
 # Rows of every product that a GPU's library is asked for in a target's pass. To read a matrix from
 # a GPU's memory takes about as long as to multiply it by so many rows: with fewer it would be read
 # more often for trees of a thousand nodes, and with more, zeros would be multiplied for longer than
@@ -69,7 +70,8 @@ class Work:
     @property
     def slots(self) -> int:
         """Cache rows of all texts."""
-        return self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+        found = self.texts * (self.context_tokens + nodes_of_a_text(self.budget, self.texts) + 1)
+        return _in_parts(found) if self.shares_cache else found
 
     @property
     def draft_slots(self) -> int:
@@ -80,7 +82,13 @@ class Work:
         ahead = self.budget if self.drafts_ahead else 0
         if not self.shares_cache:
             return self.slots + ahead
-        return min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + ahead + 1
+        found = min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + ahead + 1
+        return _in_parts(found + 1) - 1  # a captured step has one more
+
+
+def _in_parts(slots: int) -> int:
+    """So many slots or some more: a captured step shares those of two caches out by parts."""
+    return -(-slots // PART_SLOTS) * PART_SLOTS
 
 
 def nodes_of_a_text(budget: int, texts: int) -> int:
@@ -157,7 +165,9 @@ def fixed_parts(target: ModelBytes, draft: ModelBytes | None, work: Work) -> Par
     if draft is not None:
         tables = 0
         if work.shares_tables:
-            tables = (target.head + target.table) or target.resident
+            # without a head of its own the table is the head; beside a GPU it may be in RAM
+            there = draft.head + (draft.table if target.table else 0)
+            tables = there if draft.head else draft.resident
         parts += [
             (DRAFT_MODEL, draft.loaded(work.item_bytes) - tables),
             ("draft model's KV cache", _draft_cache_bytes(draft, work)),
@@ -184,7 +194,7 @@ def _draft_cache_bytes(draft: ModelBytes, work: Work) -> int:
     if not work.shares_cache:
         return own
     # the rows of one layer are put together for attention
-    return own + row_bytes * work.slots // max(len(draft.layers), 1)
+    return own + row_bytes * (work.slots + work.draft_slots) // max(len(draft.layers), 1)
 
 
 def _block_rows(work: Work) -> int:

@@ -136,6 +136,7 @@ def resolve(
     """
     pair = choose_pair(load_registry(request.models_file), request)
     tree = request.tree.resolve(pair.tree, request.method, request.slots)
+    recommended = replace(request.tree, policy="fixed").resolve(pair.tree, request.method)
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     draft_sizes = draft.sizes if draft is not None else None
     unpacked_bytes = max(target.sizes.total, 2 * target.sizes.layer_params)
@@ -153,7 +154,7 @@ def resolve(
         if not (work.shares_tables and machine.vram_bytes):
             return work, placed(work)
         assert draft_sizes is not None
-        return _faster(placed, pair, tree, work, machine, target.sizes, draft_sizes)
+        return _faster(placed, pair, recommended, work, machine, target.sizes, draft_sizes)
 
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)
@@ -172,7 +173,7 @@ def resolve(
         work, plan = plan_for(tree)
     return Decision(
         pair=replace(pair, tree=tree),
-        recommended=replace(request.tree, policy="fixed").resolve(pair.tree, request.method),
+        recommended=recommended,
         target=target,
         draft=draft,
         device=site.device,
@@ -197,8 +198,10 @@ def _faster(
     """Whether a target's own copy drafts with the layers that stay on the GPU, or with copies.
 
     The target's own leave room for more of them and are accepted more often; copies are read
-    faster, several times for each tree.
+    faster, several times for each tree. Where all layers stay, only copies are worth having.
 
+    Args:
+        tree: the recommended one.
     Raises:
         DoesNotFitError: neither fits.
     """
@@ -212,13 +215,15 @@ def _faster(
         except DoesNotFitError as error:
             refused = error
             continue
+        if plan.shared_layers == len(plan.tiers):
+            continue  # nothing would be drafted with a copy
         rate = copy_tokens_per_pass(
             pair.own_bits, plan.shared_layers / len(plan.tiers), tree.max_depth
         )
         speed = predict(target, draft, tree, work, machine, plan, rate)
         found.append((speed.typical, work, plan))
     if not found:
-        assert refused is not None
+        assert refused is not None, "copies of layers that all stay would have fitted"
         raise refused
     _, work, plan = max(found, key=lambda each: each[0])
     return work, plan
@@ -246,7 +251,7 @@ def _work(
         # a GPU has its draft model's weights in the compute dtype
         shares_tables=pair.own_bits is not None
         and target.sizes.experts is None
-        and (device == "cpu" or target.stored_dtype == dtype),
+        and (device == "cpu" or target.table_dtype == dtype),
         drafts_ahead=tree.overlap != "off" and one_text,
     )
 

@@ -38,6 +38,15 @@ class SizedModel:
         config = {**self.config, **self.config.get("text_config", {})}
         return config.get("dtype") or config.get("torch_dtype")
 
+    @property
+    def table_dtype(self) -> str | None:
+        """Of embeddings and head, which are the largest tensors: as the files say, if here."""
+        if self.checkpoint is None:
+            return self.stored_dtype
+        largest = max(self.checkpoint.tensors.values(), key=lambda tensor: tensor.n_bytes)
+        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        return names.get(largest.dtype)
+
 
 def models_of(
     pair: ChosenPair, offline: bool, check: Callable[[Checkpoint], object] | None

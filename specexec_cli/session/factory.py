@@ -45,13 +45,14 @@ def open_session(
         distributed = open_dsi(found, request, notice)
         if distributed is not None:
             return distributed
-    found.check_tokenizers()  # before anything large is loaded
+    draft = None if found.draft_shares else found.open_draft(notice)
     target = found.open_target(notice, progress)
-    try:
-        draft = found.open_draft(notice, target)
-    except BaseException:
-        target.close()
-        raise
+    if found.draft_shares:
+        try:
+            draft = found.open_draft(notice, target)
+        except BaseException:
+            target.close()
+            raise
     session = LocalSession(found, LocalTarget(target), draft)
     if request.remember:
         session.remember(notice)

@@ -217,6 +217,7 @@ class LocalSession(TextSession):
                 learned=self.learned,
                 shared=shared,
                 slots=self._decision.work.draft_slots,
+                shared_slots=self._decision.work.slots,
             )
         )
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import byte_llama, save_byte_tokenizer, save_checkpoint
+import transformers
+from checkpoints import (
+    byte_llama,
+    chain_logits,
+    open_float32,
+    save_byte_tokenizer,
+    save_checkpoint,
+)
 from cli_runner import run_cli
 from safetensors.torch import load_file
 
@@ -59,6 +66,24 @@ def test_the_text_is_that_of_plain_decoding(target: Path, draft: str) -> None:
         assert drafted == plain
         if draft == "self":
             assert rate > 2.0
+
+
+def test_a_copy_takes_tables_and_loads_what_else_it_embeds(tmp_path: Path) -> None:
+    """OPT's table of positions is no table of words."""
+    config = transformers.OPTConfig(
+        vocab_size=64, hidden_size=64, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128, word_embed_proj_dim=64,
+    )  # fmt: skip
+    save_checkpoint(tmp_path / "opt", config)
+    target = open_float32(tmp_path / "opt", None)
+    shared = target.shared_parts(None)
+    again = open_float32(tmp_path / "opt", None, shared=shared)
+    assert shared.tables
+    assert {id(table) for table in again.shared_parts(None).tables.values()} == {
+        id(table) for table in shared.tables.values()
+    }
+    tokens = list(range(3, 30))
+    assert torch.equal(chain_logits(again, tokens), chain_logits(target, tokens))
 
 
 def test_the_plan_knows_the_size_before_the_copy_is_made(target: Path) -> None:

@@ -317,6 +317,37 @@ def test_zeroed_slots_are_zero_and_keep_what_was_filled() -> None:
     assert cache.zeroed_capacity_for(1, at_least=8) == 16, "it never shrinks"
 
 
+def test_rows_that_are_dropped_hide_no_nan_from_steps_that_read_them() -> None:
+    cache = SlotCache(2)
+    fill(cache, 0, 9)
+    cache.let_steps_read(0)
+    fill(cache, 9, 12)
+    for layer in cache.layers:
+        layer.keys[:, :, 7:12] = layer.values[:, :, 7:12] = torch.nan
+        layer.keys[:, :, 9] = layer.values[:, :, 9] = 9.0
+    cache.compact(7, [9])
+    cache.crop(6)
+    for layer in cache.layers:
+        assert torch.equal(layer.keys[:, :, :6], numbered(0, 6))
+        assert not layer.keys[:, :, 6:].any()
+        assert not layer.values[:, :, 6:].any()
+
+
+def test_buffers_that_steps_read_move_seldom_and_all_together() -> None:
+    cache = SlotCache(2)
+    fill(cache, 0, 5)
+    cache.reserve(300)
+    cache.let_steps_read(planned_slots=2600)
+    assert {layer.keys.shape[2] for layer in cache.layers} == {2048}
+    sizes = []
+    for slots in range(400, 2601, 100):
+        cache.reserve(slots)
+        sizes += {layer.keys.shape[2] for layer in cache.layers}
+        assert not any(layer.keys[:, :, 5:].any() for layer in cache.layers)
+    assert sorted(set(sizes)) == [2048, 2560, 2600]
+    assert {layer.moves for layer in cache.layers} == {4}  # the first pass's growth among them
+
+
 def test_an_interrupted_step_leaves_no_slots_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:
     class Layer(SlotLayer):
         def __setattr__(self, name: str, value: object) -> None:

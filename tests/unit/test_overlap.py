@@ -173,7 +173,7 @@ def opened(folder: str, device: torch.device, tiers: Tier | None) -> StreamedMod
 
 @pytest.mark.parametrize(
     ("device", "capacity", "temperature"),
-    [("cpu", 2048, 0.0), ("cpu", 2048, 0.8), ("cuda", 2048, 0.0), ("cuda", 24, 0.8)],
+    [("cpu", 256, 0.0), ("cpu", 256, 0.8), ("cuda", 256, 0.0), ("cuda", 24, 0.8)],
     indirect=["device"],
 )
 @pytest.mark.usefixtures("late")
@@ -186,7 +186,7 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
 ) -> None:
     """Told apart by nothing where the copy is as exact as the target."""
     monkeypatch.setattr(graphs, "_CAPACITY", capacity)
-    monkeypatch.setattr(kv_cache, "_GROWTH_SLOTS", capacity)
+    monkeypatch.setattr(kv_cache, "STEP_SLOTS", capacity)
     sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
     draft = opened(pair["target"], device, None)
     steps = []

@@ -11,7 +11,7 @@ from cli_runner import run_cli
 
 import specexec_cli
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.config import Method
+from specexec_cli.config import Method, OffloadMode
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning import resolve as planning
 from specexec_cli.planning.memory import Work
@@ -178,7 +178,8 @@ def test_plan_says_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("draft", "vram_gb", "shares"), [("self", 12, False), ("self-2", 12, True), ("self", 24, False)]
+    ("draft", "vram_gb", "shares"),
+    [("self", 12, False), ("self-2", 12, True), ("self-2", 16, False)],
 )
 def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
     draft: str, vram_gb: int, shares: bool, monkeypatch: pytest.MonkeyPatch
@@ -190,7 +191,7 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
     assert chosen.work.shares_layers == shares
     shown = run_cli("plan", "--target", "llama2-7b-chat", "--draft", draft, "--vram",
                     f"{vram_gb}GB", "--ram", "64GB")  # fmt: skip
-    assert (" layers of the target that stay on the GPU" in shown.out) == shares
+    assert ("draft in the place of their copies" in " ".join(shown.out.split())) == shares
     plans, speeds = {}, {}
     for way in (True, False):
 
@@ -210,11 +211,22 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
     copies = {way: dict(found.plan.vram)["draft model"] for way, found in plans.items()}
     assert copies[False] == sizes.total - sizes.head
     assert copies[True] == copies[False] - stay[True] * sizes.layers[0]
-    assert stay[True] > stay[False] or stay[False] == len(sizes.layers)
+    assert stay[True] > stay[False]
     for way, found in plans.items():
         own = [row for row in found.placement if row.model == "draft"]
         assert sum(row.stored_bytes for row in own) == copies[way]
         assert found.plan.shared_layers == (stay[True] if way else 0)
+
+
+@pytest.mark.parametrize("offload", ["auto", "none"])
+def test_where_all_layers_stay_copies_of_all_are_loaded(offload: OffloadMode) -> None:
+    """Small layers take as long to start as to read, so that copies seem to gain nothing."""
+    here = described_site(ram_bytes=64 * 10**9, vram_bytes=24 * 10**9)
+    request = Request(target="demo-target", draft="self", offload=offload, dtype="bfloat16")
+    found = resolve(request, here)
+    assert set(found.plan.tiers) == {"resident"}
+    assert found.work.shares_tables
+    assert (found.work.shares_layers, found.plan.shared_layers) == (False, 0)
 
 
 def test_on_a_cpu_a_copy_takes_the_tables_of_its_target() -> None:
