@@ -23,6 +23,7 @@ from late_layers import layers_come_late
 from specexec_cli.bench.cases import variant
 from specexec_cli.cli.render import stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig, Tier, TreeConfig
+from specexec_cli.core import DraftTree
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
@@ -185,11 +186,13 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Told apart by nothing where the copy is as exact as the target."""
-    monkeypatch.setattr(graphs, "_CAPACITY", capacity)
+    monkeypatch.setattr(graphs, "_CAPACITY", 128)
     monkeypatch.setattr(kv_cache, "STEP_SLOTS", capacity)
+    monkeypatch.setattr(kv_cache, "_GROWTH_SLOTS", 1)
     sampler = Sampler(SamplingConfig(temperature=temperature, seed=3))
     draft = opened(pair["target"], device, None)
-    steps = []
+    steps: list[Any] = []
+    trees: list[Any] = []
     for shares in (False, True):
         target = LocalTarget(opened(pair["target"], device, "ssd"))
         tree = replace(TREE, calibrated=False)
@@ -197,7 +200,17 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
             draft, sampler, tree, draft.vocab_size, shared=target if shares else None
         )
         steps.append([])
-        for turn in (TURNS[0], TURNS[1]):  # the second begins anew, with buffers that are there
+        trees.append([])
+        grow = drafter.grow
+
+        def watched(*given: Any, grow: Any = grow, found: list[Any] = trees[-1]) -> DraftTree:
+            tree = grow(*given)
+            found.append((tree.tokens.tolist(), tree.parents.tolist()))
+            return tree
+
+        monkeypatch.setattr(drafter, "grow", watched)
+        # for the second the target's buffers grow from 96 to 120 slots, and the drafter's own stay
+        for turn in (list(range(70, 130)), list(range(70, 136))):
             target.crop(0)
             target.reserve(len(turn) + 20 + TREE.budget)
             decoded = list(specexec(target, drafter, sampler, turn, 20, (), ahead=drafter))
@@ -211,6 +224,7 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
             assert drafter._steps._steps, "steps were captured"
         target.close()
     assert steps[0] == steps[1]
+    assert trees[0] == trees[1]
     assert max(len(tokens) for tokens, *_ in steps[0]) > 1
 
 
