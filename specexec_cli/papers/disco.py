@@ -90,11 +90,12 @@ def figure_2(lab: Lab) -> Finding:
     "its lengths vary much",
 )
 def figure_3(lab: Lab) -> Finding:
-    """Iterations of one text, by the oracle and with five draft tokens."""
+    """Iterations of the longest text, by the oracle and with five draft tokens."""
     from specexec_cli.drafting.training import iterations, oracle_lengths
     from specexec_cli.papers.draw import bars
 
     texts = [text for part in next(iter(lab.once(_sets).values())) for text in part]
+    texts.sort(key=lambda text: -len(text.accepted))
     found = {
         "oracle": [oracle_lengths(text).tolist() for text in texts],
         "static 5": [[drafted for drafted, _ in iterations(text, lambda at: 5)] for text in texts],
