@@ -65,7 +65,6 @@ class ModelDrafter:
         shared: the target that the draft model is a copy of, whose cache rows it is to read; its
             `commit` is called before this one's.
         slots: cache rows that memory is planned for; unless told, the cache grows as it likes.
-        shared_slots: and those of the target.
     """
 
     # of the present tree, see _reset_tree
@@ -85,7 +84,6 @@ class ModelDrafter:
         learned: Learned | None = None,
         shared: Committed | None = None,
         slots: int = 0,
-        shared_slots: int = 0,
     ) -> None:
         self.model = model
         self._search = search
@@ -97,7 +95,7 @@ class ModelDrafter:
         self._cache.planned_slots = slots + 1  # captured steps have one for padding
         captured = model.device.type == "cuda" and model.capturable
         if shared is not None and captured:
-            shared.cache.let_steps_read(shared_slots)
+            shared.cache.let_steps_read()
         self._steps = StepRunner(model, self._cache, capture=True) if captured else None
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree

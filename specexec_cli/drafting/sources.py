@@ -32,7 +32,6 @@ class DraftSetup:
     learned: Learned  # about the pair, by all generations so far
     shared: Committed | None = None  # the target, where the draft model may read its cache rows
     slots: int = 0  # cache rows that memory is planned for
-    shared_slots: int = 0  # and those of the target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ def _searched(setup: DraftSetup, search: Search) -> SessionDrafter:
     assert setup.model is not None, "the session has seen to it"
     return ModelDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots, setup.shared_slots,
+        setup.shared, setup.slots,
     )  # fmt: skip
 
 
@@ -92,7 +91,7 @@ def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
     assert setup.model is not None, "the session has seen to it"
     return SampledDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots, setup.shared_slots,
+        setup.shared, setup.slots,
     )  # fmt: skip
 
 
@@ -113,7 +112,7 @@ def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
     assert setup.model is not None, "the session has seen to it"
     return AsPrintedDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, grow_in_rounds,
-        setup.learned, setup.shared, setup.slots, setup.shared_slots,
+        setup.learned, setup.shared, setup.slots,
     )  # fmt: skip
 
 

@@ -168,16 +168,13 @@ class SlotCache(Cache):
             if self.read_by_steps and layer.is_initialized and layer.keys.shape[2] < slots:
                 layer.grow(slots)
 
-    def let_steps_read(self, planned_slots: int) -> None:
+    def let_steps_read(self) -> None:
         """From now on another model's captured steps read every slot, filled or not.
 
         So there are zeros where nothing was written, since a mask hides what it multiplies by
         zero, and only numbers become zero by that.
-
-        Args:
-            planned_slots: that memory is planned for; 0 for as many as it takes.
         """
-        self.read_by_steps, self.planned_slots = True, planned_slots
+        self.read_by_steps = True
         for layer in self.layers:
             layer.zeroed = True
             if layer.is_initialized:

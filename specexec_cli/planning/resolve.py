@@ -15,14 +15,13 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.low_bits import copy_tokens_per_pass
+from specexec_cli.planning.exact_layers import faster_way
 from specexec_cli.planning.memory import DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sized import SizedModel, models_of
-from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, predict
 from specexec_cli.planning.tiers import Machine, Plan
 
@@ -154,7 +153,10 @@ def resolve(
         if not (work.shares_tables and machine.vram_bytes):
             return work, placed(work)
         assert draft_sizes is not None
-        return _faster(placed, pair, recommended, work, machine, target.sizes, draft_sizes)
+        assert pair.own_bits is not None
+        return faster_way(
+            placed, pair.own_bits, recommended, work, machine, target.sizes, draft_sizes
+        )
 
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)
@@ -184,49 +186,6 @@ def resolve(
         plan=plan,
         placement=placement_table(target.sizes, draft_sizes, plan, work),
     )
-
-
-def _faster(
-    placed: Callable[[Work], Plan],
-    pair: ChosenPair,
-    tree: TreeConfig,
-    work: Work,
-    machine: Machine,
-    target: ModelBytes,
-    draft: ModelBytes,
-) -> tuple[Work, Plan]:
-    """Whether a target's own copy drafts with the layers that stay on the GPU, or with copies.
-
-    The target's own leave room for more of them and are accepted more often; copies are read
-    faster, several times for each tree. Where all layers stay, only copies are worth having.
-
-    Args:
-        tree: the recommended one.
-    Raises:
-        DoesNotFitError: neither fits.
-    """
-    assert pair.own_bits is not None
-    found: list[tuple[float, Work, Plan]] = []
-    refused: DoesNotFitError | None = None
-    for shares in (False, True):
-        work = replace(work, shares_layers=shares)
-        try:
-            plan = placed(work)
-        except DoesNotFitError as error:
-            refused = error
-            continue
-        if plan.shared_layers == len(plan.tiers):
-            continue  # nothing would be drafted with a copy
-        rate = copy_tokens_per_pass(
-            pair.own_bits, plan.shared_layers / len(plan.tiers), tree.max_depth
-        )
-        speed = predict(target, draft, tree, work, machine, plan, rate)
-        found.append((speed.typical, work, plan))
-    if not found:
-        assert refused is not None, "copies of layers that all stay would have fitted"
-        raise refused
-    _, work, plan = max(found, key=lambda each: each[0])
-    return work, plan
 
 
 def _work(

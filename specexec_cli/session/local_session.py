@@ -48,6 +48,7 @@ class LocalSession(TextSession):
         super().__init__(found, target.model.context_length, found.settings)
         self.link_bytes_per_s = found.decision.link_bytes_per_s
         self._target = target
+        self._target.cache.planned_slots = found.decision.work.slots
         self._draft = draft
         self._decision = found.decision
         self._measured_cost: CostModel | None = None
@@ -217,7 +218,6 @@ class LocalSession(TextSession):
                 learned=self.learned,
                 shared=shared,
                 slots=self._decision.work.draft_slots,
-                shared_slots=self._decision.work.slots,
             )
         )
 

@@ -320,7 +320,7 @@ def test_zeroed_slots_are_zero_and_keep_what_was_filled() -> None:
 def test_rows_that_are_dropped_hide_no_nan_from_steps_that_read_them() -> None:
     cache = SlotCache(2)
     fill(cache, 0, 9)
-    cache.let_steps_read(0)
+    cache.let_steps_read()
     fill(cache, 9, 12)
     for layer in cache.layers:
         layer.keys[:, :, 7:12] = layer.values[:, :, 7:12] = torch.nan
@@ -337,7 +337,8 @@ def test_buffers_that_steps_read_move_seldom_and_all_together() -> None:
     cache = SlotCache(2)
     fill(cache, 0, 5)
     cache.reserve(300)
-    cache.let_steps_read(planned_slots=2600)
+    cache.planned_slots = 2600
+    cache.let_steps_read()
     assert {layer.keys.shape[2] for layer in cache.layers} == {2048}
     sizes = []
     for slots in range(400, 2601, 100):

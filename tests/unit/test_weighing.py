@@ -13,7 +13,7 @@ import specexec_cli
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method, OffloadMode
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning import resolve as planning
+from specexec_cli.planning import exact_layers
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.rates import new_rates, rates_file, save_rates
@@ -200,7 +200,7 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
             return SimpleNamespace(typical=float(work.shares_layers == way))
 
         with monkeypatch.context() as patch:
-            patch.setattr(planning, "predict", first)
+            patch.setattr(exact_layers, "predict", first)
             found = resolve(request, here)
         assert found.work.shares_layers == way
         plans[way], speeds[way] = found, predicted(found).typical
