@@ -116,7 +116,8 @@ def cases(settings: Settings) -> Iterator[Case]:
         return
     for bits in settings.bits:
         weight = random_weight(settings.inputs, settings.outputs, bits, settings.device)
-        yield dequantize_case(weight)
+        if gpu:
+            yield dequantize_case(weight)
         for rows in settings.rows:
             yield gpu_linear(weight, rows) if gpu else cpu_linear(weight, rows)
     yield attention_case(4096 if gpu else 512, 256 if gpu else 64, settings.device, dtype)

@@ -33,7 +33,6 @@ import triton
 from kernel_cases import random_weight, row_weight
 from specexec_kernels import (
     triton_compact_kv,
-    triton_quant,
     triton_rows,
     triton_topk,
     triton_tree_attention,
@@ -135,16 +134,16 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
             x = torch.zeros(16, 1024, dtype=dtype)
             yield (
                 f"{bits}-bit product, {name}",
-                lambda x=x, w=weight: triton_quant.quantized_matmul(x, w),
+                lambda x=x, w=weight: triton_rows.quantized_matmul(x, w),
             )
             if dtype != torch.float32:
                 yield (
                     f"{bits}-bit product, {name} into float32",
-                    lambda x=x, w=weight: triton_quant.quantized_matmul(x, w, torch.float32),
+                    lambda x=x, w=weight: triton_rows.quantized_matmul(x, w, torch.float32),
                 )
             yield (
                 f"{bits}-bit dequantize, {name}",
-                lambda d=dtype, w=weight: triton_quant.dequantize(w, d),
+                lambda d=dtype, w=weight: triton_rows.unpack(w, d),
             )
         for each in ("nvfp4", "Q4_K") if quick else ROW_PACKED:
             packed = row_weight(each, torch.randn(1024, 1024))

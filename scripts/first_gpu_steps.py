@@ -23,7 +23,7 @@ import torch
 from first_gpu_report import Check
 from safetensors.torch import load_file, save_file
 from specexec_kernels import dispatch
-from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros
+from specexec_kernels.packing import pack_rows, store_zeros
 from specexec_kernels.quantize import round_to_nearest
 
 from specexec_cli.bench.environment import environment
@@ -300,7 +300,7 @@ def text_step() -> list[Check]:
 
 def write_act_order(folder: Path) -> None:
     """The demo's target with its layers in 4-bit GPTQ, groups chosen across the inputs."""
-    fmt, group = PackedFormat(4), 128
+    group = 128
     generator = torch.Generator().manual_seed(0)
     stored = {}
     for name, weight in load_file(DEMO / "target" / "model.safetensors").items():
@@ -316,7 +316,7 @@ def write_act_order(folder: Path) -> None:
         zeros = torch.full((scales.shape[1], outputs), 8)
         linear = name.removesuffix(".weight")
         stored |= {
-            f"{linear}.qweight": pack_rows(codes.T, 4), f"{linear}.qzeros": store_zeros(zeros, fmt),
+            f"{linear}.qweight": pack_rows(codes.T, 4), f"{linear}.qzeros": store_zeros(zeros, 4),
             f"{linear}.scales": scales.T.contiguous(), f"{linear}.g_idx": groups,
         }  # fmt: skip
     save_file(stored, folder / "model.safetensors", {"format": "pt"})

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from specexec_kernels import cpu_attention, cpu_quant, dispatch
+from specexec_kernels import cpu_attention, dispatch
 from specexec_kernels.column_quantize import COLUMN_RECIPES, packed_weight
 from specexec_kernels.compact_kv import compact_kv_ref
-from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowWeight, Stored, described
+from specexec_kernels.formats.base import PackedWeight, Stored, described
 from specexec_kernels.formats.gguf import GGUF_FORMATS
+from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.log_softmax_topk import log_softmax_topk_ref
-from specexec_kernels.packing import PackedFormat, PackedWeight, unpack_rows, unpack_zeros
+from specexec_kernels.packing import unpack_rows, unpack_zeros
 from specexec_kernels.row_quantize import RECIPES
 from specexec_kernels.tree_attention import pack_ancestors, tree_attention_ref
 from torch import Tensor
@@ -48,22 +48,20 @@ def random_weight(inputs: int, outputs: int, bits: int, device: torch.device) ->
     words = torch.randint(-(2**31), 2**31, (inputs * bits // 32, outputs), dtype=torch.int64)
     zeros = torch.randint(-(2**31), 2**31, (groups, outputs * bits // 32), dtype=torch.int64)
     scales = torch.rand(groups, outputs) * 0.01 + 0.001
+    tensors = {"qweight": words.int(), "qzeros": zeros.int(), "scales": scales.half()}
     return PackedWeight(
-        format=PackedFormat(bits, stored_minus_one=True), in_features=inputs,
-        out_features=outputs, group_size=128, qweight=words.int().to(device),
-        qzeros=zeros.int().to(device), scales=scales.half().to(device),
+        Gptq(bits, 128, stored_minus_one=True), inputs, outputs,
+        {leaf: tensor.to(device) for leaf, tensor in tensors.items()},
     )  # fmt: skip
 
 
 def packed_bytes(weight: PackedWeight) -> int:
-    tensors = (weight.qweight, weight.qzeros, weight.scales)
-    index = 0 if weight.g_idx is None else weight.g_idx.nbytes
-    return sum(t.nbytes for t in tensors) + index
+    return sum(tensor.nbytes for tensor in weight.tensors.values())
 
 
 def cpu_linear(weight: PackedWeight, rows: int) -> Case:
     """A product on the CPU in both dtypes: packed, and with the same weight in wider dtypes."""
-    dense = dequantize_ref(weight).T.contiguous()
+    dense = weight.unpack()
     runs: dict[str, Run] = {}
     wider: dict[str, int] = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -76,15 +74,13 @@ def cpu_linear(weight: PackedWeight, rows: int) -> Case:
             label, kept = f"{name}, {str(stored).removeprefix('torch.')} weights", dense.to(stored)
             runs[label] = partial(mixed_linear, x, kept, None)
             wider[label] = kept.nbytes
-        if dtype == torch.float32:
-            runs["dequantize + GEMM"] = partial(cpu_quant.tiled_matmul, x, weight)
-            if weight.format.bits == 4 and rows <= _INT4_ROWS:
-                runs["PyTorch int4 GEMM"] = _int4(weight, x)
+        if dtype == torch.float32 and _bits(weight) == 4 and rows <= _INT4_ROWS:
+            runs["PyTorch int4 GEMM"] = _int4(weight, x)
     return _linear_case(f"linear, {rows} rows", runs, weight, rows, wider)
 
 
-def row_weight(name: str, plain: Tensor) -> RowWeight:
-    """A weight in a row-packed format.
+def row_weight(name: str, plain: Tensor) -> PackedWeight:
+    """A weight in a packed format.
 
     Args:
         name: of a recipe, or of a type of GGUF blocks, whose bytes are random.
@@ -95,12 +91,12 @@ def row_weight(name: str, plain: Tensor) -> RowWeight:
         shape = GGUF_FORMATS[name].parts[0].shape(outputs, inputs)
         # two bytes below 64 are a float16 below 2, wherever scales lie
         blocks = torch.randint(64, shape, dtype=torch.uint8)
-        return RowWeight(GGUF_FORMATS[name], inputs, outputs, {"weight": blocks})
+        return PackedWeight(GGUF_FORMATS[name], inputs, outputs, {"weight": blocks})
     tensors, settings = RECIPES[name].pack(plain), RECIPES[name].settings
     stored = Stored("linear", outputs, inputs, described(tensors), tensors.__getitem__)
     fmt = METHODS[settings["quant_method"]].read(stored, settings)
     assert fmt is not None
-    return RowWeight(fmt, inputs, outputs, {part.leaf: tensors[part.leaf] for part in fmt.parts})
+    return PackedWeight(fmt, inputs, outputs, {part.leaf: tensors[part.leaf] for part in fmt.parts})
 
 
 def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
@@ -109,7 +105,7 @@ def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) ->
     two_bytes = plain.bfloat16()
     runs: dict[str, Run] = {}
     n_bytes: dict[str, int] = {}
-    weights: dict[str, PackedWeight | RowWeight] = {}
+    weights: dict[str, PackedWeight] = {}
     for each in names:
         own = each in COLUMN_RECIPES
         weights[each] = packed_weight(each, plain) if own else row_weight(each, plain)
@@ -120,10 +116,7 @@ def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) ->
         n_bytes[f"{name}, bfloat16 weights"] = two_bytes.nbytes
         for each, weight in weights.items():
             runs[f"{name}, {each}"] = partial(dispatch.quantized_matmul, x, weight)
-            n_bytes[f"{name}, {each}"] = (
-                packed_bytes(weight) if isinstance(weight, PackedWeight)
-                else sum(t.nbytes for t in weight.tensors.values())
-            )  # fmt: skip
+            n_bytes[f"{name}, {each}"] = packed_bytes(weight)
     return Case(
         name=f"packed linear, {rows} rows", runs=runs, n_bytes=min(n_bytes.values()),
         wider=n_bytes, flops=2 * rows * inputs * outputs,
@@ -133,24 +126,34 @@ def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) ->
 
 def _int4(weight: PackedWeight, x: Tensor) -> Run:
     """torch's own int4 product; the repacking it needs is done once, outside."""
-    codes = unpack_rows(weight.qweight, 4).T.contiguous()
+    tensors = weight.tensors
+    codes = unpack_rows(tensors["qweight"], 4).T.contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    zeros = unpack_zeros(weight.qzeros, weight.format)
-    scales = weight.scales.float()
+    zeros = unpack_zeros(tensors["qzeros"], 4, minus_one=True)
+    scales = tensors["scales"].float()
     pairs = torch.stack([scales, scales * (8 - zeros)], dim=2).contiguous()
     return lambda: torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, 128, pairs)
 
 
+def _bits(weight: PackedWeight) -> int:
+    assert isinstance(weight.format, Gptq)
+    return weight.format.bits
+
+
+def _device(weight: PackedWeight) -> torch.device:
+    return next(iter(weight.tensors.values())).device
+
+
 def gpu_linear(weight: PackedWeight, rows: int) -> Case:
     """A product with a packed weight on the GPU, in bfloat16."""
-    from specexec_kernels import triton_quant
+    from specexec_kernels import triton_rows
 
-    x = torch.randn(rows, weight.in_features, device=weight.qweight.device).bfloat16()
-    dense = dequantize_ref(weight, torch.bfloat16)
+    x = torch.randn(rows, weight.in_features, device=_device(weight)).bfloat16()
+    dense = weight.unpack().T.bfloat16()
     runs: dict[str, Run] = {
         "bfloat16 GEMM": lambda: x @ dense,
-        "fused": lambda: triton_quant.quantized_matmul(x, weight),
-        "dequantize + GEMM": lambda: x @ triton_quant.dequantize(weight, torch.bfloat16),
+        "fused": lambda: triton_rows.quantized_matmul(x, weight),
+        "dequantize + GEMM": lambda: x @ triton_rows.unpack(weight, torch.bfloat16).t(),
         "chosen": lambda: dispatch.quantized_matmul(x, weight),
     }
     wider = {"bfloat16 GEMM": dense.nbytes}
@@ -161,31 +164,25 @@ def _linear_case(
     name: str, runs: dict[str, Run], weight: PackedWeight, rows: int, wider: dict[str, int]
 ) -> Case:
     sizes = {"rows": rows, "inputs": weight.in_features, "outputs": weight.out_features,
-             "bits": weight.format.bits}  # fmt: skip
+             "bits": _bits(weight)}  # fmt: skip
     flops = 2 * rows * weight.in_features * weight.out_features
     n_bytes = packed_bytes(weight)
     return Case(name=name, runs=runs, n_bytes=n_bytes, flops=flops, sizes=sizes, wider=wider)
 
 
 def dequantize_case(weight: PackedWeight) -> Case:
-    """A whole weight to float32 (CPU) or bfloat16 (GPU)."""
-    dtype = torch.float32 if weight.qweight.device.type == "cpu" else torch.bfloat16
-    runs: dict[str, Run] = {"PyTorch": lambda: dequantize_ref(weight, dtype)}
-    if dtype == torch.float32:
-        strip = cpu_quant.tile_spec(weight).strip
-        strips = range(0, weight.out_features // strip, 2)
-        tile = torch.empty(weight.in_features, 2 * strip)
-        runs["tile by tile"] = lambda: [
-            cpu_quant.dequantize_tile(weight, s, s + 2, tile) for s in strips
-        ]
-    else:
-        from specexec_kernels import triton_quant
+    """A whole weight to bfloat16 on a GPU; on a CPU nothing unpacks a whole one."""
+    from specexec_kernels import triton_rows
 
-        runs["Triton"] = lambda: triton_quant.dequantize(weight, dtype)
+    dtype = torch.bfloat16
+    runs: dict[str, Run] = {
+        "PyTorch": lambda: weight.unpack().to(dtype),
+        "Triton": lambda: triton_rows.unpack(weight, dtype),
+    }
     count = weight.in_features * weight.out_features
     written = count * (torch.finfo(dtype).bits // 8)
     return Case(name="dequantize", runs=runs, n_bytes=packed_bytes(weight) + written,
-                sizes={"bits": weight.format.bits, "weights": count})  # fmt: skip
+                sizes={"bits": _bits(weight), "weights": count})  # fmt: skip
 
 
 def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.dtype) -> Case:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from specexec_kernels.packing import BITS, PackedFormat
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import BITS
 from specexec_kernels.quantize import quantize
 from torch import Tensor
 
@@ -39,17 +40,15 @@ def quantization_config(bits: int, group_size: int) -> dict[str, Any]:
 
 def quantize_tensors(tensors: dict[str, Tensor], bits: int, group_size: int) -> dict[str, Tensor]:
     """A checkpoint's tensors with the layers' linears packed."""
-    fmt = PackedFormat(bits, stored_minus_one=True)
     result = {}
     for name, tensor in tensors.items():
         linear = name.removesuffix(".weight")
         if linear.rpartition(".")[2] not in LINEARS or not name.endswith(".weight"):
             result[name] = tensor.clone()
             continue
-        packed = quantize(tensor, fmt, min(group_size, tensor.shape[1]))
-        result[f"{linear}.qweight"] = packed.qweight
-        result[f"{linear}.qzeros"] = packed.qzeros
-        result[f"{linear}.scales"] = packed.scales
+        fmt = Gptq(bits, min(group_size, tensor.shape[1]), stored_minus_one=True)
+        packed = quantize(tensor, fmt)
+        result |= {f"{linear}.{leaf}": stored for leaf, stored in packed.tensors.items()}
     return result
 
 

@@ -20,7 +20,7 @@ from quantize_rtn import GROUP_SIZE, LINEARS, quantization_config
 from rig_routing import Routers
 from rig_shapes import Shape
 from rig_tensors import Array, RandomPool, Rig, Source, Words, source_name
-from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros
+from specexec_kernels.packing import pack_rows, store_zeros
 from specexec_kernels.quantize import round_to_nearest
 
 from specexec_cli.errors import ConfigError
@@ -140,11 +140,10 @@ class GptqRig:
         free = scales == 0
         random = self._random.uniform(0.002, 0.01, int(free.sum())).astype(np.float16)
         scales[free] = random.view(np.uint16)
-        fmt = PackedFormat(self.bits, stored_minus_one=True)
         zeros = torch.full((groups, outputs), zero)
         return {
             "qweight": pack_rows(torch.from_numpy(codes.astype(np.int32)).T, self.bits).numpy(),
-            "qzeros": store_zeros(zeros, fmt).numpy(),
+            "qzeros": store_zeros(zeros, self.bits, minus_one=True).numpy(),
             "scales": np.ascontiguousarray(scales.T),
         }
 

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,11 @@ import torch
 from specexec_kernels import (
     dispatch,
     triton_compact_kv,
-    triton_quant,
+    triton_rows,
     triton_topk,
     triton_tree_attention,
 )
-from specexec_kernels.packing import PackedWeight
+from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -45,7 +45,7 @@ VRAM_BYTES = 8_000_000_000
 aten = torch.ops.aten
 
 KERNELS = (
-    (triton_quant, "quantized_matmul"), (triton_quant, "dequantize"),
+    (triton_rows, "quantized_matmul"), (triton_rows, "unpack"),
     (triton_tree_attention, "tree_attention"), (triton_topk, "log_softmax_topk"),
     (triton_compact_kv, "compact_kv"),
 )  # fmt: skip
@@ -174,8 +174,7 @@ def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
 
 def _inner(value: Any) -> Any:
     if isinstance(value, PackedWeight):
-        tensors = {f.name: _inner(getattr(value, f.name)) for f in fields(value)}
-        return replace(value, **tensors)
+        return replace(value, tensors={leaf: _inner(t) for leaf, t in value.tensors.items()})
     return value.inner if isinstance(value, CudaTensor) else value
 
 

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from checkpoints import architecture, edit_json, save_checkpoint
 from safetensors.torch import load_file, save_file
-from specexec_kernels.dequantize import dequantize_ref
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_awq, pack_rows, store_zeros
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_awq, pack_rows, store_zeros
 from torch import Tensor
 
 GROUP = 16
-V1 = PackedFormat(4, stored_minus_one=True)
-Choose = Callable[[str], PackedFormat | None]
+V1 = Gptq(4, GROUP, stored_minus_one=True)
+Choose = Callable[[str], Gptq | Awq | None]
 
 
 def random_packed(
-    shape: tuple[int, ...], fmt: PackedFormat, *, sym: bool, shuffled: bool, seed: int
+    shape: tuple[int, ...], fmt: Gptq | Awq, *, sym: bool, shuffled: bool, seed: int
 ) -> PackedWeight:
     """A packed weight of (outputs, inputs) with values of a sensible size."""
     rng = torch.Generator().manual_seed(seed)
@@ -35,11 +37,13 @@ def random_packed(
     g_idx = torch.arange(inputs, dtype=torch.int32) // GROUP
     if shuffled:
         g_idx = g_idx[torch.randperm(inputs, generator=rng)]
-    return PackedWeight(
-        format=fmt, in_features=inputs, out_features=outputs, group_size=GROUP,
-        qweight=pack_awq(codes) if fmt.awq else pack_rows(codes, fmt.bits),
-        qzeros=store_zeros(zeros, fmt), scales=scales.half(), g_idx=g_idx,
-    )  # fmt: skip
+    if isinstance(fmt, Awq):
+        tensors = {"qweight": pack_awq(codes), "qzeros": pack_awq(zeros)}
+    else:
+        fmt = replace(fmt, shuffled=True)  # the index is stored whatever it says
+        stored = store_zeros(zeros, fmt.bits, minus_one=fmt.stored_minus_one)
+        tensors = {"qweight": pack_rows(codes, fmt.bits), "qzeros": stored, "g_idx": g_idx}
+    return PackedWeight(fmt, inputs, outputs, {**tensors, "scales": scales.half()})
 
 
 def is_linear(name: str) -> bool:
@@ -80,19 +84,18 @@ def save_quantized(
             stored[key] = tensor
             continue
         weight = random_packed(tuple(tensor.shape), fmt, sym=sym, shuffled=desc_act, seed=index)
-        tensors[key] = dequantize_ref(weight).T.contiguous()
-        stored |= {f"{linear}.{leaf}": getattr(weight, leaf)
-                   for leaf in ("qweight", "qzeros", "scales")}  # fmt: skip
-        if not fmt.awq:
-            stored[f"{linear}.g_idx"] = weight.g_idx
+        tensors[key] = weight.unpack()
+        stored |= {f"{linear}.{leaf}": part for leaf, part in weight.tensors.items()}
     save_file(tensors, plain / "model.safetensors", {"format": "pt"})
     packed.mkdir()
     _save(packed, stored, shard)
     main = choose("") or V1
+    method: dict[str, Any] = {"quant_method": "awq"}
+    if isinstance(main, Gptq):
+        version = "gptq" if main.stored_minus_one else "gptq_v2"
+        method = {"quant_method": "gptq", "checkpoint_format": version}
     quantization = {
-        "quant_method": "awq" if main.awq else "gptq", "bits": main.bits, "group_size": GROUP,
-        "desc_act": desc_act, "sym": sym, **({} if main.awq else {
-            "checkpoint_format": "gptq" if main.stored_minus_one else "gptq_v2"}),
+        **method, "bits": main.bits, "group_size": GROUP, "desc_act": desc_act, "sym": sym,
         **(extra or {}),
     }  # fmt: skip
     content = json.loads((plain / "config.json").read_text())
@@ -129,6 +132,6 @@ def edit_quantization(folder: Path, **changes: Any) -> None:
     edit_json(path, quantization_config={k: v for k, v in keys.items() if v is not None})
 
 
-def mixed_bits(bits: int) -> PackedFormat:
+def mixed_bits(bits: int) -> Gptq:
     """V1 with other bits."""
     return replace(V1, bits=bits)

@@ -14,7 +14,7 @@ from checkpoints import VOCAB, architecture, save_checkpoint
 from quantized_checkpoints import is_linear
 from safetensors.torch import load_file, save_file
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowWeight, Stored, described
+from specexec_kernels.formats.base import PackedWeight, Stored, described
 from specexec_kernels.row_quantize import RECIPES, fp8_blocks
 from torch import Tensor
 
@@ -36,7 +36,7 @@ def unpacked(
     stored = Stored(name, shape[0], shape[1], described(tensors), tensors.__getitem__)
     fmt = METHODS[settings["quant_method"]].read(stored, settings)
     assert fmt is not None
-    return RowWeight(fmt, shape[1], shape[0], tensors).unpack()
+    return PackedWeight(fmt, shape[1], shape[0], tensors).unpack()
 
 
 def save_row_packed(

@@ -13,33 +13,30 @@ import torch
 from torch import Tensor
 
 from specexec_kernels.fitted import Codes, fit
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_rows, store_zeros
 
 # Of the mean second moment, added to each input's own (section 3.3); more where rounding leaves the
 # moments without a Cholesky factor.
 _DAMPINGS = (0.01, 0.1, 1.0)
 
 
-def quantize_calibrated(
-    weight: Tensor, moments: Tensor, fmt: PackedFormat, group_size: int
-) -> PackedWeight:
-    """Packs a weight in the GPTQ format `fmt`, by what a text gives its inputs.
+def quantize_calibrated(weight: Tensor, moments: Tensor, fmt: Gptq) -> PackedWeight:
+    """Packs a weight, by what a text gives its inputs.
 
     Args:
         weight: (outputs, inputs), any float dtype.
         moments: (inputs, inputs) float32, the sum of x x^T over the text's rows x.
-        group_size: inputs per group; it divides the inputs.
+        fmt: whose groups divide the inputs.
     """
-    found = calibrated(weight, moments, fmt.bits, group_size)
-    return PackedWeight(
-        format=fmt,
-        in_features=weight.shape[1],
-        out_features=weight.shape[0],
-        group_size=group_size,
-        qweight=pack_rows(found.codes.T, fmt.bits),
-        qzeros=store_zeros(found.zeros.T, fmt),
-        scales=found.scales.T.contiguous(),
-    )
+    found = calibrated(weight, moments, fmt.bits, fmt.group)
+    tensors = {
+        "qweight": pack_rows(found.codes.T, fmt.bits),
+        "qzeros": store_zeros(found.zeros.T, fmt.bits, minus_one=fmt.stored_minus_one),
+        "scales": found.scales.T.contiguous(),
+    }
+    return PackedWeight(fmt, weight.shape[1], weight.shape[0], tensors)
 
 
 def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Codes:

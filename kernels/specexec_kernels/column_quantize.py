@@ -9,14 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_awq, pack_rows, store_zeros
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_awq, pack_rows, store_zeros
 from specexec_kernels.quantize import round_to_nearest
 from specexec_kernels.row_quantize import RECIPES, Recipe, activation_order
 
 GROUP_SIZE = 128
 _BITS = 4
-_AWQ = PackedFormat(_BITS, awq=True)
-_GPTQ = PackedFormat(_BITS, stored_minus_one=True)
 
 
 def awq(weight: Tensor) -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def awq(weight: Tensor) -> dict[str, Tensor]:
     codes = torch.round(groups / scales.float()[..., None]) + zeros[..., None]
     codes = codes.clamp(0, most).int().view(outputs, -1)[:, :inputs]
     return {
-        "qweight": pack_awq(codes.T), "qzeros": store_zeros(zeros.T.int(), _AWQ),
+        "qweight": pack_awq(codes.T), "qzeros": pack_awq(zeros.T.int()),
         "scales": scales.T.contiguous(),
     }  # fmt: skip
 
@@ -47,7 +48,8 @@ def gptq_by_activation(weight: Tensor) -> dict[str, Tensor]:
     places = torch.argsort(order)
     zeros = torch.full((scales.shape[1], outputs), 2 ** (_BITS - 1))
     return {
-        "qweight": pack_rows(codes[:, places].T, _BITS), "qzeros": store_zeros(zeros, _GPTQ),
+        "qweight": pack_rows(codes[:, places].T, _BITS),
+        "qzeros": store_zeros(zeros, _BITS, minus_one=True),
         "scales": scales.T.contiguous(), "g_idx": (places // group).int(),
     }  # fmt: skip
 
@@ -68,7 +70,6 @@ PACKERS = {**RECIPES, **COLUMN_RECIPES}  # all that rigs can have
 def packed_weight(name: str, weight: Tensor) -> PackedWeight:
     """A weight (outputs, inputs) packed by one of COLUMN_RECIPES."""
     outputs, inputs = weight.shape
-    return PackedWeight(
-        format=_AWQ if name == "awq" else _GPTQ, in_features=inputs, out_features=outputs,
-        group_size=min(GROUP_SIZE, inputs), **COLUMN_RECIPES[name].pack(weight),
-    )  # fmt: skip
+    group = min(GROUP_SIZE, inputs)
+    fmt = Awq(group) if name == "awq" else Gptq(_BITS, group, stored_minus_one=True, shuffled=True)
+    return PackedWeight(fmt, inputs, outputs, COLUMN_RECIPES[name].pack(weight))

@@ -1,6 +1,6 @@
 """LLVM IR that puts rows of activations into the order in which kernels read them.
 
-Arrange does it for row-packed weights, and sums rows over each block of inputs where a format has
+Arrange does it for packed weights, and sums rows over each block of inputs where a format has
 offsets; ArrangePairs for the products of cpu_dot. In one call, since as a dozen operations of
 PyTorch it took as long as the product of a small matrix, and since PyTorch's threads go on looking
 for work for a while, on the cores that the product needs (docs/experiments.md). Threads claim
@@ -10,6 +10,7 @@ chunks of rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 from llvmlite import ir
@@ -18,7 +19,8 @@ from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, build_modu
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
 # Positions in the int64 argument array; rows lie one behind the other
-COUNTER, SOURCE, ROWS, INPUTS, ORDER, ITEMS, SUMS, CHUNKS = range(8)
+COUNTER, SOURCE, ROWS, INPUTS, ITEMS, SUMS, CHUNKS = range(7)
+BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side for tiles, and for ArrangePairs
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +29,15 @@ class ArrangeSpec:
 
     dot: bool  # rows are bfloat16 and an item is a pair of them; otherwise float32
     rows: int  # of a chunk
-    unit: int  # inputs that have an order
     block: int  # inputs of a sum, a power of two; 0 where none are needed
     lanes: int
+    order: tuple[int, ...]  # the inputs of a unit, as items take them
     tiles: bool = False  # TILE_PAIRS items of a row lie side by side
+
+    @property
+    def unit(self) -> int:
+        """Inputs that have an order."""
+        return len(self.order)
 
     @property
     def per_item(self) -> int:
@@ -46,8 +53,8 @@ class Arrange(Emitter):
         super().__init__(builder, spec.lanes)
         self.spec, self.base = spec, builder.ptrtoint(function.args[0], I64)
         arguments = [self.load(self.base, I64(at), I64, 8) for at in range(1, CHUNKS + 1)]
-        self.source, self.n_rows, self.inputs, self.order = arguments[:4]
-        self.items_at, self.sums_at, self.chunks = arguments[4:]
+        self.source, self.n_rows, self.inputs = arguments[:3]
+        self.items_at, self.sums_at, self.chunks = arguments[3:]
         self.word, self.size = (I16, 2) if spec.dot else (I32, 4)
 
     def emit(self) -> None:
@@ -71,15 +78,23 @@ class Arrange(Emitter):
             # rows too many are zero; the first row is read in their place
             first = b.mul(b.select(is_there, at, I64(0)), self.inputs)
 
-            def item(i: Any, _: list[Any]) -> list[Any]:
-                place = b.add(b.mul(b.add(b.mul(number, n_items), i), I64(spec.rows)), m)
-                if spec.tiles:
-                    n_tiles = b.udiv(n_items, I64(TILE_PAIRS))
-                    tile = b.add(b.mul(number, n_tiles), b.udiv(i, I64(TILE_PAIRS)))
-                    line = b.add(b.mul(tile, I64(spec.rows)), m)
-                    place = b.add(b.mul(line, I64(TILE_PAIRS)), b.urem(i, I64(TILE_PAIRS)))
-                word = b.select(is_there, self.item(first, i), I32(0))
-                self.store(word, self.items_at, place)
+            def unit(start: Any, _: list[Any]) -> list[Any]:
+                for i in range(spec.unit // spec.per_item):
+                    item = b.add(b.udiv(start, I64(spec.per_item)), I64(i))
+                    place = b.add(b.mul(b.add(b.mul(number, n_items), item), I64(spec.rows)), m)
+                    word = b.select(is_there, self.item(b.add(first, start), i), I32(0))
+                    self.store(word, self.items_at, place)
+                return []
+
+            def run(start: Any, _: list[Any]) -> list[Any]:
+                lines = b.udiv(self.inputs, I64(BLOCK_INPUTS))
+                line = b.add(b.mul(number, lines), b.udiv(start, I64(BLOCK_INPUTS)))
+                for i, values in enumerate(self.lines(b.add(first, start))):
+                    place = b.add(b.mul(b.add(line, I64(i)), I64(spec.rows)), m)
+                    values = b.select(
+                        is_there, values, ir.Constant(values.type, [0] * BLOCK_INPUTS)
+                    )
+                    self.store(values, self.items_at, b.mul(place, I64(TILE_PAIRS)))
                 return []
 
             def block(i: Any, _: list[Any]) -> list[Any]:
@@ -88,27 +103,51 @@ class Arrange(Emitter):
                 self.store(total, self.sums_at, place)
                 return []
 
-            self.loop(I64(0), n_items, 1, [], item)
+            if spec.tiles:
+                self.loop(I64(0), self.inputs, lcm(spec.unit, BLOCK_INPUTS), [], run)
+            else:
+                self.loop(I64(0), self.inputs, spec.unit, [], unit)
             if spec.block:
                 self.loop(I64(0), n_blocks, 1, [], block)
             return []
 
         return self.loop(I64(0), I64(spec.rows), 1, [], row)
 
-    def item(self, first: Any, number: Any) -> Any:
-        """The 32-bit item `number` of the row whose inputs begin at `first`."""
+    def item(self, first: Any, number: int) -> Any:
+        """The 32-bit item `number` of the unit whose inputs begin at `first`."""
         b, spec = self.b, self.spec
-        input_ = b.mul(number, I64(spec.per_item))
-        unit = b.mul(b.udiv(input_, I64(spec.unit)), I64(spec.unit))
         words = []
-        for i in range(spec.per_item):
-            place = b.add(b.sub(input_, unit), I64(i))
-            within = b.zext(self.load(self.order, place, I32), I64)
-            at = b.add(first, b.add(unit, within))
+        for i in range(number * spec.per_item, (number + 1) * spec.per_item):
+            at = b.add(first, I64(spec.order[i]))
             words.append(b.zext(self.load(self.source, at, self.word, self.size), I32))
         if not spec.dot:
             return words[0]
         return b.or_(words[0], b.shl(words[1], I32(16)))
+
+    def lines(self, first: Any) -> list[Any]:
+        """The pairs of whole units that are whole lines too, from input `first` on, a line of
+        BLOCK_INPUTS in each vector."""
+        b, unit = self.b, self.spec.unit
+        size = lcm(unit, BLOCK_INPUTS)
+        order = [start + place for start in range(0, size, unit) for place in self.spec.order]
+        typ = ir.VectorType(I16, BLOCK_INPUTS)
+        stored = [
+            self.load(self.source, b.add(first, I64(at)), typ, 2)
+            for at in range(0, size, BLOCK_INPUTS)
+        ]
+        found = []
+        for at in range(0, size, BLOCK_INPUTS):
+            wanted = [divmod(place, BLOCK_INPUTS) for place in order[at : at + BLOCK_INPUTS]]
+            begin, *others = sorted({vector for vector, _ in wanted})
+            line = b.shuffle_vector(
+                stored[begin], stored[begin], self.ints([place for _, place in wanted])
+            )
+            for vector in others:  # put in the place of what the first ones lack
+                choice = [BLOCK_INPUTS + place if of == vector else i
+                          for i, (of, place) in enumerate(wanted)]  # fmt: skip
+                line = b.shuffle_vector(line, stored[vector], self.ints(choice))
+            found.append(line)
+        return found
 
     def block_sum(self, first: Any, number: Any) -> Any:
         """The sum over a block, the first half's and the second's, and so on down to one input;
@@ -152,7 +191,6 @@ def build_arrange(spec: ArrangeSpec, name: str) -> str:
 
 # Positions in the argument array of ArrangePairs
 PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = range(6)
-BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side
 
 
 class ArrangePairs(Emitter):

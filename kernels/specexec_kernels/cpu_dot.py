@@ -1,33 +1,26 @@
 """bfloat16 rows times weights on a CPU that multiplies pairs or tiles of bfloat16 (see cpu_dot_ir).
 
-Reads weights stored in bfloat16 and packed ones; sums are float32, and a row's result depends on
-neither the other rows nor the number of threads. `supports` says which weights it reads.
+Reads weights stored in bfloat16; cpu_rows multiplies with packed ones. Sums are float32, and a
+row's result depends on neither the other rows nor the number of threads. `supports` says which
+weights it reads.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_quant, cpu_team
+from specexec_kernels import cpu_jit, cpu_team
 from specexec_kernels.cpu_arrange_ir import build_pairs
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
-from specexec_kernels.cpu_dot_packed_ir import WIDE_STRIPS, build_packed
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
-from specexec_kernels.cpu_ir_unpack import Arg as PackedArg
-from specexec_kernels.cpu_ir_unpack import KernelSpec
 from specexec_kernels.cpu_products import product
-from specexec_kernels.cpu_tiles_ir import TILE_ROWS
-from specexec_kernels.packing import PackedWeight
 
-_LONGEST_BLOCK = 128  # inputs of a packed block: 8 KiB of pairs for a strip of 32 outputs
-_FEW = (1, 2, 4)  # rows that multiply straight from the registers, in strips of up to 4 vectors
 # In tiles: rows of a chunk; from so many rows on chunks have 32
 _TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 97
 # Up to so many rows strips of stored weights are narrow in tiles, since they are read faster.
@@ -35,16 +28,14 @@ _NARROW_ROWS = 128
 _MANY = (1, 2, 4, 8, 10, 13)  # rows of a chunk; 13 and two vectors fill the 32 registers
 
 
-def supports(weight: Tensor | PackedWeight) -> bool:
+def supports(weight: Tensor) -> bool:
     """Whether the kernels multiply with this weight on this CPU.
 
     Args:
-        weight: (outputs, inputs) as stored, or packed.
+        weight: (outputs, inputs) as stored.
     """
     if not (cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)):
         return False
-    if isinstance(weight, PackedWeight):
-        return cpu_quant.supports(weight) and _block(weight) > 0
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -54,7 +45,7 @@ def supports(weight: Tensor | PackedWeight) -> bool:
     )
 
 
-def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x times a weight that `supports` accepts.
 
     Args:
@@ -62,7 +53,7 @@ def matmul(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     Returns:
         (rows, outputs) float32, unrounded sums.
     """
-    return product(PACKED if isinstance(weight, PackedWeight) else STORED, x, weight)
+    return product(STORED, x, weight)
 
 
 class Stored:
@@ -116,49 +107,7 @@ class Stored:
         return 1 if spec.mode == "many" else cpu_team.strips_at_once(strips)
 
 
-class Packed(cpu_quant.Packed):
-    """Packed weights, multiplied with bfloat16 rows; see cpu_products.Form."""
-
-    dtype = torch.bfloat16
-
-    def spec(self, rows: int, weight: PackedWeight) -> KernelSpec:
-        return packed_spec(rows, weight)
-
-    def kernel(self, spec: KernelSpec, weight: PackedWeight) -> Any:
-        return _packed_kernel(spec, _block(weight))
-
-    def arrange(self, x: Tensor, spec: KernelSpec) -> dict[int, Tensor]:
-        return {PackedArg.X: _arrange(x, spec.rows, spec.unit_codes)}
-
-    def sums(self, chunks: int, spec: KernelSpec, weight: PackedWeight) -> Tensor:
-        return torch.empty(chunks, spec.rows, cpu_quant.strip_count(spec, weight) * spec.strip)
-
-    def own(self, spec: KernelSpec, weight: PackedWeight) -> dict[int, Tensor]:
-        return {}
-
-    def arguments(self, spec: KernelSpec, weight: PackedWeight) -> list[int]:
-        values = super().arguments(spec, weight)
-        values[PackedArg.OUT_STRIDE] = cpu_quant.strip_count(spec, weight) * spec.strip
-        values[PackedArg.X_BLOCKS] = _x_blocks(weight.in_features)
-        values[PackedArg.GROUP_UNITS] = weight.group_size // spec.unit_codes
-        values[PackedArg.STRIPS_AT_ONCE] = self._at_once(spec, weight)
-        return values
-
-    def tiles(self, spec: KernelSpec, weight: PackedWeight) -> int:
-        return -(-cpu_quant.strip_count(spec, weight) // self._at_once(spec, weight))
-
-    @staticmethod
-    def _at_once(spec: KernelSpec, weight: PackedWeight) -> int:
-        strips = cpu_quant.strip_count(spec, weight)
-        if spec.mode == "tiles" and spec.rows <= TILE_ROWS:
-            return cpu_team.strips_at_once(strips, WIDE_STRIPS)
-        return cpu_team.strips_at_once(strips)
-
-    def flat(self, sums: Tensor, spec: KernelSpec, weight: PackedWeight) -> Tensor:
-        return cpu_quant.in_order(sums.view(-1, sums.shape[-1]), spec, weight)
-
-
-STORED, PACKED = Stored(), Packed()
+STORED = Stored()
 
 
 @cache
@@ -168,31 +117,6 @@ def _stored_spec(rows: int) -> StoredSpec:
     if rows <= _MANY[-1]:
         return StoredSpec(chunk_rows(rows), 1, "few")
     return StoredSpec(chunk_rows(rows), 2, "many")
-
-
-def packed_spec(rows: int, weight: PackedWeight) -> KernelSpec:
-    """What the kernel for this many rows is compiled for."""
-    widths = cpu_quant.widths(weight)
-    if uses_tiles(weight):
-        vectors = max(v for v in widths if v <= 2)
-        spec = cpu_quant.spec_for("tiles", weight, tile_rows(rows), vectors)
-        return replace(spec, awq_rows=8)
-    # AWQ's words are read once where all their nibbles are multiplied together
-    most = 8 if weight.format.awq and rows <= 2 else 4
-    widest = max((v for v in widths if v <= most), default=0)
-    if widest and rows <= _FEW[-1]:
-        size = next(size for size in _FEW if size >= rows)
-        spec = cpu_quant.spec_for("few", weight, size, widest)
-    else:
-        vectors = min((v for v in widths if v > 1), default=1)
-        spec = cpu_quant.spec_for("many", weight, chunk_rows(rows), vectors)
-    return replace(spec, awq_rows=8)
-
-
-def uses_tiles(weight: PackedWeight) -> bool:
-    """Whether its rows are multiplied in tiles, however many they are; see cpu_tiles_ir."""
-    whole = _block(weight) % (2 * X_PAIRS) == weight.in_features % (2 * X_PAIRS) == 0
-    return cpu_jit.has_tiles() and whole
 
 
 def tile_rows(rows: int) -> int:
@@ -207,16 +131,6 @@ def chunk_rows(rows: int) -> int:
     if rows <= _MANY[-1]:
         return next(size for size in _MANY if size >= rows)
     return min(_MANY[-3:], key=lambda size: (-(-rows // size) * size, -size))
-
-
-def _block(weight: PackedWeight) -> int:
-    """Inputs of a block: whole units, all in one group; 0 where groups are not such runs."""
-    unit = 8 if weight.format.awq else weight.format.input_multiple
-    if weight.g_idx is not None or weight.group_size % unit or weight.in_features % unit:
-        return 0
-    if weight.group_size <= _LONGEST_BLOCK:
-        return weight.group_size
-    return _LONGEST_BLOCK if weight.group_size % _LONGEST_BLOCK == 0 else 0
 
 
 def _x_blocks(inputs: int) -> int:
@@ -252,8 +166,3 @@ def _arrange_kernel(rows: int, unit: int) -> Any:
 @cache
 def _stored_kernel(spec: StoredSpec) -> Any:
     return cpu_jit.compiled("dot", spec, partial(build_stored, spec))
-
-
-@cache
-def _packed_kernel(spec: KernelSpec, block: int) -> Any:
-    return cpu_jit.compiled("packed_dot", (spec, block), partial(build_packed, spec, block))

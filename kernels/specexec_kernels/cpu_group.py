@@ -11,13 +11,12 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_quant, cpu_rows
+from specexec_kernels import cpu_dot, cpu_half, cpu_jit, cpu_linear, cpu_rows
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.cpu_products import Form, Placed
-from specexec_kernels.formats.base import RowWeight
-from specexec_kernels.packing import PackedWeight
+from specexec_kernels.formats.base import PackedWeight
 
-Weight = Tensor | Transposed | PackedWeight | RowWeight
+Weight = Tensor | Transposed | PackedWeight
 
 
 class Group:
@@ -57,22 +56,16 @@ def form_for(rows: Tensor, groups: Sequence[Group]) -> Form | None:
 
 def _kind(weight: Weight) -> Hashable:
     """Equal for weights that differ by nothing but their values."""
-    if isinstance(weight, RowWeight):
-        return weight.format, weight.in_features, weight.out_features
     if isinstance(weight, PackedWeight):
-        return cpu_quant.FUSED.kind(weight)
+        return weight.format, weight.in_features, weight.out_features
     stored = weight.stored if isinstance(weight, Transposed) else weight
     return cpu_half.HALF.kind(weight), stored.is_contiguous()
 
 
 def _form(rows: torch.dtype, weight: Weight) -> Form | None:
     pairs = rows == torch.bfloat16
-    if isinstance(weight, RowWeight):
-        return cpu_rows.form_for(rows) if cpu_rows.supports(weight) else None
     if isinstance(weight, PackedWeight):
-        if not cpu_quant.supports(weight):
-            return None
-        return cpu_dot.PACKED if pairs and cpu_dot.supports(weight) else cpu_quant.FUSED
+        return cpu_rows.form_for(rows) if cpu_rows.supports(weight) else None
     if isinstance(weight, Transposed):
         fits = cpu_linear.takes(rows, weight.stored) and cpu_linear.fits_transposed(weight.stored)
         return cpu_half.HALF if fits else None

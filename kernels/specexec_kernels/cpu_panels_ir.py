@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
+
+from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I64, Emitter
 from specexec_kernels.cpu_tiles_ir import ROW_BYTES, TILE_PAIRS, TILE_ROWS, Tiles
@@ -23,10 +26,13 @@ GROUP_ROWS = 512  # of X whose sums are kept in the L2 cache
 FEW_CHUNKS = 6
 # With more chunks so many strips share the inputs of X that the L2 cache holds.
 MANY_STRIPS = 8
+MOST_TOTALS = 1 << 17  # numbers that are kept on a thread's stack: 512 KiB
 _REGISTER_TOTALS = 16  # vectors of totals that stay in registers through a panel
 
 # Of a strip and the pairs first..last of its panel
 Fill = Callable[[Any, Any, Any], None]
+# Of a number, its total, and whether the block's offset is added
+Add = Callable[[int, Any, bool], Any]
 # Of a strip, the first pair of its panel, and which part of how many
 Fetch = Callable[[Any, Any, Any, Any], None]
 
@@ -57,7 +63,7 @@ class PanelShape:
     def n_totals(self) -> int:
         """Sums that are kept at a time: at most strips taken in turn times chunks.
 
-        They take 512 KiB of the thread's stack where `few_totals` is not larger.
+        Where `few_totals` is not larger they are MOST_TOTALS numbers.
         """
         return max(self.few_totals, MANY_STRIPS * self.group_chunks)
 
@@ -102,7 +108,7 @@ class Panels:
 
     def emit(
         self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs, fill: Fill,
-        fetch: Fetch = lambda *_: None,
+        fetch: Fetch = lambda *_: None, prepare: Callable[[Any, Any], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         """The whole kernel.
 
@@ -110,6 +116,7 @@ class Panels:
             counter, claims: as claim_strips takes them.
             fill: emits what puts weights into the panel, and their terms.
             fetch: emits what asks for weights that come next.
+            prepare: emits what is done with strips start..stop before all that.
         """
         b, loop, shape = self.b, self.e.loop, self.shape
         is_few = b.icmp_signed("<=", args.chunks, I64(FEW_CHUNKS))
@@ -126,6 +133,7 @@ class Panels:
                     lambda chunk, _: self._group(args, fill, fetch, (first, last), chunk),
                 )  # fmt: skip
 
+            prepare(start, stop)
             loop(start, stop, strips_in_turn, [], strips)
 
         self.tiles.begin()
@@ -209,7 +217,7 @@ class Panels:
             self.tiles.multiply(self._x(args, chunk, pair), b.add(self.weights, local))
             return []
 
-        def block_sums(start: Any) -> Callable[[int, Any], Any]:
+        def block_sums(start: Any) -> tuple[Add, Any]:
             stop = self.e.minimum(b.add(start, I64(shape.block_pairs)), last)
             self.tiles.no_sums()
             loop(start, stop, self.tiles.pairs, [], step)
@@ -220,13 +228,25 @@ class Panels:
         load, store = self._access(totals)
 
         def block(start: Any, found: list[Any]) -> list[Any]:
-            add = block_sums(start)
-            return [add(i, total) for i, total in enumerate(found)]
+            add, _ = block_sums(start)
+            return [add(i, total, shape.has_offset) for i, total in enumerate(found)]
 
         def block_in_memory(start: Any, _: list[Any]) -> list[Any]:
-            add, is_first = block_sums(start), b.icmp_signed("==", start, I64(0))
-            for i in range(n_vectors):
-                store(i, add(i, load(i, is_first)))
+            (add, are_zero), is_first = block_sums(start), b.icmp_signed("==", start, I64(0))
+
+            def add_all(*, offsets: bool) -> None:
+                for i in range(n_vectors):
+                    store(i, add(i, load(i, is_first), offsets))
+
+            if not shape.has_offset:
+                add_all(offsets=False)
+                return []
+            # as symmetric weights have them, where the additions would take a tenth of the time
+            with b.if_else(are_zero) as (zero, other):
+                with zero:
+                    add_all(offsets=False)
+                with other:
+                    add_all(offsets=True)
             return []
 
         if shape.has_terms and n_vectors <= _REGISTER_TOTALS:
@@ -271,11 +291,9 @@ class Panels:
 
         return load, store
 
-    def _adder(
-        self, args: PanelArgs, chunk: Any, pair: Any, local: Any
-    ) -> Callable[[int, Any], Any]:
+    def _adder(self, args: PanelArgs, chunk: Any, pair: Any, local: Any) -> tuple[Add, Any]:
         """What adds a block's sum, times its scale, and its offset times the sum of X's inputs to
-        the total of a number."""
+        the total of a number; and whether all offsets are zero."""
         b, e, shape = self.b, self.e, self.shape
         number = b.udiv(local, I64(shape.block_pairs))
         terms = b.add(self.terms, b.mul(number, I64(4 * 2 * shape.strip)))
@@ -286,17 +304,20 @@ class Panels:
             for at in (0, shape.strip)
         )
 
-        def add(number: int, total: Any) -> Any:
+        def add(number: int, total: Any, with_offset: bool) -> Any:
             row, v = divmod(number, shape.vectors)
             sums = e.load(self.block_sums, self._place(number), e.vector)
             scaled = shape.has_scale
             total = e.fma(scales[v], sums, total) if scaled else b.fadd(total, sums)
-            if not shape.has_offset:
+            if not with_offset:
                 return total
             x_sum = e.splat(e.load(args.x_sums, b.add(x_sums, I64(row)), F32), e.lanes)
             return e.fma(offsets[v], x_sum, total)
 
-        return add
+        bits = [b.bitcast(offset, e.words) for offset in offsets]
+        lanes = ir.IntType(TILE_ROWS)
+        zero = b.bitcast(b.icmp_signed("==", reduce(b.or_, bits), e.ints([0] * TILE_ROWS)), lanes)
+        return add, b.icmp_signed("==", zero, lanes(-1))
 
     def _write(self, args: PanelArgs, strip: Any, chunk: Any, totals: Any) -> None:
         """Put a chunk's totals to their place in OUT."""

@@ -1,6 +1,6 @@
 """How rows and weights reach a kernel: one product, or many of one kind in one launch.
 
-A form (cpu_dot, cpu_half, cpu_quant, cpu_rows) says how its kernels want rows and weights. Kernels
+A form (cpu_dot, cpu_half, cpu_rows) says how its kernels want rows and weights. Kernels
 claim strips of outputs from a counter of their own, so the threads of one launch can go from
 product to product without waiting for one another. A product has the same bits alone and among
 others.

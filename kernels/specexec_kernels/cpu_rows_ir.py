@@ -1,4 +1,4 @@
-"""LLVM IR of rows times row-packed weights: the frame that all formats of formats/ share.
+"""LLVM IR of rows times packed weights: the frame that all formats of formats/ share.
 
 A strip of outputs goes through the inputs tile by tile. A tile's weights become items, one 32-bit
 lane for each output of the strip: a float32, or two inputs' weights as a pair of bfloat16 where the
@@ -20,25 +20,26 @@ Knows nothing of torch or thread pools.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Bfloat, build_module
-from specexec_kernels.cpu_panels_ir import PanelArgs, Panels, PanelShape
+from specexec_kernels.cpu_panels_ir import MOST_TOTALS, PanelArgs, Panels, PanelShape
 from specexec_kernels.cpu_rows_lanes import (
     AT_ONCE,
     CHUNKS,
     COUNTER,
     OUT,
     OUTPUTS,
+    SCRATCH,
     STRIPS,
     X_SUMS,
     Fetch,
     Lanes,
-    RowSpec,
+    PackedSpec,
     X,
 )
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
@@ -46,10 +47,10 @@ from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 UNROLL = 4  # items per turn of the multiplying loop
 
 
-class RowProducts(Lanes):
+class PackedProducts(Lanes):
     """Emits one kernel."""
 
-    def __init__(self, spec: RowSpec, function: ir.Function) -> None:
+    def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self.x, self.x_sums, self.out = (self.argument(at) for at in (X, X_SUMS, OUT))
         self.chunks, self.outputs = self.argument(CHUNKS), self.argument(OUTPUTS)
@@ -60,6 +61,9 @@ class RowProducts(Lanes):
         inputs = self.b.mul(self.units, I64(spec.format.unit))
         up = self.b.add(inputs, I64(spec.format.block - 1))
         self.blocks = self.b.udiv(up, I64(spec.format.block))
+        if spec.format.index:
+            group = spec.format.index[1]
+            self.groups = self.b.udiv(self.b.add(inputs, I64(group - 1)), I64(group))
         if spec.tiles:
             self.panels = Panels(self, self.panel_shape())
             return
@@ -79,16 +83,23 @@ class RowProducts(Lanes):
         counter = self.ptr(self.base, I64(COUNTER), 8)
         claims = I64(0), self.strips, self.argument(AT_ONCE)
         if spec.tiles:
-            self.panels.emit(counter, claims, self.panel_args(), self.fill_panel)
+            self.panels.emit(
+                counter, claims, self.panel_args(), self.fill_panel, prepare=self.prepare
+            )
             return
 
-        def one(strip: Any, _: list[Any]) -> list[Any]:
-            column = b.mul(strip, I64(spec.strip))
-            (self.few if spec.few else self.many)(self.first_output(strip), column)
-            return []
-
         def work(start: Any, stop: Any) -> None:
-            self.loop(start, stop, 1, [], one)
+            each = self.few if spec.few else self.many
+            self.prepare(start, stop)
+            if not spec.goes_down:
+                self.loop(start, stop, 1, [], lambda strip, _: each(strip, I64(0), self.units))
+                return
+
+            def tile(first: Any, _: list[Any]) -> list[Any]:
+                last = self.minimum(b.add(first, I64(spec.tile_units)), self.units)
+                return self.loop(start, stop, 1, [], lambda strip, _: each(strip, first, last))
+
+            self.loop(I64(0), self.units, spec.tile_units, [], tile)
 
         self.claim_strips(counter, *claims, work)
 
@@ -100,12 +111,19 @@ class RowProducts(Lanes):
 
     def panel_shape(self) -> PanelShape:
         """What is kept in the caches where products are made in tiles."""
-        spec, fmt = self.spec, self.spec.format
+        spec = self.spec
         return PanelShape(
             rows=spec.rows, vectors=spec.vectors, pairs=spec.tile_units * self.unit_items,
-            block_pairs=self.block_items, few_totals=1, has_scale=fmt.has_scale,
-            has_offset=fmt.has_offset,
+            block_pairs=self.block_items, few_totals=self._few_totals(),
+            has_scale=spec.has_scale, has_offset=spec.has_offset,
         )  # fmt: skip
+
+    def _few_totals(self) -> int:
+        """As PanelShape has it: with codes that go down the inputs, all strips of a claim in turn,
+        as far as their sums fit."""
+        if not self.spec.goes_down:
+            return 1
+        return MOST_TOTALS // (self.spec.rows * self.spec.strip)
 
     def panel_args(self) -> PanelArgs:
         """The arguments as panels take them."""
@@ -117,70 +135,152 @@ class RowProducts(Lanes):
 
     def fill_panel(self, strip: Any, first: Any, last: Any) -> None:
         """Put pairs first..last of a strip into the panel, and their terms."""
-        b, output = self.b, self.first_output(strip)
+        b = self.b
+        self.begin_strip(strip)
         self.tile, self.tile_terms = self.panels.weights, self.panels.terms
         first, last = (b.udiv(end, I64(self.unit_items)) for end in (first, last))
-        self.loop(I64(0), I64(self.spec.vectors), 1, [],
-                  lambda v, _: self.fill(output, v, first, last))  # fmt: skip
+        self.fill(first, last)
 
     def weight_items(self) -> Iterator[Any]:
         """The items of the unit that `unit` and `row` name."""
-        return self.spec.format.pairs(self) if self.spec.dot else self.spec.format.values(self)
+        fmt = self.spec.format
+        if not fmt.index:
+            return fmt.pairs(self) if self.spec.dot else fmt.values(self)
+        values = (
+            self.scaled(place, value)
+            for place, value in zip(fmt.order, fmt.values(self), strict=True)
+        )
+        return (self.pair(first, next(values)) for first in values) if self.spec.dot else values
 
-    def few(self, output: Any, column: Any) -> None:
-        """Multiply straight from the registers, where sums stay to the end of the inputs; strips
-        are one vector wide."""
+    def block_terms(self, number: int) -> tuple[Any, Any]:
+        """See PackedFormat.terms; with an index no block has terms."""
+        return (None, None) if self.spec.format.index else self.spec.format.terms(self, number)
+
+    def prepare(self, start: Any, stop: Any) -> None:
+        """Put the terms of all groups of strips start..stop into the scratch, where groups have an
+        index: [strip][group][2][output]."""
         b, spec = self.b, self.spec
+        if not spec.format.index:
+            return
+        group, unit = spec.format.index[1], spec.format.unit
+        each, step = max(unit // group, 1), max(group // unit, 1)  # groups, or of units
+
+        def strip_terms(strip: Any, _: list[Any]) -> list[Any]:
+            self.begin_strip(strip)
+
+            def put(first: Any, _: list[Any]) -> list[Any]:
+                for v, number in product(range(spec.vectors), range(each)):
+                    self.at(b.add(self.first, I64(v * self.lanes)), first)
+                    at = b.add(b.mul(b.udiv(first, I64(step)), I64(each)), I64(number))
+                    for i, term in enumerate(spec.format.terms(self, number)):
+                        if term is not None:
+                            self.store(term, self.scratch, self.scratch_place(at, i))
+                return []
+
+            return self.loop(I64(0), self.units, step, [], put)
+
+        self.loop(start, stop, 1, [], strip_terms)
+
+    def begin_strip(self, strip: Any) -> None:
+        """Know where a strip begins, and where its groups' terms are."""
+        self.first = self.first_output(strip)
+        if self.spec.format.index:
+            size = self.b.mul(self.groups, I64(4 * 2 * self.spec.strip))
+            self.scratch = self.b.add(self.argument(SCRATCH), self.b.mul(strip, size))
+
+    def scratch_place(self, group: Any, term: int) -> Any:
+        """Where a term of the lanes' outputs is in the strip's scratch."""
+        b, width = self.b, self.spec.strip
+        lane = b.add(b.sub(self.row, self.first), I64(term * width))
+        return b.add(b.mul(group, I64(2 * width)), lane)
+
+    def scaled(self, place: int, value: Any) -> Any:
+        """A value of input `place` of the unit by the terms of its group."""
+        fmt = self.spec.format
+        assert fmt.index is not None
+        group = self.number_at(fmt.index[0], place)
+        terms = [
+            self.load(self.scratch, self.scratch_place(group, i), self.vector)
+            for i in range(1 + fmt.has_offset)
+        ]
+        return self.fma(value, *terms) if len(terms) > 1 else self.b.fmul(value, *terms)
+
+    def few(self, strip: Any, begin: Any, end: Any) -> list[Any]:
+        """Units begin..end of a strip, multiplied straight from the registers, where sums stay."""
+        b, spec = self.b, self.spec
+        self.begin_strip(strip)
+        rows = [b.add(self.first, I64(v * self.lanes)) for v in range(spec.vectors)]
+
+        def of_each(unit: Any, found: Callable[[], Any]) -> list[Any]:
+            """What `found` gives for each vector of outputs."""
+            each = []
+            for row in rows:
+                self.at(row, unit)
+                each.append(found())
+            return each
 
         def multiply(
-            unit: Any, sums: list[Any], items: Iterator[Any], start: int, fetches: list[Fetch]
-        ) -> list[Any]:
+            unit: Any, sums: list[Any], items: list[Iterator[Any]], start: int,
+            fetches: list[Fetch],
+        ) -> list[Any]:  # fmt: skip
             first = b.mul(unit, I64(self.unit_items))
-            count = min(self.block_items, self.unit_items)
-            for j, item in enumerate(islice(items, count), start):
+            for j in range(start, start + min(self.block_items, self.unit_items)):
                 # between products, since all at once they would wait for one another
                 for fetch in share(fetches, j, self.unit_items):
                     fetch()
-                sums = self.multiply(I64(0), b.add(first, I64(j)), [item], sums)
+                following = iter(items)
+                weights = of_each(unit, lambda: next(next(following)))  # noqa: B023
+                sums = self.multiply(I64(0), b.add(first, I64(j)), weights, sums)
             return sums
 
+        def terms_at(unit: Any, number: int) -> list[tuple[Any, Any]]:
+            return of_each(unit, lambda: self.block_terms(number))
+
+        def fetches_at(unit: Any) -> list[Fetch]:
+            return [fetch for fetches in of_each(unit, self.ahead) for fetch in fetches]
+
         def block(first: Any, totals: list[Any]) -> list[Any]:
-            last = self.minimum(b.add(first, I64(spec.block_units)), self.units)
-            self.at(output, first)
-            terms = [spec.format.terms(self, 0)]
+            last = self.minimum(b.add(first, I64(spec.block_units)), end)
+            terms = terms_at(first, 0)
 
             def unit(u: Any, sums: list[Any]) -> list[Any]:
-                self.at(output, u)
-                return multiply(u, sums, self.weight_items(), 0, self.ahead())
+                return multiply(u, sums, of_each(u, self.weight_items), 0, fetches_at(u))
 
             sums = self.loop(first, last, 1, self.no_sums(), unit)
             number = b.udiv(first, I64(spec.block_units))
             return self.with_block(I64(0), number, totals, sums, terms)
 
         def blocks_of_unit(u: Any, totals: list[Any]) -> list[Any]:
-            self.at(output, u)
-            fetches = self.ahead()
-            items = self.weight_items()
+            fetches = fetches_at(u)
+            items = of_each(u, self.weight_items)
             first = b.mul(u, I64(spec.unit_blocks))
             for i in range(spec.unit_blocks):
-                terms = [spec.format.terms(self, i)]
+                terms = terms_at(u, i)
                 sums = multiply(u, self.no_sums(), items, i * self.block_items, fetches)
                 totals = self.with_block(I64(0), b.add(first, I64(i)), totals, sums, terms)
             return totals
 
+        places = self.places(I64(0), b.mul(strip, I64(spec.strip)))
+        totals = self.no_sums()
+        if spec.goes_down:  # a strip's units come in several calls
+            is_first = b.icmp_signed("==", begin, I64(0))
+            stored = [self.load(self.out, place, self.vector) for place in places]
+            totals = [b.select(is_first, self.constant(0.0), total) for total in stored]
         body = blocks_of_unit if spec.unit_blocks > 1 else block
-        totals = self.loop(I64(0), self.units, spec.block_units, self.no_sums(), body)
-        for total, place in zip(totals, self.places(I64(0), column), strict=True):
+        totals = self.loop(begin, end, spec.block_units, totals, body)
+        for total, place in zip(totals, places, strict=True):
             self.store(total, self.out, place)
+        return []
 
-    def many(self, output: Any, column: Any) -> None:
-        """Unpack a tile, then multiply it with every chunk of rows."""
+    def many(self, strip: Any, begin: Any, end: Any) -> list[Any]:
+        """Units begin..end of a strip: unpack a tile, then multiply it with every chunk of rows."""
         b, spec = self.b, self.spec
+        self.begin_strip(strip)
+        column = b.mul(strip, I64(spec.strip))
 
         def tile(first: Any, _: list[Any]) -> list[Any]:
-            last = self.minimum(b.add(first, I64(spec.tile_units)), self.units)
-            self.loop(I64(0), I64(spec.vectors), 1, [],
-                      lambda v, _: self.fill(output, v, first, last))  # fmt: skip
+            last = self.minimum(b.add(first, I64(spec.tile_units)), end)
+            self.fill(first, last)
             first_block = b.udiv(b.mul(first, I64(spec.format.unit)), I64(spec.format.block))
             up = b.add(b.mul(last, I64(spec.format.unit)), I64(spec.format.block - 1))
             end_block = b.udiv(up, I64(spec.format.block))
@@ -204,7 +304,7 @@ class RowProducts(Lanes):
 
             return self.loop(I64(0), self.chunks, 1, [], chunk)
 
-        self.loop(I64(0), self.units, spec.tile_units, [], tile)
+        return self.loop(begin, end, spec.tile_units, [], tile)
 
     def tile_sums(self, chunk: Any, start: Any, stop: Any, first_item: Any) -> list[Any]:
         """Sums of a chunk over items of the tile."""
@@ -222,35 +322,47 @@ class RowProducts(Lanes):
 
         return self.loop(start, stop, unroll, self.no_sums(), step)
 
-    def fill(self, output: Any, vector: Any, first: Any, last: Any) -> list[Any]:
-        """Put one vector of outputs of units first..last and their terms into the tile."""
-        b, spec = self.b, self.spec
-        lane = b.mul(vector, I64(self.lanes))
-        row = b.add(output, lane)
+    def fill(self, first: Any, last: Any) -> None:
+        """Put units first..last of a strip and their terms into the tile."""
+        vectors = self.spec.vectors
+        if self.spec.goes_down:  # side by side in memory
+            self.fill_vectors([I64(v) for v in range(vectors)], first, last)
+            return
+        self.loop(I64(0), I64(vectors), 1, [],
+                  lambda v, _: self.fill_vectors([v], first, last))  # fmt: skip
 
-        def put_terms(block: Any, number: int) -> None:
-            at = b.add(b.mul(block, I64(2 * spec.strip)), lane)
-            for i, term in enumerate(spec.format.terms(self, number)):
-                if term is not None:
-                    self.store(term, self.tile_terms, b.add(at, I64(i * spec.strip)))
+    def fill_vectors(self, vectors: list[Any], first: Any, last: Any) -> list[Any]:
+        """As `fill`, for some vectors of outputs."""
+        b, spec = self.b, self.spec
+        lanes = [b.mul(vector, I64(self.lanes)) for vector in vectors]
+        rows = [b.add(self.first, lane) for lane in lanes]
+
+        def put_terms(unit: Any, block: Any, number: int) -> None:
+            for row, lane in zip(rows, lanes, strict=True):
+                self.at(row, unit)
+                at = b.add(b.mul(block, I64(2 * spec.strip)), lane)
+                for i, term in enumerate(self.block_terms(number)):
+                    if term is not None:
+                        self.store(term, self.tile_terms, b.add(at, I64(i * spec.strip)))
 
         def unit(u: Any, _: list[Any]) -> list[Any]:
-            self.at(row, u)
             local = b.sub(u, first)
             if spec.unit_blocks > 1:
                 for i in range(spec.unit_blocks):
-                    put_terms(b.add(b.mul(local, I64(spec.unit_blocks)), I64(i)), i)
-            at = b.add(b.mul(local, I64(self.unit_items * spec.strip)), lane)
-            fetches = self.ahead()
-            for j, item in enumerate(self.weight_items()):
-                for fetch in share(fetches, j, self.unit_items):
-                    fetch()
-                self.store(item, self.tile, b.add(at, I64(j * spec.strip)))
+                    block = b.add(b.mul(local, I64(spec.unit_blocks)), I64(i))
+                    put_terms(u, block, i)
+            for row, lane in zip(rows, lanes, strict=True):
+                self.at(row, u)
+                at = b.add(b.mul(local, I64(self.unit_items * spec.strip)), lane)
+                fetches = self.ahead()
+                for j, item in enumerate(self.weight_items()):
+                    for fetch in share(fetches, j, self.unit_items):
+                        fetch()
+                    self.store(item, self.tile, b.add(at, I64(j * spec.strip)))
             return []
 
         def block(start: Any, _: list[Any]) -> list[Any]:
-            self.at(row, start)
-            put_terms(b.udiv(b.sub(start, first), I64(spec.block_units)), 0)
+            put_terms(start, b.udiv(b.sub(start, first), I64(spec.block_units)), 0)
             stop = self.minimum(b.add(start, I64(spec.block_units)), last)
             return self.loop(start, stop, 1, [], unit)
 
@@ -260,7 +372,7 @@ class RowProducts(Lanes):
 
     def stored_terms(self, block: Any) -> list[tuple[Any, Any]]:
         """Terms of a block of the tile, by vector; None where the format has none."""
-        b, fmt, strip = self.b, self.spec.format, self.spec.strip
+        b, spec, strip = self.b, self.spec, self.spec.strip
         at = b.mul(block, I64(2 * strip))
 
         def term(vector: int, number: int) -> Any:
@@ -268,7 +380,7 @@ class RowProducts(Lanes):
             return self.load(self.tile_terms, place, self.vector)
 
         return [
-            (term(v, 0) if fmt.has_scale else None, term(v, 1) if fmt.has_offset else None)
+            (term(v, 0) if spec.has_scale else None, term(v, 1) if spec.has_offset else None)
             for v in range(self.spec.vectors)
         ]
 
@@ -314,7 +426,7 @@ class RowProducts(Lanes):
         totals = list(totals)
         for m in range(spec.rows):
             x_sum = None
-            if spec.format.has_offset:
+            if spec.has_offset:
                 x_sum = self.load(self.x_sums, b.add(x_sums_at, I64(m)), F32)
                 x_sum = self.splat(x_sum, self.lanes)
             for v, (scale, offset) in enumerate(terms):
@@ -334,6 +446,6 @@ def share(whole: list[Fetch], number: int, parts: int) -> list[Fetch]:
     return whole[number * size // parts : (number + 1) * size // parts]
 
 
-def build_rows(spec: RowSpec, name: str) -> str:
+def build_rows(spec: PackedSpec, name: str) -> str:
     """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
-    return build_module(name, lambda function: RowProducts(spec, function).emit())
+    return build_module(name, lambda function: PackedProducts(spec, function).emit())

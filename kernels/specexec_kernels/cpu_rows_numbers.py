@@ -1,4 +1,4 @@
-"""LLVM IR of the numbers that packed words hold: what formats of row-packed weights unpack with.
+"""LLVM IR of the numbers that packed words hold: what formats of packed weights unpack with.
 
 Codes come in int32 lanes, and go out as float32 or, where the CPU multiplies them, as pairs of
 bfloat16. Knows nothing of where bytes lie; cpu_rows_lanes reads them.
@@ -73,6 +73,15 @@ class Numbers(Emitter):
         moved = self.b.shl(words, self.same(24 - 8 * number)) if number < 3 else words
         return self.b.ashr(moved, self.same(24))
 
+    def less(self, codes: Any, offset: int) -> Any:
+        """int32 lanes from 0 to 255 less a number, as float32.
+
+        By way of floats between 2**23 and 2**24, whose lowest bits are the code: the upper bits are
+        put in with the mask that cuts the code out, and one subtraction does the rest.
+        """
+        large = self.b.or_(codes, self.same(0x4B000000))
+        return self.b.fsub(self.b.bitcast(large, self.vector), self.constant(2.0**23 + offset))
+
     def half(self, bits: Any) -> Any:
         """int32 lanes whose lower halves are float16, as float32."""
         narrow = self.b.trunc(bits, ir.VectorType(I16, self.lanes))
@@ -129,6 +138,12 @@ class Numbers(Emitter):
         return self.b.bitcast(
             self.b.shuffle_vector(narrow, undefined, self.ints(order)), self.words
         )
+
+    def exact_pair(self, first: Any, second: Any) -> Any:
+        """As `pair`, of numbers that bfloat16 holds exactly."""
+        b = self.b
+        low, high = (b.bitcast(number, self.words) for number in (first, second))
+        return b.or_(b.lshr(low, self.same(16)), high)
 
     def table_pair(self, values: tuple[float, ...], words: Any, first: int) -> Any:
         """values[code] as pairs of bfloat16, for the codes in both halves of the words.

@@ -15,12 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_quant, cpu_rows
+from specexec_kernels import cpu_jit, cpu_rows
 from specexec_kernels.compact_kv import compact_kv_ref
-from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
-from specexec_kernels.packing import PackedWeight
 from specexec_kernels.row_blocks import in_row_blocks
 from specexec_kernels.tree_attention import tree_attention_ref
 
@@ -57,7 +55,7 @@ def uses_triton(device: torch.device) -> bool:
 
 def quantized_matmul(
     x: Tensor,
-    weight: PackedWeight | RowWeight,
+    weight: PackedWeight,
     out_dtype: torch.dtype | None = None,
     block_rows: int | None = None,
 ) -> Tensor:
@@ -71,30 +69,15 @@ def quantized_matmul(
     """
     out_dtype = out_dtype or x.dtype
     few = block_rows is None and x.shape[0] <= GPU_FUSED_ROWS
-    if isinstance(weight, RowWeight):
-        if uses_triton(x.device) and weight.format.has_triton():
-            from specexec_kernels import triton_rows
-
-            if few:
-                return triton_rows.quantized_matmul(x, weight, out_dtype)
-            return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype, block_rows)
-        if x.device.type == "cpu":
-            return cpu_rows.matmul(x, weight).to(out_dtype)
-        return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype, block_rows)
-    if uses_triton(x.device):
-        from specexec_kernels import triton_quant
+    if uses_triton(x.device) and weight.format.has_triton():
+        from specexec_kernels import triton_rows
 
         if few:
-            return triton_quant.quantized_matmul(x, weight, out_dtype)
-        return _matmul(x, triton_quant.dequantize(weight, x.dtype), out_dtype, block_rows)
+            return triton_rows.quantized_matmul(x, weight, out_dtype)
+        return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype, block_rows)
     if x.device.type == "cpu":
-        if x.dtype == torch.bfloat16 and cpu_dot.supports(weight):
-            return cpu_dot.matmul(x, weight).to(out_dtype)
-        if cpu_quant.supports(weight):
-            return cpu_quant.matmul(x, weight).to(out_dtype)
-        dense = dequantize_ref(weight).t().contiguous()
-        return cpu_linear.product(x.float(), dense).to(out_dtype)
-    return _matmul(x, dequantize_by_slabs(weight, x.dtype), out_dtype, block_rows)
+        return cpu_rows.matmul(x, weight).to(out_dtype)
+    return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype, block_rows)
 
 
 def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype, block_rows: int | None) -> Tensor:

@@ -22,7 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_rows, store_zeros
 
 _RANGES = (1.0, 0.85, 0.7, 0.55)  # shares of a group's range that fitting begins with
 _BLOCK_WEIGHTS = 1 << 21  # fitted at once: a handful of float32 tensors of this size in memory
@@ -44,31 +46,28 @@ class Codes:
         return (self.scales.float().unsqueeze(-1) * grouped).view(outputs, inputs)
 
 
-def quantize_fitted(weight: Tensor, fmt: PackedFormat, group_size: int) -> PackedWeight:
-    """Packs a weight in the GPTQ format `fmt`, scales and zero points fitted group by group.
+def quantize_fitted(weight: Tensor, fmt: Gptq) -> PackedWeight:
+    """Packs a weight, scales and zero points fitted group by group.
 
     Args:
         weight: (outputs, inputs), any float dtype; taken in blocks of rows, whose results do not
             depend on each other.
-        group_size: inputs per group; it divides the inputs.
+        fmt: whose groups divide the inputs.
     """
     outputs, inputs = weight.shape
     rows = max(32, _BLOCK_WEIGHTS // inputs // 32 * 32)  # of 32 outputs zero points are whole words
     codes, zeros, scales = [], [], []
     for first in range(0, outputs, rows):
-        found = fit(weight[first : first + rows], fmt.bits, group_size)
+        found = fit(weight[first : first + rows], fmt.bits, fmt.group)
         codes.append(pack_rows(found.codes.T, fmt.bits))
-        zeros.append(store_zeros(found.zeros.T, fmt))
+        zeros.append(store_zeros(found.zeros.T, fmt.bits, minus_one=fmt.stored_minus_one))
         scales.append(found.scales.T)
-    return PackedWeight(
-        format=fmt,
-        in_features=inputs,
-        out_features=outputs,
-        group_size=group_size,
-        qweight=torch.cat(codes, 1),
-        qzeros=torch.cat(zeros, 1),
-        scales=torch.cat(scales, 1),
-    )
+    tensors = {
+        "qweight": torch.cat(codes, 1),
+        "qzeros": torch.cat(zeros, 1),
+        "scales": torch.cat(scales, 1),
+    }
+    return PackedWeight(fmt, inputs, outputs, tensors)
 
 
 def fit(weight: Tensor, bits: int, group_size: int) -> Codes:

@@ -1,66 +1,20 @@
-"""Packed weights as GPTQ and AWQ checkpoints store them, and the plain PyTorch way to read them.
+"""How GPTQ and AWQ put codes into words, in plain PyTorch.
 
 GPTQ: every run of 32 codes is one little-endian stream of bits * 32 bits; code k sits at bit
 k * bits. qweight packs down the inputs, qzeros across the outputs (GPTQ, Frantar et al.,
 arXiv:2210.17323; layout of AutoGPTQ and GPTQModel). AWQ GEMM (Lin et al., arXiv:2306.00978):
 4 bits, both packed along the outputs, nibble i of word c holding column 8 * c + AWQ_ORDER[i].
-Zero points are stored as they are (format v2, AWQ) or minus one (format v1).
+GPTQ's zero points are stored as they are (format v2) or minus one (format v1). What weights are
+made of them is in formats/gptq.py and formats/awq.py.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest nibble first
 BITS = (2, 3, 4, 8)
-
-
-@dataclass(frozen=True, slots=True)
-class PackedFormat:
-    """How codes and zero points are stored."""
-
-    bits: int
-    awq: bool = False
-    stored_minus_one: bool = False  # format v1
-
-    @property
-    def input_multiple(self) -> int:
-        """in_features is a multiple of this."""
-        return 1 if self.awq else (32 if self.bits == 3 else 32 // self.bits)
-
-    @property
-    def output_multiple(self) -> int:
-        """out_features is a multiple of this: qzeros rows are whole words."""
-        return 32 if self.bits == 3 else 32 // self.bits
-
-
-@dataclass(frozen=True, slots=True)
-class PackedWeight:
-    """One linear's packed weight, W (inputs, outputs) = scale[g] * (code - zero[g]).
-
-    Shapes: qweight (inputs * bits / 32, outputs) int32, AWQ (inputs, outputs / 8); qzeros
-    (groups, outputs * bits / 32) int32; scales (groups, outputs); g_idx (inputs,) int32 or None
-    for the sequential k // group_size.
-    """
-
-    format: PackedFormat
-    in_features: int
-    out_features: int
-    group_size: int  # inputs per group
-    qweight: Tensor
-    qzeros: Tensor
-    scales: Tensor
-    g_idx: Tensor | None = None
-
-    def group_index(self) -> Tensor:
-        """(inputs,) int32, the group of each input."""
-        if self.g_idx is not None:
-            return self.g_idx
-        inputs = torch.arange(self.in_features, dtype=torch.int32, device=self.qweight.device)
-        return inputs // self.group_size
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
@@ -116,32 +70,31 @@ def unpack_awq(words: Tensor) -> Tensor:
     return (codes & 15).reshape(words.shape[0], -1)
 
 
-def unpack_zeros(qzeros: Tensor, fmt: PackedFormat) -> Tensor:
-    """(groups, words) int32 to (groups, outputs) int32 zero points.
+def unpack_zeros(qzeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
+    """GPTQ's (groups, words) int32 to (groups, outputs) int32 zero points.
 
     Format v1 adds its one as the writer took it away: to whole words, carry included, except for
     3 bits (a zero point of 0 borrowed from the next field when it was stored).
     """
-    if fmt.awq:
-        return unpack_awq(qzeros)
-    if not fmt.stored_minus_one:
-        return unpack_rows(qzeros.T, fmt.bits).T
-    if fmt.bits == 3:
+    if not minus_one:
+        return unpack_rows(qzeros.T, bits).T
+    if bits == 3:
         return (unpack_rows(qzeros.T, 3).T + 1) & 7
-    ones = sum(1 << (i * fmt.bits) for i in range(32 // fmt.bits))
-    return unpack_rows(_as_int32(qzeros.long() + ones).T, fmt.bits).T
+    return unpack_rows(_as_int32(qzeros.long() + ones_of(bits)).T, bits).T
 
 
-def store_zeros(zeros: Tensor, fmt: PackedFormat) -> Tensor:
+def ones_of(bits: int) -> int:
+    """A word whose fields of `bits` bits are all 1."""
+    return sum(1 << (i * bits) for i in range(32 // bits))
+
+
+def store_zeros(zeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
     """Inverse of `unpack_zeros` for zero points in [0, 2**bits)."""
-    if fmt.awq:
-        return pack_awq(zeros)
-    if not fmt.stored_minus_one:
-        return pack_rows(zeros.T, fmt.bits).T.contiguous()
-    if fmt.bits == 3:
+    if not minus_one:
+        return pack_rows(zeros.T, bits).T.contiguous()
+    if bits == 3:
         return pack_rows((zeros.T - 1) & 7, 3).T.contiguous()
-    ones = sum(1 << (i * fmt.bits) for i in range(32 // fmt.bits))
-    return _as_int32(pack_rows(zeros.T, fmt.bits).T.long() - ones).contiguous()
+    return _as_int32(pack_rows(zeros.T, bits).T.long() - ones_of(bits)).contiguous()
 
 
 def _as_int32(words: Tensor) -> Tensor:

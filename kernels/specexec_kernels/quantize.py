@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_rows, store_zeros
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_rows, store_zeros
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
@@ -34,17 +36,14 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor
     return codes[:, :inputs], scales
 
 
-def quantize(weight: Tensor, fmt: PackedFormat, group_size: int) -> PackedWeight:
-    """Pack a weight (outputs, inputs) in the GPTQ format `fmt`."""
+def quantize(weight: Tensor, fmt: Gptq) -> PackedWeight:
+    """Pack a weight (outputs, inputs)."""
     outputs, inputs = weight.shape
-    codes, scales = round_to_nearest(weight, fmt.bits, group_size)
+    codes, scales = round_to_nearest(weight, fmt.bits, fmt.group)
     zeros = torch.full((scales.shape[1], outputs), 2 ** (fmt.bits - 1))
-    return PackedWeight(
-        format=fmt,
-        in_features=inputs,
-        out_features=outputs,
-        group_size=group_size,
-        qweight=pack_rows(codes.T, fmt.bits),
-        qzeros=store_zeros(zeros, fmt),
-        scales=scales.T.contiguous(),
-    )
+    tensors = {
+        "qweight": pack_rows(codes.T, fmt.bits),
+        "qzeros": store_zeros(zeros, fmt.bits, minus_one=fmt.stored_minus_one),
+        "scales": scales.T.contiguous(),
+    }
+    return PackedWeight(fmt, inputs, outputs, tensors)

@@ -1,4 +1,4 @@
-"""Round-to-nearest quantization into row-packed formats: our own, for rigs, benches and tests.
+"""Round-to-nearest quantization into packed formats: our own, for rigs, benches and tests.
 
 A recipe gives the tensors of a weight by leaf, and the quantization_config that describes them. No
 error correction, as specexec_kernels.quantize for GPTQ.

@@ -21,8 +21,6 @@ def launch_few_rows(
     outputs: int,
     out_dtype: torch.dtype | None,
     constants: Mapping[str, Any],
-    *,
-    fused: bool = False,
 ) -> Tensor:
     """x (rows, inputs) times a packed weight in x's dtype, sums in float32.
 
@@ -31,8 +29,6 @@ def launch_few_rows(
         weight: its first arguments.
         outputs: of the weight.
         out_dtype: of the result, x's unless told.
-        fused: whether a product and an addition in it may be rounded once; not where weights are
-            rounded as their definition says.
     Returns:
         (rows, outputs)
     """
@@ -42,6 +38,6 @@ def launch_few_rows(
     grid = (triton.cdiv(outputs, _BLOCK_N), triton.cdiv(rows, _ROWS))
     kernel[grid](
         *weight, x, out, rows, inputs, outputs, **constants,
-        ROWS=_ROWS, BLOCK_K=_BLOCK_K, BLOCK_N=_BLOCK_N, enable_fp_fusion=fused,
+        ROWS=_ROWS, BLOCK_K=_BLOCK_K, BLOCK_N=_BLOCK_N, enable_fp_fusion=False,
     )  # fmt: skip
     return out

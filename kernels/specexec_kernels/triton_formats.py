@@ -5,9 +5,9 @@ Each function gives float32 weights of outputs `n` (a column of int64 indices) a
 row); what is not `inside` may be anything.
 
 Args of all:
-    parts: pointers to the tensors that RowFormat.parts names, in that order, each row by row, and
-        to the format's table behind them. float8 are read as bytes.
-    K: inputs of the weight.
+    parts: pointers to the tensors that PackedFormat.parts names, in that order, each row by row,
+        and to the format's table behind them. float8 are read as bytes.
+    K, N: inputs and outputs of the weight.
     SETTINGS: what the format's `triton` says of itself.
 """
 
@@ -65,7 +65,7 @@ def _word(pointer, place, inside):
 
 
 @triton.jit
-def fp4(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def fp4(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     """SETTINGS: group, dtype of the scales, and how a factor is applied: "", "*" or "/"."""
     GROUP: tl.constexpr = SETTINGS[0]
     FACTOR: tl.constexpr = SETTINGS[2]
@@ -81,7 +81,7 @@ def fp4(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 
 @triton.jit
-def fp8(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def fp8(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     """SETTINGS: whether E4M3, outputs and inputs of a tile, 0 for all, dtype of the scales."""
     code = _code(parts[0], n * K + k, inside)
     place = _tile(n, k, K, SETTINGS[1], SETTINGS[2])
@@ -101,7 +101,7 @@ def _tile(n, k, K, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
 
 
 @triton.jit
-def integers(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def integers(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     """SETTINGS: bits, inputs of a group (0: all), whether there are zero points, and an index of
     groups."""
     BITS: tl.constexpr = SETTINGS[0]
@@ -125,6 +125,42 @@ def integers(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 
 @triton.jit
+def gptq(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
+    """SETTINGS: bits, inputs of a group (0: all), whether zero points are stored minus one, and
+    whether there is an index of groups."""
+    BITS: tl.constexpr = SETTINGS[0]
+    GROUP: tl.constexpr = SETTINGS[1]
+    if SETTINGS[3]:
+        group = tl.load(parts[3] + k, mask=inside, other=0)
+    else:
+        group = k // GROUP if GROUP > 0 else k * 0
+    code = _field(parts[0], n, N, k * BITS, inside, BITS)
+    row = group * (N * BITS // 32)  # of words
+    if SETTINGS[2] and BITS != 3:  # the one is added to whole words, carry included
+        ones: tl.constexpr = 0xFFFFFFFF // ((1 << BITS) - 1)
+        word = _word(parts[1], row + n * BITS // 32, inside) + ones
+        zero = ((word >> (n * BITS % 32).to(tl.uint32)) & ((1 << BITS) - 1)).to(tl.int32)
+    else:
+        zero = _field(parts[1], row, 1, n * BITS, inside, BITS)
+        if SETTINGS[2]:
+            zero = (zero + 1) & 7
+    scale = tl.load(parts[2] + group * N + n, mask=inside, other=0).to(tl.float32)
+    return scale * (code - zero).to(tl.float32)
+
+
+@triton.jit
+def awq(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
+    """SETTINGS: inputs of a group (0: all)."""
+    group = k // SETTINGS[0] if SETTINGS[0] > 0 else k * 0
+    # outputs 0 2 4 6 1 3 5 7 of a word, from its lowest bits on
+    shift = ((n % 8 // 2 + n % 2 * 4) * 4).to(tl.uint32)
+    code = (_word(parts[0], k * (N // 8) + n // 8, inside) >> shift) & 15
+    zero = (_word(parts[1], group * (N // 8) + n // 8, inside) >> shift) & 15
+    scale = tl.load(parts[2] + group * N + n, mask=inside, other=0).to(tl.float32)
+    return scale * (code.to(tl.int32) - zero.to(tl.int32)).to(tl.float32)
+
+
+@triton.jit
 def _field(pointer, first, step, at, inside, BITS: tl.constexpr):
     """The BITS bits from bit `at` on of words that are `step` items apart, as int32."""
     low = _word(pointer, first + at // 32 * step, inside)
@@ -138,7 +174,7 @@ def _field(pointer, first, step, at, inside, BITS: tl.constexpr):
 
 
 @triton.jit
-def int8(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def int8(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     """SETTINGS: outputs and inputs of a tile, 0 for all, whether there are zero points, and the
     factor of all scales."""
     place = _tile(n, k, K, SETTINGS[0], SETTINGS[1])
@@ -150,7 +186,7 @@ def int8(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 
 @triton.jit
-def table4(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def table4(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     """SETTINGS: weights of an absmax, of a nested one (0: none), and the offset of nested ones."""
     RUN: tl.constexpr = SETTINGS[0]
     NESTED: tl.constexpr = SETTINGS[1]
@@ -175,14 +211,14 @@ def _stored_half(pointer, place, inside):
 
 
 @triton.jit
-def q4_0(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def q4_0(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     block = (n * (K // 32) + k // 32) * 18
     code = _code(parts[0], block + 2 + k % 16, inside) >> (k % 32 // 16 * 4)
     return _stored_half(parts[0], block, inside) * ((code & 15) - 8).to(tl.float32)
 
 
 @triton.jit
-def q8_0(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def q8_0(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     block = (n * (K // 32) + k // 32) * 34
     code = _code(parts[0], block + 2 + k % 32, inside)
     code -= (code & 128) * 2
@@ -190,7 +226,7 @@ def q8_0(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 
 @triton.jit
-def q4_k(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def q4_k(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     block = (n * (K // 256) + k // 256) * 144
     group = k % 256 // 32
     code = _code(parts[0], block + 16 + group // 2 * 32 + k % 32, inside) >> (group % 2 * 4)
@@ -206,7 +242,7 @@ def q4_k(parts, n, k, inside, K, SETTINGS: tl.constexpr):
 
 
 @triton.jit
-def q6_k(parts, n, k, inside, K, SETTINGS: tl.constexpr):
+def q6_k(parts, n, k, inside, K, N, SETTINGS: tl.constexpr):
     block = (n * (K // 256) + k // 256) * 210
     half = k % 256 // 128
     quarter = k % 128 // 32

@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels over row-packed weights: unpacked whole, and the fused product for few rows.
+"""Triton kernels over packed weights: unpacked whole, and the fused product for few rows.
 
-References: RowWeight.unpack, and x @ unpack().T. How weights are read is a function of the format
-(RowFormat.triton, triton_formats); everything else is shared.
+References: PackedWeight.unpack, and x @ unpack().T. How weights are read is a function of the
+format (PackedFormat.triton, triton_formats); everything else is shared.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.triton_few_rows import launch_few_rows
 
 
@@ -27,12 +27,12 @@ def _unpack_kernel(
     k = (tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     n = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None].to(tl.int64)
     inside = (k < K) & (n < N)
-    weight = READ(parts, n, k, inside, K, SETTINGS)
+    weight = READ(parts, n, k, inside, K, N, SETTINGS)
     tl.store(out + n * K + k, weight.to(out.dtype.element_ty), mask=inside)
 
 
-def unpack(weight: RowWeight, dtype: torch.dtype) -> Tensor:
-    """(outputs, inputs), as RowWeight.unpack rounded to `dtype`."""
+def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """(outputs, inputs), as PackedWeight.unpack rounded to `dtype`."""
     inputs, outputs = weight.in_features, weight.out_features
     parts, constants = _arguments(weight)
     out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
@@ -59,14 +59,16 @@ def _few_rows_kernel(
         outputs = n[:, None].to(tl.int64)
         inside = (k < K) & (outputs < N)
         # what lies outside may be read as anything, NaN included
-        weight = tl.where(inside, READ(parts, outputs, k, inside, K, SETTINGS), 0.0)
+        weight = tl.where(inside, READ(parts, outputs, k, inside, K, N, SETTINGS), 0.0)
         rows = tl.load(x + m * K + k, mask=(m < M) & (k < K), other=0.0)
         sums = tl.dot(rows, tl.trans(weight.to(rows.dtype)), acc=sums, input_precision="ieee")
     place = out + m * N + n[None, :]
     tl.store(place, sums.to(out.dtype.element_ty), mask=(m < M) & (n[None, :] < N))
 
 
-def quantized_matmul(x: Tensor, weight: RowWeight, out_dtype: torch.dtype | None = None) -> Tensor:
+def quantized_matmul(
+    x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """x (rows, inputs) times the transposed weight in x's dtype, sums in float32.
 
     Args:
@@ -79,7 +81,7 @@ def quantized_matmul(x: Tensor, weight: RowWeight, out_dtype: torch.dtype | None
     return launch_few_rows(_few_rows_kernel, (parts,), x, outputs, out_dtype, constants)
 
 
-def _arguments(weight: RowWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
     """The tensors that a format's function reads, its table behind them, and what it is told."""
     found = weight.format.triton()
     assert found is not None, f"{weight.format.name} has no Triton form"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from specexec_kernels.formats.base import RowFormat
+from specexec_kernels.formats.base import PackedFormat
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 
 
 class MixedEmbedding(nn.Module):
@@ -24,7 +24,7 @@ class MixedEmbedding(nn.Module):
         embedding: nn.Module,
         table: Tensor,
         dtype: torch.dtype,
-        packed: RowFormat | None = None,
+        packed: PackedFormat | None = None,
     ) -> None:
         """Over a table.
 
@@ -70,12 +70,12 @@ class MixedEmbedding(nn.Module):
         output: Tensor = functional_call(self.embedding, weight, (order,))
         return output
 
-    def as_linear(self) -> MixedLinear | RowLinear:
+    def as_linear(self) -> MixedLinear | QuantizedLinear:
         """An output head over the same table."""
         if self.packed is None:
             return resident_linear(self.table)
         stored = {"weight": (tuple(self.table.shape), torch.uint8)}
-        head = RowLinear(self.hidden, self.table.shape[0], self.packed, stored, bias=False)
+        head = QuantizedLinear(self.hidden, self.table.shape[0], self.packed, stored, bias=False)
         head.weight = nn.Parameter(self.table, requires_grad=False)
         return head
 

@@ -16,8 +16,7 @@ import torch
 from specexec_kernels import cpu_group, cpu_products
 from specexec_kernels.cpu_group import Group
 from specexec_kernels.cpu_products import Form
-from specexec_kernels.formats.base import RowWeight
-from specexec_kernels.packing import PackedWeight
+from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
@@ -219,7 +218,7 @@ class ExpertWeights:
 
     def __init__(self, group: Group, biases: Sequence[Tensor | None]) -> None:
         self.group, self.biases = group, biases
-        self.packed = isinstance(group.weights[0].weight, PackedWeight | RowWeight)
+        self.packed = isinstance(group.weights[0].weight, PackedWeight)
 
 
 def _biased(

@@ -9,7 +9,7 @@ import torch
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 
 _TABLE = "embed_tokens.weight"  # its rows are looked up, not multiplied; see MixedEmbedding
@@ -36,7 +36,7 @@ class GgufBlocks:
             if f"{linear}.{leaf}" in self.checkpoint
         }
 
-    def linear(self, name: str, in_features: int, out_features: int) -> RowLinear | None:
+    def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
         """An empty linear in the place of `name`; None where it is plain.
 
         Raises:
@@ -54,6 +54,6 @@ class GgufBlocks:
                 "the file is damaged, download it again"
             )
         stored = {"weight": (tensor.shape, torch.uint8)}
-        return RowLinear(
+        return QuantizedLinear(
             in_features, out_features, fmt, stored, bias=f"{name}.bias" in self.checkpoint
         )

@@ -11,17 +11,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from specexec_kernels.packing import PackedFormat, unpack_rows
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.base import Part
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import unpack_rows
 from torch import nn
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.quant_config import Notice, QuantConfig, QuantSpec
-from specexec_cli.models.quantized import ColumnLinear, QuantizedLinear
-from specexec_cli.offload.resident import read_tensors
+from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
 _SAMPLED_LINEARS = 8  # whose zero points decide between format v1 and v2
 _SCALE_DTYPES = ("F16", "BF16", "F32")
+_AWQ_OUTPUTS = 8  # of a word
 
 
 class Packing(Protocol):
@@ -84,8 +88,8 @@ class Quantization:
                 found[stored] = name, leaf
         return found
 
-    def linear(self, name: str, in_features: int, out_features: int) -> ColumnLinear | None:
-        """An empty ColumnLinear for the linear `name` of the checkpoint; None if it is plain.
+    def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
+        """An empty linear in the place of `name` of the checkpoint; None if it is plain.
 
         Raises:
             CheckpointError: its tensors do not fit each other, the config, or the layer.
@@ -93,24 +97,44 @@ class Quantization:
         if f"{name}.qweight" not in self.checkpoint:
             return None
         spec = _spec(self.config, name)
-        fmt = PackedFormat(spec.bits, awq=spec.kind.layout == "awq",
-                           stored_minus_one=self.stored_minus_one)  # fmt: skip
-        if in_features % fmt.input_multiple or out_features % fmt.output_multiple:
+        fmt = self._format(name, spec)
+        # codes and zero points are whole words
+        multiples = (1, _AWQ_OUTPUTS) if isinstance(fmt, Awq) else (fmt.unit, fmt.unit)
+        if in_features % multiples[0] or out_features % multiples[1]:
             raise CheckpointError(
                 f"{self.config.source}: '{name}' with {in_features} inputs and {out_features} "
                 f"outputs cannot be packed in {spec.bits} bits. Do both files fit the same model?"
             )
-        linear = ColumnLinear(
-            in_features,
-            out_features,
-            fmt,
-            in_features if spec.group_size == -1 else spec.group_size,
-            bias=f"{name}.bias" in self.checkpoint,
-            shuffled=name in self.shuffled,
-        )
-        for leaf, parameter in linear.named_parameters():
-            _check_tensor(self.checkpoint, name, leaf, tuple(parameter.shape))
-        return linear
+        stored = {
+            part.leaf: (self._shape(part, out_features, in_features), TORCH_DTYPES[part.dtype])
+            for part in fmt.parts
+        }
+        for leaf, (shape, _) in stored.items():
+            _check_tensor(self.checkpoint, name, leaf, shape)
+        bias = f"{name}.bias" in self.checkpoint
+        if bias:
+            _check_tensor(self.checkpoint, name, "bias", (out_features,))
+        return QuantizedLinear(in_features, out_features, fmt, stored, bias=bias)
+
+    def _format(self, name: str, spec: QuantSpec) -> Gptq | Awq:
+        """How the tensors of a linear are meant."""
+        group = 0 if spec.group_size == -1 else spec.group_size
+        scales = _find(self.checkpoint, name, "scales").dtype
+        shuffled = name in self.shuffled
+        if spec.kind.layout == "gptq":
+            return Gptq(spec.bits, group, scales, self.stored_minus_one, shuffled)
+        if shuffled:
+            raise CheckpointError(
+                f"{self.checkpoint.folder}: '{name}.g_idx' puts inputs of '{name}' into groups out "
+                "of order, which AWQ's layout does not have: convert the checkpoint to GPTQ"
+            )
+        return Awq(group, scales)
+
+    @staticmethod
+    def _shape(part: Part, outputs: int, inputs: int) -> tuple[int, ...]:
+        """Of the tensor of a part in the file, where the index of groups is a list."""
+        shape = part.shape(outputs, inputs)
+        return shape if part.down else shape[1:]
 
 
 def replace_linears(

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from specexec_kernels.calibrated import quantize_calibrated
 from specexec_kernels.fitted import quantize_fitted
-from specexec_kernels.packing import PackedFormat
+from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 
 from specexec_cli import __version__
@@ -54,8 +55,7 @@ class QuantizationPlan:
     """What a quantized copy of a checkpoint will hold."""
 
     source: Checkpoint
-    format: PackedFormat
-    group_size: int
+    format: Gptq
     linears: Mapping[str, TensorRange]  # tensors that are quantized, by name
     layers: Sequence[Sequence[str]]  # their names, layer by layer
     plain: tuple[str, ...]  # linears of the layers that are not, as patterns of their names
@@ -66,7 +66,7 @@ class QuantizationPlan:
         if name not in self.linears:
             return [NewTensor(name, tensor.dtype, tensor.shape)]
         outputs, inputs = tensor.shape
-        linear, bits, groups = _linear(name), self.format.bits, inputs // self.group_size
+        linear, bits, groups = _linear(name), self.format.bits, inputs // self.format.group
         return [
             NewTensor(f"{linear}.qweight", "I32", (inputs * bits // 32, outputs)),
             NewTensor(f"{linear}.qzeros", "I32", (groups, outputs * bits // 32)),
@@ -81,7 +81,7 @@ class QuantizationPlan:
 
     def config(self) -> dict[str, Any]:
         """The quantization_config of config.json, and quantize_config.json."""
-        keys = quantization_keys(self.format.bits, self.group_size)
+        keys = quantization_keys(self.format.bits, self.format.group)
         meta = {"quantizer": [f"specexec:{__version__}"]}
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in self.plain}
         return {**keys, "meta": meta, **({"dynamic": dynamic} if dynamic else {})}
@@ -116,7 +116,7 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
             f"{checkpoint.folder}: a {config.model_type} model stores weights of its layers in "
             "another form than they are multiplied in, which quantization does not support"
         )
-    fmt = PackedFormat(bits)
+    fmt = Gptq(bits, group_size)
     linears: dict[str, TensorRange] = {}
     layers: list[list[str]] = []
     plain: dict[str, None] = {}
@@ -133,10 +133,10 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
                     f"{tensor.path}: '{tensor.name}' is a part of a tensor, which is not quantized "
                     "by itself: use a checkpoint that stores every expert apart"
                 )
-            if module.out_features in experts or module.out_features < fmt.output_multiple:
+            if module.out_features in experts or module.out_features < fmt.unit:
                 plain[_pattern(tensor.name)] = None  # a router or a gate
                 continue
-            _check_sizes(module, _linear(tensor.name), fmt, group_size)
+            _check_sizes(module, _linear(tensor.name), fmt)
             linears[tensor.name] = tensor
             layers[-1].append(tensor.name)
     if not linears:
@@ -144,7 +144,7 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
             f"{checkpoint.folder}: the layers of a {config.model_type} model have no linears that "
             "could be quantized"
         )
-    return QuantizationPlan(checkpoint, fmt, group_size, linears, layers, tuple(plain))
+    return QuantizationPlan(checkpoint, fmt, linears, layers, tuple(plain))
 
 
 def write_quantized(
@@ -255,25 +255,23 @@ def _packed(plan: QuantizationPlan, name: str, moments: Tensor | None) -> dict[s
     """The four tensors of a packed linear; moments of its inputs where a text was run."""
     weight = read_tensors([plan.linears[name]])[name]
     if moments is None:
-        packed = quantize_fitted(weight, plan.format, plan.group_size)
+        packed = quantize_fitted(weight, plan.format)
     else:
-        packed = quantize_calibrated(weight, moments, plan.format, plan.group_size)
+        packed = quantize_calibrated(weight, moments, plan.format)
     return {
-        "qweight": packed.qweight,
-        "qzeros": packed.qzeros,
-        "scales": packed.scales,
-        # GPTQModel's and vLLM's loaders want the group of every input, though it is k // group_size
-        "g_idx": packed.group_index(),
+        **packed.tensors,
+        # GPTQModel's and vLLM's loaders want the group of every input, though it is k // group
+        "g_idx": torch.arange(packed.in_features, dtype=torch.int32) // plan.format.group,
     }
 
 
-def _check_sizes(module: MixedLinear, name: str, fmt: PackedFormat, group_size: int) -> None:
+def _check_sizes(module: MixedLinear, name: str, fmt: Gptq) -> None:
     inputs, outputs = module.in_features, module.out_features
-    if inputs % group_size:
+    if inputs % fmt.group:
         raise ConfigError(
-            f"'{name}' has {inputs} inputs, which are no whole number of groups of {group_size}"
+            f"'{name}' has {inputs} inputs, which are no whole number of groups of {fmt.group}"
         )
-    if inputs % fmt.input_multiple or outputs % fmt.output_multiple:
+    if inputs % fmt.unit or outputs % fmt.unit:
         raise ConfigError(
             f"'{name}' with {inputs} inputs and {outputs} outputs cannot be packed in "
             f"{fmt.bits} bits"

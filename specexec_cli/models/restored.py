@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from specexec_kernels.formats.base import RowFormat
+from specexec_kernels.formats.base import PackedFormat
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ class Restored:
     """What is left to do where weights are loaded; parameters by name in the model."""
 
     plus_one: frozenset[str] = frozenset()  # norms' weights from which one is to be taken away
-    tables: Mapping[str, RowFormat] = field(default_factory=dict)  # of embeddings, packed
+    tables: Mapping[str, PackedFormat] = field(default_factory=dict)  # of embeddings, packed
 
 
 def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Restored:
@@ -49,7 +49,7 @@ def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Res
     return Restored(frozenset(plus_one), tables)
 
 
-def _pack(embedding: nn.Embedding, checkpoint: GgufCheckpoint, stored: str) -> RowFormat:
+def _pack(embedding: nn.Embedding, checkpoint: GgufCheckpoint, stored: str) -> PackedFormat:
     fmt, tensor = GGUF_FORMATS[checkpoint.blocks[stored]], checkpoint[stored]
     columns = embedding.embedding_dim // fmt.unit * fmt.block_bytes
     empty = torch.empty(embedding.num_embeddings, columns, dtype=torch.uint8, device="meta")

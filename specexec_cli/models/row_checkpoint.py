@@ -1,4 +1,4 @@
-"""What a checkpoint of row-packed weights says, held against its tensors.
+"""What a checkpoint of packed weights says, held against its tensors.
 
 The formats themselves are specexec_kernels.formats; here their tensors are found in a checkpoint,
 checked, and given to linears.
@@ -22,7 +22,7 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.models.gguf_blocks import GgufBlocks
 from specexec_cli.models.quant_checkpoint import Packing, Quantization
 from specexec_cli.models.quant_config import Notice
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
@@ -83,7 +83,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class RowQuantization:
-    """A checkpoint whose linears are row-packed."""
+    """A checkpoint whose linears are packed."""
 
     checkpoint: Checkpoint
     source: Path  # the file that says so
@@ -130,7 +130,7 @@ class RowQuantization:
             return bool(needed)
         return self.checkpoint[tensors["weight"]].dtype not in ("F16", "BF16", "F32", "F64")
 
-    def linear(self, name: str, in_features: int, out_features: int) -> RowLinear | None:
+    def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
         """See Packing.
 
         Raises:
@@ -158,7 +158,7 @@ class RowQuantization:
             part.leaf: (tensors[part.leaf].shape, TORCH_DTYPES[part.dtype]) for part in fmt.parts
         }
         bias = f"{name}.bias" in self.checkpoint
-        return RowLinear(in_features, out_features, fmt, stored, bias=bias)
+        return QuantizedLinear(in_features, out_features, fmt, stored, bias=bias)
 
 
 def _check(part: Part, tensor: TensorRange | None, name: str, outputs: int, inputs: int) -> None:

@@ -195,18 +195,20 @@ def _weight(stored: dtype | int) -> Any:
 
     if not isinstance(stored, int):
         return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
-    from specexec_kernels.packing import PackedFormat, PackedWeight
+    from specexec_kernels.formats.base import PackedWeight
+    from specexec_kernels.formats.gptq import Gptq
 
     groups = _WIDTH // _GROUP
 
     def words(rows: int, columns: int) -> Tensor:
         return torch.full((rows, columns), 0x35353535, dtype=torch.int32)
 
-    return PackedWeight(
-        format=PackedFormat(stored), in_features=_WIDTH, out_features=_WIDTH, group_size=_GROUP,
-        qweight=words(_WIDTH * stored // 32, _WIDTH), qzeros=words(groups, _WIDTH * stored // 32),
-        scales=torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
-    )  # fmt: skip
+    tensors = {
+        "qweight": words(_WIDTH * stored // 32, _WIDTH),
+        "qzeros": words(groups, _WIDTH * stored // 32),
+        "scales": torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
+    }
+    return PackedWeight(Gptq(stored, _GROUP), _WIDTH, _WIDTH, tensors)
 
 
 def best_of(repeats: int, run: Callable[[], object], deadline: float = math.inf) -> float:

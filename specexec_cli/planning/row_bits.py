@@ -1,4 +1,4 @@
-"""How many bits a weight of a row-packed format takes, from quantization_config alone.
+"""How many bits a weight of a packed format takes, from quantization_config alone.
 
 For sizes before anything is downloaded; what is here is counted from its headers. Torch-free; the
 formats themselves are specexec_kernels.formats.

@@ -38,7 +38,7 @@ def test_kernels(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert isinstance(results, list)
     cases = {result["case"] for result in results}
     assert cases == {
-        "dequantize", "linear, 1 rows", "linear, 3 rows", "packed linear, 1 rows",
+        "linear, 1 rows", "linear, 3 rows", "packed linear, 1 rows",
         "packed linear, 3 rows", "tree attention", "log-softmax + top-k",
         "cache compaction",
     }  # fmt: skip

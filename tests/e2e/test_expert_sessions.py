@@ -10,8 +10,8 @@ import torch
 import transformers
 from checkpoints import ARCHITECTURES, BYTE_VOCAB, save_byte_tokenizer
 from fake_cuda import fake_cuda
-from quantized_checkpoints import save_quantized
-from specexec_kernels.packing import PackedFormat
+from quantized_checkpoints import GROUP, save_quantized
+from specexec_kernels.formats.awq import Awq
 
 from specexec_cli import loading
 from specexec_cli.config import SUFFIX, ExpertPlace, GenerationConfig, SamplingConfig
@@ -34,7 +34,7 @@ METHODS = ("autoregressive", SUFFIX)  # with trees, without a draft model
 def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A mixture whose experts are packed one by one as AWQ, and what it computes as plain."""
     folder = tmp_path_factory.mktemp("mixture")
-    awq = PackedFormat(4, awq=True)
+    awq = Awq(GROUP)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ARCHITECTURES, "fine", (transformers.Qwen3MoeConfig, FINE))
         plain, packed = save_quantized(folder, "fine", lambda name: awq, sym=False)

@@ -21,7 +21,7 @@ from cli_runner import run_cli
 from gpt_oss_checkpoints import gpt_oss_config, save_mxfp4
 from quantized_checkpoints import edit_tensors
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowWeight, Stored, described
+from specexec_kernels.formats.base import PackedWeight, Stored, described
 from test_experts import slot_bytes
 from test_gguf import assert_lossless
 from test_quantized import put, remove
@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
@@ -52,7 +52,7 @@ def test_unpacked_values_are_bit_equal_to_transformers_own() -> None:
     stored = Stored("x", 510, 32, described(tensors), tensors.__getitem__)
     fmt = METHODS["mxfp4"].read(stored, {})
     assert fmt is not None
-    found = RowWeight(fmt, 32, 510, tensors).unpack()
+    found = PackedWeight(fmt, 32, 510, tensors).unpack()
     assert torch.equal(found.view(torch.int32), expected.contiguous().view(torch.int32))
 
 
@@ -67,7 +67,9 @@ def test_logits_are_those_of_transformers_on_the_dequantized_model(
         expected = own(torch.tensor([TOKENS])).logits[0]
     whole = open_float32(packed)
     experts = whole.skeleton.layers[1].layer.get_submodule("mlp.experts.experts.3")
-    assert all(isinstance(experts.get_submodule(name), RowLinear) for name in ("gate_up", "down"))
+    assert all(
+        isinstance(experts.get_submodule(name), QuantizedLinear) for name in ("gate_up", "down")
+    )
     found = chain_logits(whole, TOKENS)
     whole.close()
     assert expected.std() > 0.1

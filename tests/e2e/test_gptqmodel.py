@@ -19,8 +19,8 @@ from checkpoints import (
     save_checkpoint,
 )
 from safetensors.torch import load_file
-from specexec_kernels.dequantize import dequantize_ref
-from specexec_kernels.packing import PackedFormat, PackedWeight
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 
 from specexec_cli.models.quantize import plan_quantization, write_quantized
@@ -68,13 +68,10 @@ def _dequantized(folder: Path, bits: int) -> dict[str, Tensor]:
     weights = {}
     for name in [each for each in tensors if each.endswith(".qweight")]:
         linear = name.removesuffix(".qweight")
-        qweight, qzeros, scales, g_idx = (
-            tensors[f"{linear}.{leaf}"] for leaf in ("qweight", "qzeros", "scales", "g_idx")
-        )
-        weights[linear] = dequantize_ref(
-            PackedWeight(
-                format=PackedFormat(bits), in_features=len(g_idx), out_features=scales.shape[1],
-                group_size=GROUP, qweight=qweight, qzeros=qzeros, scales=scales, g_idx=g_idx,
-            )
-        )  # fmt: skip
+        packed = {
+            leaf: tensors[f"{linear}.{leaf}"] for leaf in ("qweight", "qzeros", "scales", "g_idx")
+        }
+        fmt = Gptq(bits, GROUP, shuffled=True)
+        inputs, outputs = len(packed["g_idx"]), packed["scales"].shape[1]
+        weights[linear] = PackedWeight(fmt, inputs, outputs, packed).unpack().T
     return weights

@@ -17,8 +17,7 @@ import torch
 from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import save_quantized
-from specexec_kernels import dispatch
-from specexec_kernels.packing import PackedWeight
+from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 
 from specexec_cli.config import Tier
@@ -162,13 +161,13 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
         monkeypatch.setattr(attention, "sdpa_attention_forward", own_row)
     _, folder = save_quantized(tmp_path)
     converted: list[int] = []
-    convert = dispatch.dequantize_by_slabs
+    convert = PackedWeight.unpack_to
 
     def counted(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         converted.append(1)
         return convert(weight, dtype)
 
-    monkeypatch.setattr(dispatch, "dequantize_by_slabs", counted)
+    monkeypatch.setattr(PackedWeight, "unpack_to", counted)
     prompt, logits, counts = PassRows.chain(random_tokens(700), 0), [], []
     with fake_cuda():
         for chunk_rows in (None, 768):

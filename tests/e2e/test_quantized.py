@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import architecture, chain_logits, open_float32, save_checkpoint
 from quantized_checkpoints import (
+    GROUP,
     V1,
     edit_quantization,
     edit_tensors,
@@ -16,8 +17,8 @@ from quantized_checkpoints import (
     save_quantized,
 )
 from safetensors.torch import load_file
-from specexec_kernels.dequantize import dequantize_ref
-from specexec_kernels.packing import PackedFormat
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 from transformers import LlamaConfig
 
@@ -52,7 +53,7 @@ def test_real_checkpoints(name: str, shared: Path) -> None:
         if tier is None:
             for key in (k for k in reference if k.endswith(".weight")):
                 packed = linear(model, key.removesuffix(".weight")).packed_weight()
-                assert torch.equal(dequantize_ref(packed).T, reference[key])
+                assert torch.equal(packed.unpack(), reference[key])
         model.close()
     assert torch.equal(logits["ssd"], logits[None])
     assert (logits[None] - reference["logits"][0]).abs().max() < 1e-4  # the tools' float32
@@ -76,7 +77,7 @@ def assert_same_function(plain: Path, packed: Path, notices: list[str] | None = 
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_bits_and_versions(bits: int, version: str, tmp_path: Path) -> None:
     """v2 with any zero points; v1 symmetric, from a tool that says nothing of itself."""
-    fmt = PackedFormat(bits, stored_minus_one=version == "v1")
+    fmt = Gptq(bits, GROUP, stored_minus_one=version == "v1")
     assert_same_function(*save_quantized(tmp_path, choose=lambda n: fmt, sym=version == "v1"))
 
 
@@ -87,7 +88,7 @@ def test_architectures(name: str, tmp_path: Path) -> None:
 
 
 def test_awq(tmp_path: Path) -> None:
-    fmt = PackedFormat(4, awq=True)
+    fmt = Awq(GROUP)
     assert_same_function(*save_quantized(tmp_path, choose=lambda n: fmt, sym=False))
 
 
@@ -95,15 +96,15 @@ def test_awq(tmp_path: Path) -> None:
     ("packing", "fmt", "sym"),
     [
         ("auto_round:auto_gptq", V1, True),
-        ("auto_round", PackedFormat(4), False),
-        ("auto_round:gptqmodel", PackedFormat(4), False),
-        ("auto_round:auto_awq", PackedFormat(4, awq=True), False),
+        ("auto_round", Gptq(4, GROUP), False),
+        ("auto_round:gptqmodel", Gptq(4, GROUP), False),
+        ("auto_round:auto_awq", Awq(GROUP), False),
     ],
 )
-def test_autoround(packing: str, fmt: PackedFormat, sym: bool, tmp_path: Path) -> None:
+def test_autoround(packing: str, fmt: Gptq | Awq, sym: bool, tmp_path: Path) -> None:
     """Linears of layer 1 may be of other bits, where the layout has others."""
-    other = "auto_awq" not in packing
-    wide = replace(fmt, bits=8) if other else fmt
+    other = isinstance(fmt, Gptq)
+    wide = replace(fmt, bits=8) if isinstance(fmt, Gptq) else fmt
     extra = {
         "quant_method": "auto-round", "packing_format": packing, "data_type": "int",
         "extra_config": {
@@ -112,7 +113,7 @@ def test_autoround(packing: str, fmt: PackedFormat, sym: bool, tmp_path: Path) -
         },
     }  # fmt: skip
 
-    def choose(name: str) -> PackedFormat:
+    def choose(name: str) -> Gptq | Awq:
         return wide if "layers.1." in name else fmt
 
     assert_same_function(*save_quantized(tmp_path, choose=choose, sym=sym, extra=extra))
@@ -123,7 +124,7 @@ def test_shuffled_groups_in_shards_with_packed_head(tmp_path: Path) -> None:
 
 
 def test_dynamic_rules_and_plain_layers(tmp_path: Path) -> None:
-    def choose(name: str) -> PackedFormat | None:
+    def choose(name: str) -> Gptq | None:
         if "layers.1" in name:
             return mixed_bits(8)
         return None if name.endswith("k_proj") else V1
@@ -148,7 +149,7 @@ def test_asymmetric_v1_of_another_tool_is_refused(tmp_path: Path) -> None:
 def test_wrong_version_label_is_told_and_the_zero_points_believed(
     truth: str, tmp_path: Path
 ) -> None:
-    fmt = PackedFormat(4, stored_minus_one=truth == "v1")
+    fmt = Gptq(4, GROUP, stored_minus_one=truth == "v1")
     plain, packed = save_quantized(tmp_path, choose=lambda n: fmt)
     edit_quantization(packed, checkpoint_format="gptq_v2" if truth == "v1" else "gptq")
     notices: list[str] = []
@@ -158,7 +159,7 @@ def test_wrong_version_label_is_told_and_the_zero_points_believed(
 
 
 def test_symmetric_label_on_asymmetric_zero_points(tmp_path: Path) -> None:
-    fmt = PackedFormat(4)
+    fmt = Gptq(4, GROUP)
     plain, packed = save_quantized(tmp_path, choose=lambda n: fmt, sym=False)
     edit_quantization(packed, sym=True)
     notices: list[str] = []

@@ -20,7 +20,7 @@ from checkpoints import (
 )
 from safetensors import safe_open
 from specexec_kernels.column_quantize import PACKERS
-from specexec_kernels.packing import PackedFormat, pack_rows, store_zeros, unpack_rows
+from specexec_kernels.packing import pack_rows, store_zeros, unpack_rows
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specexec_cli.errors import CheckpointError, ConfigError
@@ -383,7 +383,7 @@ def packed_linear(outputs: int, inputs: int, group: int, zero: int = 8) -> GptqL
     zeros = torch.full((inputs // group, outputs), zero)
     return GptqLinear(
         pack_rows(codes, 4).numpy().view(np.uint32),
-        store_zeros(zeros, PackedFormat(4, stored_minus_one=True)).numpy().view(np.uint32),
+        store_zeros(zeros, 4, minus_one=True).numpy().view(np.uint32),
         rng.uniform(0.001, 0.1, (inputs // group, outputs)).astype(np.float16),
     )
 

@@ -14,7 +14,7 @@ from test_quantized import TOKENS, put, remove
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.session import Session
@@ -31,7 +31,7 @@ def test_logits_are_those_of_the_unpacked_weights(recipe: str, tmp_path: Path) -
     found, expected = open_float32(packed, "ssd", notice=notices.append), open_float32(plain, None)
     try:
         linear = found.skeleton.layers[1].layer.get_submodule("self_attn.q_proj")
-        assert isinstance(linear, RowLinear)
+        assert isinstance(linear, QuantizedLinear)
         ours, theirs = chain_logits(found, TOKENS), chain_logits(expected, TOKENS)
         assert theirs.std() > 0.1
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
@@ -167,7 +167,7 @@ def test_scales_of_what_is_not_quantized_here_change_nothing(
     after = open_float32(packed, "ssd")
     try:
         assert not isinstance(
-            after.skeleton.layers[1].layer.get_submodule("self_attn.q_proj"), RowLinear
+            after.skeleton.layers[1].layer.get_submodule("self_attn.q_proj"), QuantizedLinear
         )
         assert torch.equal(chain_logits(after, TOKENS), expected)
     finally:

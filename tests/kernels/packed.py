@@ -1,18 +1,24 @@
-"""Random packed weights for the kernel tests."""
+"""Random weights whose codes go down the inputs, for the kernel tests."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from specexec_kernels.packing import PackedFormat, PackedWeight, pack_awq, pack_rows, store_zeros
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import pack_awq, pack_rows, store_zeros
+
+_NAMES = {torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32"}
 
 
 def random_weight(
-    fmt: PackedFormat,
+    fmt: Gptq | Awq,
     inputs: int,
     outputs: int,
     group_size: int,
     *,
-    shuffled: bool = False,
     scale_dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> PackedWeight:
@@ -22,22 +28,28 @@ def random_weight(
     codes = torch.randint(0, 2**fmt.bits, (inputs, outputs), generator=rng)
     zeros = torch.randint(0, 2**fmt.bits, (groups, outputs), generator=rng)
     scales = torch.rand(groups, outputs, generator=rng) * 0.02 + 0.001
-    g_idx = None
-    if shuffled:
-        g_idx = torch.randint(0, groups, (inputs,), generator=rng, dtype=torch.int32)
-    return PackedWeight(
-        format=fmt,
-        in_features=inputs,
-        out_features=outputs,
-        group_size=group_size,
-        qweight=pack_awq(codes) if fmt.awq else pack_rows(codes, fmt.bits),
-        qzeros=store_zeros(zeros, fmt),
-        scales=scales.to(scale_dtype),
-        g_idx=g_idx,
-    )
+    tensors = {"scales": scales.to(scale_dtype)}
+    if isinstance(fmt, Awq):
+        tensors |= {"qweight": pack_awq(codes), "qzeros": pack_awq(zeros)}
+    else:
+        stored = store_zeros(zeros, fmt.bits, minus_one=fmt.stored_minus_one)
+        tensors |= {"qweight": pack_rows(codes, fmt.bits), "qzeros": stored}
+        if fmt.shuffled:
+            index = torch.randint(0, groups, (inputs,), generator=rng, dtype=torch.int32)
+            tensors["g_idx"] = index
+    fmt = replace(fmt, group=group_size, scale_dtype=_NAMES[scale_dtype])
+    return PackedWeight(fmt, inputs, outputs, tensors)
 
 
-FORMATS = [
-    *(PackedFormat(bits, stored_minus_one=v1) for bits in (2, 3, 4, 8) for v1 in (False, True)),
-    PackedFormat(4, awq=True),
+def outputs_for(fmt: Gptq | Awq, outputs: int) -> int:
+    """So many outputs at least, of which zero points are whole words."""
+    multiple = fmt.unit
+    return -(-outputs // multiple) * multiple
+
+
+V1_4BIT = Gptq(4, 0, stored_minus_one=True)
+FORMATS: list[Gptq | Awq] = [
+    *(Gptq(bits, 0, stored_minus_one=v1) for bits in (2, 3, 4, 8) for v1 in (False, True)),
+    *(Gptq(bits, 0, stored_minus_one=True, shuffled=True) for bits in (2, 3, 4, 8)),
+    Awq(0),
 ]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
-from specexec_kernels.formats.base import RowFormat, RowWeight
+from specexec_kernels.formats.awq import Awq
+from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.bitsandbytes import Table4
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import Fp8
+from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.formats.integers import Int8, PackedIntegers
 from torch import Tensor
 
@@ -17,7 +19,7 @@ DTYPES = {
 }  # fmt: skip
 TABLE = tuple(float(value) for value in torch.linspace(-1, 1, 16))
 
-FORMATS: dict[str, RowFormat] = {
+FORMATS: dict[str, PackedFormat] = {
     "fp8-block": Fp8(64, "F8_E4M3", "weight_scale_inv", "F32", (128, 128)),
     "fp8-channel": Fp8(64, "F8_E4M3", "weight_scale", "BF16", (1, 0)),
     "fp8-tensor": Fp8(16, "F8_E4M3", "weight_scale", "F32", (0, 0)),
@@ -40,6 +42,7 @@ FORMATS: dict[str, RowFormat] = {
     "int3-group": PackedIntegers(3, 64, "BF16", zeros=False),
     "int3-zeros": PackedIntegers(3, 64, "BF16", zeros=True),
     "int4-shuffled": PackedIntegers(4, 64, "BF16", zeros=True, shuffled=True),
+    "int4-shuffled-16": PackedIntegers(4, 16, "BF16", zeros=True, shuffled=True),
     "int8": Int8(64, "weight_scale", "BF16", (1, 0)),
     "int8-zeros": Int8(32, "weight_scale", "F32", (1, 64), zeros=True),
     "int8-group": Int8(64, "weight_scale", "BF16", (1, 32)),
@@ -52,11 +55,26 @@ FORMATS: dict[str, RowFormat] = {
     "nf4": Table4(64, TABLE, 64),
     "nf4-nested": Table4(64, TABLE, 64, nested_run=4, offset=0.25),
     "nf4-nested-together": Table4(64, TABLE, 16, nested_run=4, offset=0.25),
+    "gptq-2": Gptq(2, 64, stored_minus_one=True),
+    "gptq-3": Gptq(3, 64),
+    "gptq-3-v1": Gptq(3, 0, "BF16", stored_minus_one=True),
+    "gptq-4": Gptq(4, 128, stored_minus_one=True),
+    "gptq-4-v2": Gptq(4, 32, "F32"),
+    "gptq-4-shuffled": Gptq(4, 64, stored_minus_one=True, shuffled=True),
+    "gptq-8": Gptq(8, 96, stored_minus_one=True),
+    "gptq-8-shuffled": Gptq(8, 32, shuffled=True),
+    "awq": Awq(64),
+    "awq-channel": Awq(0, "BF16"),
 }  # fmt: skip
 
 
-def random_weight(fmt: RowFormat, outputs: int, inputs: int, seed: int = 0) -> RowWeight:
-    """A weight of the format; codes take every value that is a number, scales are near 1."""
+def random_weight(fmt: PackedFormat, outputs: int, inputs: int, seed: int = 0) -> PackedWeight:
+    """A weight of the format; codes take every value that is a number, scales are near 1.
+
+    Where codes go down the inputs it has more outputs, if the last ones would fill no word.
+    """
+    if fmt.goes_down:
+        outputs = -(-outputs // fmt.unit) * fmt.unit
     rng = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     for part in fmt.parts:
@@ -65,7 +83,7 @@ def random_weight(fmt: RowFormat, outputs: int, inputs: int, seed: int = 0) -> R
         if "g_idx" in part.leaf:
             group = torch.arange(inputs, dtype=torch.int32) // fmt.group  # type: ignore[attr-defined]
             tensor = group[torch.randperm(inputs, generator=rng)].view(shape)
-        elif part is fmt.parts[0] or "zero_point" in part.leaf:
+        elif part is fmt.parts[0] or "zero" in part.leaf:
             raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng).to(torch.uint8)
             tensor = raw.view(dtype).view(shape)
             if dtype.is_floating_point:
@@ -76,4 +94,4 @@ def random_weight(fmt: RowFormat, outputs: int, inputs: int, seed: int = 0) -> R
         else:
             tensor = (torch.rand(shape, generator=rng) + 0.5).to(dtype)
         tensors[part.leaf] = tensor
-    return RowWeight(fmt, inputs, outputs, tensors)
+    return PackedWeight(fmt, inputs, outputs, tensors)

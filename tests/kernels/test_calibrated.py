@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from specexec_kernels.calibrated import calibrated, quantize_calibrated
-from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.fitted import fit
-from specexec_kernels.packing import PackedFormat
+from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 
 GROUP = 16
@@ -54,5 +53,5 @@ def test_codes_are_in_range_and_packed_as_they_are() -> None:
     found = calibrated(weight, moments, 3, GROUP)
     assert found.codes.min() >= 0
     assert found.codes.max() <= 7
-    packed = quantize_calibrated(weight, moments, PackedFormat(3), GROUP)
-    assert torch.equal(dequantize_ref(packed).T, found.weight())
+    packed = quantize_calibrated(weight, moments, Gptq(3, GROUP))
+    assert torch.equal(packed.unpack(), found.weight())

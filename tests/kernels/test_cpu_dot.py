@@ -1,26 +1,21 @@
-"""Products of bfloat16 pairs against double precision, and a row's bits being its own."""
+"""Products of bfloat16 weights against double precision, and a row's bits being its own."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
-from packed import FORMATS, random_weight
-from specexec_kernels import cpu_dot, cpu_jit, cpu_quant
-from specexec_kernels.cpu_dot_packed_ir import build_packed
+from packed import V1_4BIT, random_weight
+from specexec_kernels import cpu_dot, cpu_jit, cpu_rows
 from specexec_kernels.cpu_dot_stored_ir import StoredSpec, build_stored
-from specexec_kernels.dequantize import dequantize_ref
-from specexec_kernels.packing import PackedFormat, PackedWeight
+from specexec_kernels.cpu_rows_ir import build_rows
+from specexec_kernels.cpu_rows_lanes import PackedSpec
+from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 
 needs_tiles = pytest.mark.skipif(not cpu_jit.has_tiles(), reason="no tiles of bfloat16")
 needs_dot = pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
-V1_4BIT = PackedFormat(4, stored_minus_one=True)
 # one strip and one unit; less than a block; several blocks, the last shorter
 STORED_SHAPES = [(32, 32), (96, 96), (64, 608)]
-# whole strips; one strip and a bit, a last group that is shorter; groups of several blocks
-PACKED_SHAPES = [(256, 512, 64), (96, 224, 32), (288, 136, 96), (544, 160, 256)]
 PASSES = (1, 2, 3, 4, 5, 8, 13, 14, 40, 64, 129)
 
 
@@ -33,31 +28,17 @@ def stored(outputs: int, inputs: int) -> Tensor:
     return torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-def packed(fmt: PackedFormat, inputs: int, outputs: int, group: int) -> PackedWeight:
-    outputs = -(-outputs // fmt.output_multiple) * fmt.output_multiple
-    return random_weight(fmt, inputs, outputs, group)
-
-
-def weights() -> list[tuple[Tensor | PackedWeight, Tensor]]:
-    """Weights of every form, and their values as (inputs, outputs)."""
-    found: list[tuple[Tensor | PackedWeight, Tensor]] = []
-    for outputs, inputs in STORED_SHAPES:
-        weight = stored(outputs, inputs)
-        found.append((weight, weight.t()))
-    for fmt in FORMATS:
-        for inputs, outputs, group in PACKED_SHAPES:
-            quantized = packed(fmt, inputs, outputs, group)
-            if inputs % (8 if fmt.awq else fmt.input_multiple) == 0:
-                found.append((quantized, dequantize_ref(quantized)))
-    return found
+def weights() -> list[Tensor]:
+    """(outputs, inputs) each."""
+    return [stored(outputs, inputs) for outputs, inputs in STORED_SHAPES]
 
 
 @needs_dot
 @pytest.mark.parametrize("rows", [1, 3, 5, 13, 65])
 def test_products(rows: int) -> None:
-    for weight, dense in weights():
+    for weight in weights():
         assert cpu_dot.supports(weight)
-        x, dense = rows_of(rows, dense.shape[0]), dense.double()
+        x, dense = rows_of(rows, weight.shape[1]), weight.t().double()
         # a sum of n rounded products in any order is this close, with a constant well below n
         allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
         assert ((cpu_dot.matmul(x, weight) - x.double() @ dense).abs() <= allowed).all()
@@ -65,8 +46,8 @@ def test_products(rows: int) -> None:
 
 @needs_dot
 def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
-    for weight, dense in weights():
-        x = rows_of(max(PASSES), dense.shape[0])
+    for weight in weights():
+        x = rows_of(max(PASSES), weight.shape[1])
         together = cpu_dot.matmul(x, weight)
         for rows in PASSES:
             assert torch.equal(cpu_dot.matmul(x[-rows:], weight), together[-rows:])
@@ -75,101 +56,51 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows() -> None:
 @needs_dot
 def test_more_rows_than_a_cache_has_sums_for() -> None:
     """Tiles keep the sums of 512 rows at a time, of several strips that share a panel's inputs."""
-    for weight, inputs in ((stored(320, 576), 576), (packed(V1_4BIT, 512, 2080, 128), 512)):
-        x = rows_of(1100, inputs)
-        together = cpu_dot.matmul(x, weight)
-        for some in (slice(0, 1), slice(511, 513), slice(480, 580), slice(1024, 1100)):
-            assert torch.equal(cpu_dot.matmul(x[some], weight), together[some])
+    weight, x = stored(320, 576), rows_of(1100, 576)
+    together = cpu_dot.matmul(x, weight)
+    for some in (slice(0, 1), slice(511, 513), slice(480, 580), slice(1024, 1100)):
+        assert torch.equal(cpu_dot.matmul(x[some], weight), together[some])
 
 
 @needs_dot
 def test_same_bits_on_any_number_of_threads() -> None:
     before = torch.get_num_threads()
-    for weight in (stored(640, 512), packed(V1_4BIT, 256, 2048, 64)):
-        inputs = 512 if isinstance(weight, Tensor) else 256
-        for rows in (1, 20, 200):
-            x = rows_of(rows, inputs)
-            try:
-                found = []
-                for threads in (1, 2, 3):
-                    torch.set_num_threads(threads)
-                    found.append(cpu_dot.matmul(x, weight))
-            finally:
-                torch.set_num_threads(before)
-            assert torch.equal(found[0], found[1])
-            assert torch.equal(found[0], found[2])
-
-
-@needs_dot
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_every_code_and_zero_point_is_exact(bits: int) -> None:
-    """A product with 1 gives each weight unrounded."""
-    fmt = PackedFormat(bits)
-    weight = packed(fmt, 256, 256, 32)
-    exact = dequantize_ref(weight)
-    for first in range(0, 256, 64):
-        x = torch.eye(256)[first : first + 64].bfloat16()
-        assert torch.equal(cpu_dot.matmul(x, weight), exact[first : first + 64])
-
-
-@needs_dot
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("n_groups", [1, 8])
-def test_zero_points_in_the_middle_of_the_codes(bits: int, n_groups: int) -> None:
-    """Of one group or of all: those have a shorter way in tiles."""
-    weight = packed(PackedFormat(bits), 256, 256, 32)
-    middle = sum(1 << (at + bits - 1) for at in range(0, 32, bits)) - (1 << 32)
-    zeros = weight.qzeros.clone()
-    zeros[:n_groups] = middle
-    weight = replace(weight, qzeros=zeros)
-    exact = dequantize_ref(weight)
-    for first in range(0, 256, 64):
-        x = torch.eye(256)[first : first + 64].bfloat16()
-        assert torch.equal(cpu_dot.matmul(x, weight), exact[first : first + 64])
-
-
-@needs_dot
-def test_groups_that_are_no_whole_tiles_go_by_pairs() -> None:
-    """However many rows there are; the last inputs fill no line of pairs either."""
-    weight, x = packed(PackedFormat(8), 200, 136, 40), rows_of(70, 200)
-    assert cpu_dot.supports(weight)
-    assert not cpu_dot.uses_tiles(weight)
-    dense, together = dequantize_ref(weight).double(), cpu_dot.matmul(x, weight)
-    allowed = 4 * torch.finfo(torch.float32).eps * (x.double().abs() @ dense.abs())
-    assert ((together - x.double() @ dense).abs() <= allowed).all()
-    for count in (1, 3, 20):
-        assert torch.equal(cpu_dot.matmul(x[:count], weight), together[:count])
+    weight = stored(640, 512)
+    for rows in (1, 20, 200):
+        x = rows_of(rows, 512)
+        try:
+            found = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                found.append(cpu_dot.matmul(x, weight))
+        finally:
+            torch.set_num_threads(before)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
 
 
 @needs_dot
 def test_rows_may_be_a_view_that_is_not_contiguous() -> None:
     x = rows_of(64, 5).t()
-    for weight in (stored(32, 64), packed(V1_4BIT, 64, 128, 32)):
-        assert torch.equal(cpu_dot.matmul(x, weight), cpu_dot.matmul(x.contiguous(), weight))
+    weight = stored(32, 64)
+    assert torch.equal(cpu_dot.matmul(x, weight), cpu_dot.matmul(x.contiguous(), weight))
 
 
 @needs_dot
 def test_no_rows() -> None:
-    for weight in (stored(32, 64), packed(V1_4BIT, 64, 128, 32)):
-        assert cpu_dot.matmul(rows_of(0, 64), weight).shape[0] == 0
+    assert cpu_dot.matmul(rows_of(0, 64), stored(32, 64)).shape[0] == 0
 
 
 @needs_dot
 def test_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
-    fits, quantized = stored(32, 64), packed(V1_4BIT, 128, 128, 32)
+    fits = stored(32, 64)
     assert cpu_dot.supports(fits)
     assert not cpu_dot.supports(fits.half())
     assert not cpu_dot.supports(fits[:-1])
     assert not cpu_dot.supports(stored(32, 128)[:, ::2])
     assert not cpu_dot.supports(fits.to("meta"))
-    assert cpu_dot.supports(quantized)
-    order = torch.zeros(128, dtype=torch.int32)
-    assert not cpu_dot.supports(replace(quantized, g_idx=order))
-    assert not cpu_dot.supports(replace(quantized, group_size=12))  # groups end inside a word
-    assert not cpu_dot.supports(replace(quantized, group_size=192))  # and are no whole blocks
     monkeypatch.setattr(cpu_jit, "has_dot", lambda: False)
     assert not cpu_dot.supports(fits)
-    assert not cpu_dot.supports(quantized)
 
 
 @needs_tiles
@@ -221,7 +152,8 @@ def test_without_leave_to_use_tiles_pairs_are_multiplied(monkeypatch: pytest.Mon
     cpu_jit.has_tiles.cache_clear()
     try:
         assert not cpu_jit.has_tiles()
-        assert not cpu_dot.uses_tiles(packed(V1_4BIT, 128, 128, 32))
+        weight = random_weight(V1_4BIT, 128, 128, 32)
+        assert not cpu_rows.form_for(torch.bfloat16).spec(1, weight).tiles
     finally:
         cpu_jit.has_tiles.cache_clear()
 
@@ -231,11 +163,10 @@ def test_products_in_tiles_compile_on_any_x86() -> None:
     cpu_jit.llvm.initialize_all_asmprinters()
     target = cpu_jit.llvm.Target.from_triple("x86_64-unknown-linux-gnu")
     machine = target.create_target_machine(cpu="sapphirerapids", opt=3)
-    weight = packed(V1_4BIT, 128, 128, 32)
     for rows in (1, 16, 32):
-        spec = cpu_quant.spec_for("tiles", weight, rows, 2)
+        spec = PackedSpec(Gptq(4, 128), True, rows, 2, 16, False, tiles=True)
         texts = (
-            build_packed(replace(spec, lanes=16, awq_rows=8), 32, "kernel"),
+            build_rows(spec, "kernel"),
             build_stored(StoredSpec(rows, 2, "tiles"), "kernel"),
         )
         for text in texts:
@@ -248,10 +179,9 @@ def test_products_in_tiles_compile_on_any_x86() -> None:
 def test_the_code_is_made_on_any_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the instruction nothing is run, but the text is valid."""
     monkeypatch.setattr(cpu_jit, "has_tiles", lambda: False)
-    weight = packed(V1_4BIT, 128, 128, 32)
-    for rows in (1, 20):
-        spec = replace(cpu_dot.packed_spec(rows, weight), lanes=16)
-        texts = build_packed(spec, 32, "kernel"), build_stored(StoredSpec(13, 2, "many"), "kernel")
+    for few in (True, False):
+        spec = PackedSpec(Gptq(4, 128), True, 4, 2, 16, few)
+        texts = build_rows(spec, "kernel"), build_stored(StoredSpec(13, 2, "many"), "kernel")
         for text in texts:
             assert "dpbf16ps" in text
             cpu_jit.llvm.parse_assembly(text).verify()

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from llvmlite import binding as llvm
 from row_packed import FORMATS
-from specexec_kernels import cpu_half_ir, cpu_ir, cpu_jit, cpu_rows_ir, cpu_rows_lanes
-from specexec_kernels.cpu_ir_unpack import KernelSpec, Mode
+from specexec_kernels import cpu_half_ir, cpu_jit, cpu_rows_ir, cpu_rows_lanes
 
 HERE = Path(__file__).parent
 # Everything about products and attention that does not ask for a certain width of registers.
 NARROW = (
-    "test_cpu_half.py", "test_cpu_linear.py", "test_cpu_quant.py", "test_cpu_attention.py",
+    "test_cpu_half.py", "test_cpu_linear.py", "test_down_formats.py", "test_cpu_attention.py",
     "test_row_formats.py",
 )  # fmt: skip
 REPORT = """
@@ -83,19 +82,10 @@ def test_the_neon_form_of_stored_weights() -> None:
         assert neon(cpu_half_ir.build(spec, "kernel")).count("fmla\t") >= 13 * 2
 
 
-@pytest.mark.parametrize("mode", ["few", "many"])
-def test_the_neon_form_of_packed_weights(mode: Mode) -> None:
-    spec = KernelSpec(
-        mode=mode, bits=4, awq=False, stored_minus_one=True, scale_type="float16",
-        group_per_code=False, rows=4, vectors=2, lanes=4,
-    )  # fmt: skip
-    assembly = neon(cpu_ir.build(spec, "kernel"))
-    assert assembly.count("fmla\t") >= 4 * 2 * 8
-    assert "prfm" in assembly
-
-
-@pytest.mark.parametrize("name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested"])
+@pytest.mark.parametrize(
+    "name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested", "gptq-4", "awq"]
+)
 def test_the_neon_form_of_row_packed_weights(name: str) -> None:
     for few in (True, False):
-        spec = cpu_rows_lanes.RowSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
+        spec = cpu_rows_lanes.PackedSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
         assert neon(cpu_rows_ir.build_rows(spec, "kernel")).count("fmla\t") >= 4 * (2 - few)

@@ -6,60 +6,37 @@ import subprocess
 
 import pytest
 import torch
-from packed import FORMATS, random_weight
-from specexec_kernels import cpu_dot, cpu_jit, cpu_quant, dispatch
-from specexec_kernels.dequantize import dequantize_by_slabs, dequantize_ref
+from packed import V1_4BIT, random_weight
+from specexec_kernels import cpu_jit, cpu_rows, dispatch
 from specexec_kernels.formats.gguf import GGUF_FORMATS
-from specexec_kernels.packing import PackedFormat, PackedWeight
-
-V1 = PackedFormat(4, stored_minus_one=True)
-
-
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the CPU's products that are called."""
-    calls: list[str] = []
-    for module in (cpu_quant, cpu_dot):
-        product = module.matmul
-
-        def record(x: torch.Tensor, weight: PackedWeight, module=module, product=product):  # type: ignore[no-untyped-def]
-            calls.append(f"{module.__name__.rpartition('.')[2]} {x.dtype}".replace("torch.", ""))
-            return product(x, weight)
-
-        monkeypatch.setattr(module, "matmul", record)
-    return calls
 
 
 @pytest.mark.parametrize("rows", [3, 60])
 @pytest.mark.parametrize(
-    ("dtype", "pairs", "path"),
-    [
-        (torch.float32, True, "cpu_quant float32"),
-        (torch.bfloat16, True, "cpu_dot bfloat16"),
-        (torch.bfloat16, False, "cpu_quant bfloat16"),
-        (torch.float16, True, "cpu_quant float16"),
-    ],
+    ("dtype", "pairs"),
+    [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)],
 )
 def test_cpu_paths(
-    dtype: torch.dtype, pairs: bool, path: str, rows: int, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, pairs: bool, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """bfloat16 rows are multiplied by pairs where the CPU can, all others as float32."""
     if pairs and not cpu_jit.has_dot():
         pytest.skip("no instruction for pairs of bfloat16")
     monkeypatch.setattr(cpu_jit, "has_dot", lambda: pairs)
-    calls = taken(monkeypatch)
-    weight = random_weight(V1, 64, 128, 32)
+    assert (cpu_rows.form_for(dtype).dtype == dtype) == (pairs and dtype != torch.float16)
+    weight = random_weight(V1_4BIT, 64, 128, 32)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = dispatch.quantized_matmul(x, weight)
-    assert calls == [path]
     assert found.dtype == dtype
-    exact = x.float() @ dequantize_ref(weight)
+    exact = x.float() @ weight.unpack().T
     tolerance = 4 * torch.finfo(dtype).eps * float(exact.abs().max()) + 1e-6
     torch.testing.assert_close(found.float(), exact, rtol=0, atol=tolerance)
 
 
 def test_too_narrow_for_the_kernels() -> None:
-    weight = random_weight(V1, 64, 8, 32)
+    weight = random_weight(V1_4BIT, 64, 8, 32)
     x = torch.randn(3, 64)
-    torch.testing.assert_close(dispatch.quantized_matmul(x, weight), x @ dequantize_ref(weight))
+    torch.testing.assert_close(dispatch.quantized_matmul(x, weight), x @ weight.unpack().T)
 
 
 def test_choices_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +93,3 @@ def test_triton_that_cannot_run_is_not_used(
         assert dispatch.uses_triton(device) == (obstacle is None)
     finally:
         dispatch.triton_obstacle.cache_clear()
-
-
-@pytest.mark.parametrize("fmt", FORMATS, ids=str)
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_slabs_are_the_reference(fmt: PackedFormat, shuffled: bool) -> None:
-    weight = random_weight(fmt, 160, 64, 32, shuffled=shuffled)
-    found = dequantize_by_slabs(weight, torch.float16, inputs=64)  # the last is shorter
-    assert torch.equal(found, dequantize_ref(weight, torch.float16))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from specexec_kernels import fitted
-from specexec_kernels.dequantize import dequantize_ref
 from specexec_kernels.fitted import fit, quantize_fitted
-from specexec_kernels.packing import BITS, PackedFormat
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import BITS
 from specexec_kernels.quantize import round_to_nearest
 from torch import Tensor
 
@@ -61,9 +61,9 @@ def test_packed_weights_are_the_codes_weights_however_many_blocks(
     expected = fit(weight, bits, GROUP)
     monkeypatch.setattr(fitted, "_BLOCK_WEIGHTS", 32 * 128)  # two blocks of 32 rows
 
-    packed = quantize_fitted(weight, PackedFormat(bits), GROUP)
+    packed = quantize_fitted(weight, Gptq(bits, GROUP))
 
-    torch.testing.assert_close(dequantize_ref(packed).T, expected.weight(), rtol=0, atol=0)
+    torch.testing.assert_close(packed.unpack(), expected.weight(), rtol=0, atol=0)
     assert expected.codes.min() >= 0
     assert expected.codes.max() < 2**bits
 

@@ -9,7 +9,7 @@ import torch
 from gguf_files import PACKED_KINDS, random_blocks
 from specexec_kernels import cpu_jit, cpu_rows
 from specexec_kernels.formats import base
-from specexec_kernels.formats.base import RowFormat, RowWeight
+from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 from specexec_cli.gguf.types import GGML_TYPES
@@ -19,12 +19,12 @@ from specexec_cli.gguf.types import GGML_TYPES
 IN_EVERY_SHAPE = ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL", "MXFP4", "Q4_K", "Q5_K", "Q6_K")
 
 
-def weight(name: str, outputs: int, inputs: int, seed: int = 0) -> RowWeight:
+def weight(name: str, outputs: int, inputs: int, seed: int = 0) -> PackedWeight:
     fmt = GGUF_FORMATS[name]
     kind = gguf.GGMLQuantizationType[name]
     row_bytes = inputs // fmt.unit * fmt.block_bytes
     blocks = random_blocks(kind, outputs * row_bytes, seed).reshape(outputs, row_bytes)
-    return RowWeight(fmt, inputs, outputs, {"weight": torch.from_numpy(blocks)})
+    return PackedWeight(fmt, inputs, outputs, {"weight": torch.from_numpy(blocks)})
 
 
 def test_every_packed_type_of_a_header_has_a_format() -> None:
@@ -48,7 +48,7 @@ def test_what_the_gguf_package_quantizes_is_read_as_it_reads_it(name: str) -> No
     rng = np.random.default_rng(1)
     kind = gguf.GGMLQuantizationType[name]
     raw = gguf.quants.quantize(rng.normal(size=(5, 256)).astype(np.float32), kind)
-    packed = RowWeight(GGUF_FORMATS[name], 256, 5, {"weight": torch.from_numpy(raw)})
+    packed = PackedWeight(GGUF_FORMATS[name], 256, 5, {"weight": torch.from_numpy(raw)})
     np.testing.assert_array_equal(packed.unpack().numpy(), gguf.quants.dequantize(raw, kind))
 
 
@@ -66,7 +66,7 @@ def test_what_has_no_kernel_is_unpacked_in_slabs_that_change_no_bit(
     unpack = type(packed.format).unpack
 
     def counted(
-        fmt: RowFormat, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
+        fmt: PackedFormat, tensors: Mapping[str, torch.Tensor], outputs: int, inputs: int
     ) -> torch.Tensor:
         unpacked.append(outputs)
         return unpack(fmt, tensors, outputs, inputs)

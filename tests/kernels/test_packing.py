@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from specexec_kernels import packing
-from specexec_kernels.packing import PackedFormat
 
 GOLDEN = {
     2: ["E4E4E4E4", "E4E4E4E4"],
@@ -59,15 +58,15 @@ def test_round_trip_awq(rows: int, words: int, seed: int) -> None:
 @given(bits=st.sampled_from(packing.BITS), v1=st.booleans(), seed=st.integers(0, 2**32 - 1))
 def test_zero_points_come_back(bits: int, v1: bool, seed: int) -> None:
     """Also those of 0, whose stored field borrowed from the next one."""
-    fmt = PackedFormat(bits, stored_minus_one=v1)
     rng = np.random.default_rng(seed)
     zeros = torch.from_numpy(rng.integers(0, 2**bits, (3, 64)) * rng.integers(0, 2, (3, 64)))
-    stored = packing.store_zeros(zeros, fmt)
-    assert torch.equal(packing.unpack_zeros(stored, fmt).long(), zeros)
+    stored = packing.store_zeros(zeros, bits, minus_one=v1)
+    assert torch.equal(packing.unpack_zeros(stored, bits, minus_one=v1).long(), zeros)
 
 
 def test_v1_zero_borrows_from_the_next_field() -> None:
     """What GPTQModel writes for zero points 0, 1, 8, ...: whole words minus 0x11111111."""
     zeros = torch.tensor([[0, 1, 8, 8, 8, 8, 8, 8]])
-    fmt = PackedFormat(4, stored_minus_one=True)
-    assert as_hex(packing.store_zeros(zeros, fmt)) == [f"{0x88888810 - 0x11111111:08X}"]
+    assert as_hex(packing.store_zeros(zeros, 4, minus_one=True)) == [
+        f"{0x88888810 - 0x11111111:08X}"
+    ]

@@ -14,7 +14,7 @@ COMPUTE = [torch.float32, *([torch.bfloat16] if cpu_jit.has_dot() else [])]
 # What a format emits is the same in kernels of one row and of several, which take a second each to
 # compile: those of two and of four rows are tried for formats that each emit something of its own.
 IN_EVERY_SHAPE = ("fp8-block", "mxfp4", "nvfp4", "int4-zeros", "int4-shuffled", "int8-zeros",
-                  "nf4-nested")  # fmt: skip
+                  "nf4-nested", "gptq-4", "gptq-4-shuffled", "awq")  # fmt: skip
 
 
 def rows(count: int, dtype: torch.dtype) -> Tensor:
@@ -56,7 +56,7 @@ def test_last_inputs_that_fill_no_block(name: str) -> None:
 
 
 @pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
-@pytest.mark.parametrize("name", ["int4-zeros", "int8-zeros", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize("name", ["int4-zeros", "int8-zeros", "nvfp4", "mxfp4", "gptq-4", "awq"])
 def test_many_rows_of_pairs(name: str) -> None:
     """In tiles wide strips, chunks of 32 rows and further groups of chunks begin one by one."""
     for inputs in (192, 512):
@@ -88,7 +88,7 @@ def test_every_float8_is_read_as_torch_reads_it(kind: str, dtype: torch.dtype) -
     """Subnormal numbers, infinities and NaN too: each code is picked out by a row of its own."""
     from dataclasses import replace
 
-    from specexec_kernels.formats.base import RowWeight
+    from specexec_kernels.formats.base import PackedWeight
 
     fmt = replace(FORMATS["fp8-tensor"], kind=kind)
     codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, {
@@ -98,7 +98,7 @@ def test_every_float8_is_read_as_torch_reads_it(kind: str, dtype: torch.dtype) -
     stored["weight"].view(torch.uint8)[:, 0] = torch.arange(256, dtype=torch.uint8)
     x = torch.zeros(1, 16, dtype=dtype)
     x[0, 0] = 1.0
-    found = cpu_rows.matmul(x, RowWeight(fmt, 16, 256, stored))[0]
+    found = cpu_rows.matmul(x, PackedWeight(fmt, 16, 256, stored))[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

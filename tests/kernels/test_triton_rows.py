@@ -11,24 +11,27 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import random_blocks
 from row_packed import FORMATS, random_weight
 from specexec_kernels import dispatch
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 INPUTS = 256
 GGUF = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+PRODUCTS = (
+    "fp8-block", "mxfp4", "nvfp4", "int4-zeros", "nf4", "Q4_K", "gptq-4-shuffled", "awq"
+)  # fmt: skip
 
 
-def weight(name: str, outputs: int = 40) -> RowWeight:
+def weight(name: str, outputs: int = 40) -> PackedWeight:
     """40 outputs are a block of the product's 32 and a part of one."""
     if name in GGUF_FORMATS:
         fmt = GGUF_FORMATS[name]
         columns = fmt.parts[0].shape(outputs, INPUTS)[1]
         blocks = torch.from_numpy(random_blocks(Kind[name], outputs * columns, seed=0))
-        return RowWeight(fmt, INPUTS, outputs, {"weight": blocks.view(outputs, columns)})
+        return PackedWeight(fmt, INPUTS, outputs, {"weight": blocks.view(outputs, columns)})
     return random_weight(FORMATS[name], outputs, INPUTS)
 
 
-def on_device(packed: RowWeight, device: torch.device) -> RowWeight:
+def on_device(packed: PackedWeight, device: torch.device) -> PackedWeight:
     return replace(packed, tensors={leaf: t.to(device) for leaf, t in packed.tensors.items()})
 
 
@@ -49,13 +52,13 @@ def test_every_float8_is_read_as_torch_reads_it(kind: str, device: torch.device)
     codes = torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype)
     fmt = replace(FORMATS["fp8-tensor"], kind=kind)
     stored = {"weight": codes, "weight_scale": torch.ones(1)}
-    packed = on_device(RowWeight(fmt, 16, 16, stored), device)
+    packed = on_device(PackedWeight(fmt, 16, 16, stored), device)
     with np.errstate(invalid="ignore"):  # numpy, which the interpreter takes, warns of NaN
         found = triton_rows.unpack(packed, torch.float32)
     torch.testing.assert_close(found.cpu(), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "mxfp4", "nvfp4", "int4-zeros", "nf4", "Q4_K"])
+@pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("rows", [1, 17])
 def test_products(name: str, rows: int, device: torch.device) -> None:
     from specexec_kernels import triton_rows

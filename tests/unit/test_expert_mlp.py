@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import RowLinear
+from specexec_cli.models.quantized import QuantizedLinear
 
 EXPERTS, HIDDEN, INNER = 7, 64, 96
 
@@ -101,10 +101,10 @@ def test_experts_that_stay_are_told_from_one_another() -> None:
     assert not torch.equal(changed, expected)
 
 
-def packed(seed: int) -> RowLinear:
+def packed(seed: int) -> QuantizedLinear:
     fmt = Fp4(64, 32)
     stored = {part.leaf: (part.shape(HIDDEN, HIDDEN), torch.uint8) for part in fmt.parts}
-    linear = RowLinear(HIDDEN, HIDDEN, fmt, stored, bias=True)
+    linear = QuantizedLinear(HIDDEN, HIDDEN, fmt, stored, bias=True)
     rng = torch.Generator().manual_seed(seed)
     for name, parameter in list(linear.named_parameters()):
         values = torch.randint(120, 131, parameter.shape, generator=rng).to(torch.uint8)

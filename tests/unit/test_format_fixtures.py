@@ -9,7 +9,7 @@ import pytest
 import torch
 from row_checkpoints import unpacked
 from safetensors import safe_open
-from specexec_kernels.formats.base import RowWeight
+from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.fp4 import Fp4
 from torch import Tensor
 
@@ -45,7 +45,7 @@ def test_mxfp4_is_that_of_transformers() -> None:
     blocks = torch.randint(0, 256, (1, 24, 4, 16), generator=rng).to(torch.uint8)
     scales = torch.randint(100, 140, (1, 24, 4), generator=rng).to(torch.uint8)
     reference = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T
-    weight = RowWeight(
+    weight = PackedWeight(
         Fp4(32, 32), 128, 24, {"weight_packed": blocks[0], "weight_scale": scales[0]}
     )
     assert torch.equal(weight.unpack(), reference)

@@ -11,7 +11,7 @@ import torch
 from fake_cuda import fake_cuda
 from faults import NoMemory, points
 from specexec_kernels import dispatch
-from specexec_kernels.packing import PackedWeight
+from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -145,7 +145,7 @@ def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         points = probe_flops(bits, torch.float32, spy, rows=(1, 8), weight_bytes=bits * 3 * 8192)
         assert [rows for rows, _ in points] == [1, 8]
         assert {weight.format.bits for weight in weights} == {bits}
-        assert len({weight.qweight.data_ptr() for weight in weights}) == 3
+        assert len({weight.tensors["qweight"].data_ptr() for weight in weights}) == 3
 
 
 def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:

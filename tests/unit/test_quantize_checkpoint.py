@@ -23,8 +23,9 @@ from checkpoints import (
 )
 from cli_runner import run_cli
 from safetensors.torch import load_file, save_file
-from specexec_kernels.dequantize import dequantize_ref
-from specexec_kernels.packing import BITS, PackedFormat, PackedWeight
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.gptq import Gptq
+from specexec_kernels.packing import BITS
 from torch import Tensor
 from transformers import PretrainedConfig
 
@@ -54,14 +55,13 @@ def _dequantized(folder: Path, bits: int) -> dict[str, Tensor]:
         tensors |= load_file(path)
     for name in [each for each in tensors if each.endswith(".qweight")]:
         linear = name.removesuffix(".qweight")
-        qweight, qzeros, scales, g_idx = (
-            tensors.pop(f"{linear}.{leaf}") for leaf in ("qweight", "qzeros", "scales", "g_idx")
-        )
-        packed = PackedWeight(
-            format=PackedFormat(bits), in_features=len(g_idx), out_features=scales.shape[1],
-            group_size=GROUP, qweight=qweight, qzeros=qzeros, scales=scales, g_idx=g_idx,
-        )  # fmt: skip
-        tensors[f"{linear}.weight"] = dequantize_ref(packed).T.contiguous()
+        packed = {
+            leaf: tensors.pop(f"{linear}.{leaf}")
+            for leaf in ("qweight", "qzeros", "scales", "g_idx")
+        }
+        fmt = Gptq(bits, GROUP, shuffled=True)
+        inputs, outputs = len(packed["g_idx"]), packed["scales"].shape[1]
+        tensors[f"{linear}.weight"] = PackedWeight(fmt, inputs, outputs, packed).unpack()
     return tensors
 
 

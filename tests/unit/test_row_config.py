@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowFormat, Stored, described
+from specexec_kernels.formats.base import PackedFormat, Stored, described
 from specexec_kernels.row_quantize import RECIPES
 
 from specexec_cli.errors import ConfigError
@@ -54,7 +54,7 @@ def test_nonsense_is_refused_in_one_line(recipe: str) -> None:
     method = METHODS[settings["quant_method"]]
     tensors = RECIPES[recipe].pack(weight)
     stored = Stored("linear", 32, 128, described(tensors), tensors.__getitem__)
-    assert isinstance(method.read(stored, settings), RowFormat)
+    assert isinstance(method.read(stored, settings), PackedFormat)
     refused = 0
     for path in places(dict(settings)):
         for nonsense in NONSENSE:

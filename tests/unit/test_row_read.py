@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from specexec_kernels.formats import METHODS
-from specexec_kernels.formats.base import RowFormat, Stored, described
+from specexec_kernels.formats.base import PackedFormat, Stored, described
 from specexec_kernels.formats.integers import PackedIntegers
 from specexec_kernels.row_quantize import RECIPES, int8_channels
 from torch import Tensor
@@ -19,7 +19,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 
 def read(
     tensors: dict[str, Tensor], settings: dict[str, Any], name: str = "linear"
-) -> RowFormat | None:
+) -> PackedFormat | None:
     stored = Stored(name, *WEIGHT.shape, described(tensors), tensors.__getitem__)
     return METHODS[settings["quant_method"]].read(stored, settings)
 

@@ -1,4 +1,4 @@
-"""Formats of row-packed weights, one file each; `base` says what a format states.
+"""Formats of packed weights, one file each; `base` says what a format states.
 
 `METHODS` are the quantization methods that config files name, each of which reads one or more of
 the formats.
@@ -23,7 +23,7 @@ def register(method: Method) -> None:
         ValueError: there is one of this name.
     """
     if method.name in _table:
-        raise ValueError(f"row-packed weights of '{method.name}' are registered twice")
+        raise ValueError(f"packed weights of '{method.name}' are registered twice")
     _table[method.name] = method
 
 

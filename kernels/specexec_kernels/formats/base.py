@@ -1,7 +1,8 @@
-"""What a format of row-packed weights states, and what everything else is derived from.
+"""What a format of packed weights states, and what everything else is derived from.
 
-A row-packed weight keeps the inputs of one output side by side, as FP8, MXFP4, NVFP4, bitsandbytes
-and GGUF do. A format is one frozen dataclass:
+Most formats keep the inputs of one output side by side, as FP8, MXFP4, NVFP4, bitsandbytes and GGUF
+do; in GPTQ's and AWQ's tensors the outputs of one input, or of eight, are side by side (Part.down).
+A format is one frozen dataclass:
 - `parts` are its tensors, each by how many outputs and inputs one item covers;
 - `unpack` is its definition, in PyTorch and float32;
 - `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
@@ -43,6 +44,7 @@ class Part:
     inputs: int = 1
     row_items: int = 1  # more than 1 where codes are packed down the outputs
     run: int = 0  # weights of an item, where rows are taken as one long run; else 0
+    down: bool = False  # the tensor's rows go down the inputs, and its columns are outputs
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Rows and columns of the tensor of a weight (outputs, inputs); one of them may be left
@@ -51,7 +53,13 @@ class Part:
             return 1, -(-outputs * inputs // self.run)
         rows = -(-outputs * self.row_items // self.outputs) if self.outputs else 1
         columns = -(-inputs * self.items // self.inputs) if self.inputs else self.items
-        return rows, columns
+        return (columns, rows) if self.down else (rows, columns)
+
+    def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """What a tensor of this part has of some outputs, which begin and end with whole items."""
+        first = start * self.row_items // self.outputs if self.outputs else 0
+        count = -(-(stop - start) * self.row_items // self.outputs) if self.outputs else 1
+        return tensor.narrow(int(self.down), first, count)
 
 
 def block_of(group: int, unit: int) -> int:
@@ -82,8 +90,8 @@ class TritonForm:
     table: tuple[float, ...] = ()  # given to it behind the parts, as float32
 
 
-class RowFormat(ABC):
-    """A format of row-packed weights; a frozen dataclass, since kernels are kept by it."""
+class PackedFormat(ABC):
+    """A format of packed weights; a frozen dataclass, since kernels are kept by it."""
 
     name: ClassVar[str]  # for people
     has_scale: ClassVar[bool] = False  # whether `terms` gives a scale
@@ -95,6 +103,18 @@ class RowFormat(ABC):
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
         """Its tensors."""
+
+    @property
+    def index(self) -> tuple[str, int] | None:
+        """The leaf that names the group of each input, and the inputs of a group, where they are
+        not neighbours. `terms` are asked for as if they were, and each value gets those of its
+        group."""
+        return None
+
+    @property
+    def goes_down(self) -> bool:
+        """Whether codes go down the inputs: neighbours in memory are of neighbouring outputs."""
+        return self.parts[0].down
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
@@ -154,17 +174,17 @@ class RowFormat(ABC):
     @classmethod
     def has_triton(cls) -> bool:
         """Whether Triton kernels read it; nothing is imported to tell."""
-        return cls.triton is not RowFormat.triton
+        return cls.triton is not PackedFormat.triton
 
 
 @dataclass(frozen=True, slots=True)
-class RowWeight:
-    """One linear's weight (outputs, inputs) in a row-packed format."""
+class PackedWeight:
+    """One linear's weight (outputs, inputs) in a packed format."""
 
-    format: RowFormat
+    format: PackedFormat
     in_features: int
     out_features: int
-    tensors: Mapping[str, Tensor]  # by leaf, as RowFormat.parts says
+    tensors: Mapping[str, Tensor]  # by leaf, as PackedFormat.parts says
 
     def unpack(self) -> Tensor:
         """(outputs, inputs) float32, by the format's definition."""
@@ -193,11 +213,9 @@ class RowWeight:
         matrices = self.matrices()
         for start in range(0, self.out_features, step):
             stop = min(start + step, self.out_features)
-            cut = {}
-            for part in self.format.parts:
-                rows, whole = part.shape(stop - start, self.in_features)[0], matrices[part.leaf]
-                first = start * part.row_items // part.outputs if part.outputs else 0
-                cut[part.leaf] = whole[first : first + rows]
+            cut = {
+                part.leaf: part.cut(matrices[part.leaf], start, stop) for part in self.format.parts
+            }
             yield start, self.format.unpack(cut, stop - start, self.in_features)
 
     def matrices(self) -> dict[str, Tensor]:
@@ -278,7 +296,7 @@ def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One `quant_method` of config.json whose weights are row-packed.
+    """One `quant_method` of config.json whose weights are packed.
 
     `read` gives the format of a linear, None where it is plain, and raises ValueError where the
     config or the tensors make no sense; it is asked for every linear of which a leaf is there.
@@ -287,5 +305,5 @@ class Method:
     name: str
     leaves: tuple[str, ...]  # tensors that weights are made of, behind a linear's name
     unused: tuple[str, ...] = ()  # and those that products with unpacked weights do not need
-    read: Callable[[Stored, Mapping[str, Any]], RowFormat | None]
+    read: Callable[[Stored, Mapping[str, Any]], PackedFormat | None]
     quantizes_rows: Callable[[Mapping[str, Any]], bool] = lambda settings: False

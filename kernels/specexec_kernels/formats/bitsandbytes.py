@@ -19,8 +19,8 @@ from torch import Tensor
 from specexec_kernels.formats.base import (
     SCALES,
     Method,
+    PackedFormat,
     Part,
-    RowFormat,
     Stored,
     TritonForm,
     block_of,
@@ -36,7 +36,7 @@ _PER_CODE = 1 / 127  # of the int8 scales
 
 
 @dataclass(frozen=True, slots=True)
-class Table4(RowFormat):
+class Table4(PackedFormat):
     """4-bit codes of a table, one absmax for each run of weights."""
 
     name: ClassVar[str] = "4-bit table"
@@ -105,7 +105,7 @@ class Table4(RowFormat):
         return TritonForm(triton_formats.table4, settings, self.table)
 
 
-def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     if "SCB" in stored.tensors:
         _check_rows(stored)
         return Int8(

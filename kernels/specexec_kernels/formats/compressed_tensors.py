@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import CACHE_SCALES, SCALES, Method, RowFormat, Stored
+from specexec_kernels.formats.base import CACHE_SCALES, SCALES, Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 from specexec_kernels.formats.integers import Int8, PackedIntegers
@@ -21,7 +21,7 @@ _CLASSES = ("Linear",)
 _FOLDED = ("weight_input", "weight_output")  # locations whose transforms are in stored weights
 
 
-def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     _check_transforms(settings)
     group = _group(stored.name, settings)
     if "weight_packed" in stored.tensors:

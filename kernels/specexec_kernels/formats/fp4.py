@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat, TritonForm
+from specexec_kernels.formats.base import PackedFormat, Part, TritonForm
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
@@ -23,7 +23,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 @dataclass(frozen=True, slots=True)
-class Fp4(RowFormat):
+class Fp4(PackedFormat):
     """E2M1 with a scale for each group of inputs."""
 
     name: ClassVar[str] = "FP4"

@@ -17,8 +17,8 @@ from specexec_kernels.formats.base import (
     CACHE_SCALES,
     SCALES,
     Method,
+    PackedFormat,
     Part,
-    RowFormat,
     Stored,
     TritonForm,
     block_of,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8(RowFormat):
+class Fp8(PackedFormat):
     """float8 with one scale per tile."""
 
     name: ClassVar[str] = "FP8"
@@ -72,7 +72,7 @@ class Fp8(RowFormat):
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
         if self.kind != "F8_E4M3" or not lanes.has_byte_tables:
-            yield from RowFormat.pairs(self, lanes)
+            yield from PackedFormat.pairs(self, lanes)
             return
         for word in lanes.read_words("weight"):
             yield from lanes.float8_pairs(word)

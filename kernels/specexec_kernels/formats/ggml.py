@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from specexec_kernels.formats.base import Part, RowFormat
+from specexec_kernels.formats.base import PackedFormat, Part
 
 if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
 
 
-class GgmlFormat(RowFormat):
+class GgmlFormat(PackedFormat):
     """A format of blocks; a subclass states `unit`, the block's bytes, and how it is read."""
 
     block_bytes: ClassVar[int]

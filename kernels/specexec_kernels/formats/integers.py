@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from specexec_kernels.formats.base import (
+    PackedFormat,
     Part,
-    RowFormat,
     TritonForm,
     block_of,
     fits_units,
@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class PackedIntegers(RowFormat):
+class PackedIntegers(PackedFormat):
     """Codes in words; `weight_g_idx` gives the group of each input where they are not in order."""
 
     name: ClassVar[str] = "packed integers"
+    has_scale: ClassVar[bool] = True
     bits: int
     group: int  # inputs; 0: all
     scale_dtype: str
@@ -42,14 +43,13 @@ class PackedIntegers(RowFormat):
     unit: int = 32
 
     @property
-    def has_scale(self) -> bool:  # type: ignore[override]
-        """Whether inputs in a block share their scale."""
-        return not self.shuffled
+    def has_offset(self) -> bool:  # type: ignore[override]
+        """Whether there are zero points."""
+        return self.zeros
 
     @property
-    def has_offset(self) -> bool:  # type: ignore[override]
-        """Whether there are zero points, which inputs in a block share."""
-        return self.zeros and not self.shuffled
+    def index(self) -> tuple[str, int] | None:
+        return ("weight_g_idx", self.group) if self.shuffled else None
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
@@ -105,27 +105,17 @@ class PackedIntegers(RowFormat):
             word, shift = divmod(code * self.bits, 32)
             high = words[min(word + 1, len(words) - 1)]
             field = lanes.field(self.bits, words[word], high, [shift] * lanes.lanes)
-            if not self.shuffled:
-                yield lanes.to_float(lanes.b.sub(field, lanes.same(2 ** (self.bits - 1))))
-                continue
-            group = lanes.number_at("weight_g_idx", code)
-            stored = lanes.same(2 ** (self.bits - 1))
-            if self.zeros:
-                stored = lanes.column_bits("weight_zero_point", self.bits, group)
-            difference = lanes.to_float(lanes.b.sub(field, stored))
-            yield lanes.b.fmul(lanes.item_of_column("weight_scale", group), difference)
+            yield lanes.less(field, 2 ** (self.bits - 1))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        if self.bits != 4 or self.shuffled:
-            yield from RowFormat.pairs(self, lanes)
+        if self.bits != 4:
+            yield from PackedFormat.pairs(self, lanes)
             return
         for word in lanes.read_words("weight_packed"):
             for i in range(4):
                 yield lanes.table_pair(tuple(float(code - 8) for code in range(16)), word, 4 * i)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        if self.shuffled:
-            return None, None
         scale = lanes.item("weight_scale", number)
         if not self.zeros:
             return scale, None
@@ -143,7 +133,7 @@ class PackedIntegers(RowFormat):
 
 
 @dataclass(frozen=True, slots=True)
-class Int8(RowFormat):
+class Int8(PackedFormat):
     """int8 with one scale for each output, group or tensor, times a constant."""
 
     name: ClassVar[str] = "INT8"
@@ -167,9 +157,13 @@ class Int8(RowFormat):
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        tile = {"outputs": self.tile[0], "inputs": self.tile[1]}
-        parts = (Part("weight", "I8"), Part(self.scale, self.scale_dtype, **tile))
-        return (*parts, Part("weight_zero_point", "I8", **tile)) if self.zeros else parts
+        outputs, inputs = self.tile
+        parts = (
+            Part("weight", "I8"),
+            Part(self.scale, self.scale_dtype, outputs=outputs, inputs=inputs),
+        )
+        zeros = Part("weight_zero_point", "I8", outputs=outputs, inputs=inputs)
+        return (*parts, zeros) if self.zeros else parts
 
     def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         def wide(stored: Tensor) -> Tensor:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import CACHE_SCALES, Method, RowFormat, Stored
+from specexec_kernels.formats.base import CACHE_SCALES, Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 
 _NVFP4_GROUP = 16
 
 
-def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     if "weight" not in stored.tensors or "weight_scale" not in stored.tensors:
         return None
     dtype = stored.dtype("weight")

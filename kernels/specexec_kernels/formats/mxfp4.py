@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from specexec_kernels.formats.base import Method, RowFormat, Stored
+from specexec_kernels.formats.base import Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 
 _GROUP = 32
 
 
-def _read(stored: Stored, settings: Mapping[str, Any]) -> RowFormat | None:
+def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     stored.shape("blocks")
     return Fp4(stored.unit_of(_GROUP), _GROUP, codes="blocks", scales="scales")
 

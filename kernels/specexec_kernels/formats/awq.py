@@ -1,0 +1,86 @@
+"""AWQ's GEMM format: 4 bits with a scale and a zero point for each output and group of inputs.
+
+W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]) with g = k // group. As in GPTQ rows are inputs
+or groups and columns outputs, but both codes and zero points are packed along the outputs: nibble i
+of word c holds output 8 * c + AWQ_ORDER[i] (Lin et al., arXiv:2306.00978; layout of AutoAWQ).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.base import PackedFormat, Part, TritonForm
+from specexec_kernels.formats.gptq import shared_run
+from specexec_kernels.packing import unpack_awq
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_lanes import Lanes
+
+_BITS, _MIDDLE = 4, 8
+_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_rows_lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Awq(PackedFormat):
+    """Codes of 4 bits in words that go along the outputs."""
+
+    name: ClassVar[str] = "AWQ"
+    bits: ClassVar[int] = 4
+    has_scale: ClassVar[bool] = True
+    has_offset: ClassVar[bool] = True
+    group: int  # inputs; 0: all
+    scale_dtype: str = "F16"
+    unit: int = 8  # inputs, each of a line of words
+
+    @property
+    def compiled(self) -> bool:  # type: ignore[override]
+        """Not where a unit's inputs are of several groups."""
+        return self.group % self.unit == 0
+
+    @property
+    def block(self) -> int:
+        return min(shared_run(self.group), _LONGEST_BLOCK)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (
+            Part("qweight", "I32", row_items=_BITS, outputs=32, down=True),
+            Part("qzeros", "I32", row_items=_BITS, outputs=32, inputs=self.group, down=True),
+            Part("scales", self.scale_dtype, inputs=self.group, down=True),
+        )
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        codes, zeros = unpack_awq(tensors["qweight"]), unpack_awq(tensors["qzeros"])
+        group = torch.arange(inputs, device=codes.device) // (self.group or inputs)
+        return (tensors["scales"].float()[group] * (codes - zeros[group]).float()).T.contiguous()
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        for place in range(self.unit):
+            yield lanes.less(
+                self._codes(lanes, "qweight", lanes.column_of("qweight", place)), _MIDDLE
+            )
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        table = tuple(float(code - _MIDDLE) for code in range(16))
+        for place in range(0, self.unit, 2):
+            first, second = (lanes.column_of("qweight", at) for at in (place, place + 1))
+            yield lanes.table_pair(table, lanes.pairs_along("qweight", (first, second)), 0)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        scale = lanes.item("scales", number)
+        zeros = self._codes(lanes, "qzeros", lanes.column("qzeros", number))
+        return scale, lanes.b.fmul(scale, lanes.to_float(lanes.b.sub(lanes.same(_MIDDLE), zeros)))
+
+    @staticmethod
+    def _codes(lanes: Lanes, leaf: str, line: Any) -> Any:
+        return lanes.codes_along(leaf, line, _BITS, interleaved=True)
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        return TritonForm(triton_formats.awq, (self.group,))

@@ -1,0 +1,138 @@
+"""GPTQ: integers with a scale and a zero point for each output and group of inputs.
+
+W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]) with g = g_idx[k], or k // group. Rows of all
+tensors are inputs or groups, and their columns outputs. Every run of 32 codes is one little-endian
+stream of bits * 32 bits, down the inputs in `qweight` and along the outputs in `qzeros` (Frantar et
+al., arXiv:2210.17323; layout of AutoGPTQ and GPTQModel). Zero points are stored as they are (format
+v2) or minus one (format v1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from specexec_kernels.formats.base import PackedFormat, Part, TritonForm, fits_units
+from specexec_kernels.packing import ones_of, unpack_rows, unpack_zeros
+
+if TYPE_CHECKING:
+    from specexec_kernels.cpu_rows_lanes import Lanes
+
+LONGEST_BLOCK = 128  # inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq(PackedFormat):
+    """Codes of 2, 3, 4 or 8 bits in words that go down the inputs."""
+
+    name: ClassVar[str] = "GPTQ"
+    has_scale: ClassVar[bool] = True
+    has_offset: ClassVar[bool] = True
+    bits: int
+    group: int  # inputs; 0: all
+    scale_dtype: str = "F16"
+    stored_minus_one: bool = False  # format v1
+    shuffled: bool = False  # `g_idx` gives the group of each input
+
+    @property
+    def unit(self) -> int:  # type: ignore[override]
+        """Codes of the smallest whole number of words."""
+        return 32 if self.bits == 3 else 32 // self.bits
+
+    @property
+    def compiled(self) -> bool:  # type: ignore[override]
+        """Not where a unit's inputs are of several groups without an index that says of which."""
+        if self.shuffled:
+            return fits_units(self.group, self.unit)
+        return self.group % self.unit == 0
+
+    @property
+    def block(self) -> int:
+        return LONGEST_BLOCK if self.index else min(shared_run(self.group), LONGEST_BLOCK)
+
+    @property
+    def index(self) -> tuple[str, int] | None:
+        return ("g_idx", self.group) if self.shuffled else None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        parts = (
+            Part("qweight", "I32", items=self.bits, inputs=32, down=True),
+            Part("qzeros", "I32", row_items=self.bits, outputs=32, inputs=self.group, down=True),
+            Part("scales", self.scale_dtype, inputs=self.group, down=True),
+        )
+        return (*parts, Part("g_idx", "I32", outputs=0)) if self.shuffled else parts
+
+    def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
+        codes = unpack_rows(tensors["qweight"], self.bits)
+        zeros = unpack_zeros(tensors["qzeros"], self.bits, minus_one=self.stored_minus_one)
+        if self.shuffled:
+            group = tensors["g_idx"].long().reshape(-1)
+        else:
+            group = torch.arange(inputs, device=codes.device) // (self.group or inputs)
+        return (tensors["scales"].float()[group] * (codes - zeros[group]).float()).T.contiguous()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        half = self.unit // 2
+        return tuple(code + upper for code in range(half) for upper in (0, half))
+
+    def values(self, lanes: Lanes) -> Iterator[Any]:
+        words = lanes.read_words("qweight")
+        for code in self.order:
+            yield lanes.less(self._field(lanes, words, code), 2 ** (self.bits - 1))
+
+    def pairs(self, lanes: Lanes) -> Iterator[Any]:
+        if self.bits == 8:
+            values = self.values(lanes)
+            for first in values:
+                yield lanes.exact_pair(first, next(values))
+            return
+        words, half = lanes.read_words("qweight"), self.unit // 2
+        middle = 2 ** (self.bits - 1)
+        table = tuple(float(code % (2 * middle) - middle) for code in range(16))
+        for code in range(half):
+            if self.bits == 3:
+                low, high = (self._field(lanes, words, at) for at in (code, code + half))
+                both = lanes.b.or_(low, lanes.b.shl(high, lanes.same(16)))
+                yield lanes.table_pair(table, both, 0)
+            else:  # the upper half of a word has the second half of its codes
+                yield lanes.table_pair(table, words[0], code * self.bits)
+
+    def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
+        scale, middle = lanes.item("scales", number), lanes.same(2 ** (self.bits - 1))
+        zeros = self._zeros(lanes, lanes.column("qzeros", number))
+        return scale, lanes.b.fmul(scale, lanes.to_float(lanes.b.sub(middle, zeros)))
+
+    def _field(self, lanes: Lanes, words: list[Any], code: int) -> Any:
+        """Code `code` of a unit, int32 lanes."""
+        word, shift = divmod(code * self.bits, 32)
+        high = words[min(word + 1, len(words) - 1)]
+        return lanes.field(self.bits, words[word], high, [shift] * lanes.lanes)
+
+    def _zeros(self, lanes: Lanes, group: Any) -> Any:
+        """The zero points of a group, int32 lanes."""
+        if self.bits == 3:
+            stored = lanes.codes_along("qzeros", group, 3)
+            if not self.stored_minus_one:
+                return stored
+            return lanes.b.and_(lanes.b.add(stored, lanes.same(1)), lanes.same(7))
+        # the one is added to whole words, carry included, as the writer took it away
+        ones = ones_of(self.bits) if self.stored_minus_one else 0
+        return lanes.codes_along("qzeros", group, self.bits, added=ones)
+
+    def triton(self) -> TritonForm:
+        from specexec_kernels import triton_formats
+
+        settings = self.bits, self.group, self.stored_minus_one, self.shuffled
+        return TritonForm(triton_formats.gptq, settings)
+
+
+def shared_run(group: int) -> int:
+    """The longest power of two that divides a group of inputs (0: all): so many neighbours, counted
+    from the first input, are in one group."""
+    return group & -group if group else 1 << 30
