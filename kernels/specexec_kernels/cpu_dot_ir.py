@@ -1,14 +1,10 @@
 """LLVM IR of bfloat16 rows times weights, where the CPU multiplies pairs of bfloat16 (vdpbf16ps).
 
-The same frame for every stored form: a strip of outputs goes through the inputs block by block. A
-block of its weights becomes pairs of bfloat16, one 32-bit lane for two inputs of an output, in the
-registers (few rows) or in the L1 cache (more rows), and every chunk of rows multiplies with it;
-the chunk's sums live in registers (the register tiling of Goto and van de Geijn, "Anatomy of
-High-Performance Matrix Multiplication", 2008). What differs between forms is how pairs are made:
-- PackedDot (cpu_dot_packed_ir): code - zero point, an integer that bfloat16 holds exactly; a block
-  lies inside one group, and its sums are multiplied by the group's scale in float32. No weight is
-  rounded.
-- StoredDot (cpu_dot_stored_ir): weights stored in bfloat16, transposed as 32-bit words.
+A strip of outputs goes through the inputs block by block. A block of its weights becomes pairs of
+bfloat16, one 32-bit lane for two inputs of an output, in the registers (few rows) or in the L1
+cache (more rows), and every chunk of rows multiplies with it; the chunk's sums live in registers
+(the register tiling of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication",
+2008). How weights become pairs is cpu_dot_stored_ir's.
 
 Where the CPU multiplies tiles (AMX) a panel of blocks becomes pairs in the L1 cache likewise, and
 cpu_panels_ir multiplies and sums, with a rounding of its own.
@@ -71,9 +67,6 @@ class Products(Emitter, ABC):
         """Memory on the stack for the pairs of a block, [pair][output]."""
         self.block = self.reserve(self.block_units * self.unit_pairs * self.spec.strip)
 
-    def begin_block(self, strip: Any, first: Any) -> None:
-        """Read what all of a block needs, which begins with unit `first`."""
-
     @abstractmethod
     def fill(self, strip: Any, first: Any, last: Any) -> None:
         """Put the pairs of units first..last into the block."""
@@ -135,7 +128,6 @@ class Products(Emitter, ABC):
     def strip_block(self, strip: Any, first: Any, last: Any) -> list[Any]:
         """One block of a strip, multiplied with every row."""
         b = self.b
-        self.begin_block(strip, first)
         zeros = [ir.Constant(self.vector, [0.0] * LANES)] * (self.spec.rows * self.spec.vectors)
         if self.block is None:
 

@@ -1,8 +1,9 @@
-"""The formats of packed (quantized) weights that specexec reads: one table for loading and sizes.
+"""What tools call weights packed as GPTQ or AWQ pack them: one table for loading and sizes.
 
-An entry says how a config file names the format, which tensors a packed linear has, and how codes
-and zero points lie in them; `models/quant_checkpoint.py` makes linears of them, which multiply
-with the kernels' PackedWeight. Torch-free, because `plan` reads it before anything is loaded.
+An entry says how a config file names the method, which tensors a packed linear has, and which of
+the two layouts they have; `models/quant_checkpoint.py` makes linears of them. What the layouts mean
+is in specexec_kernels.formats, `gptq` and `awq`. Torch-free, because `plan` reads it before
+anything is loaded.
 """
 
 from __future__ import annotations
