@@ -56,7 +56,7 @@ class Gptq(PackedFormat):
 
     @property
     def index(self) -> tuple[str, int] | None:
-        return ("g_idx", self.group) if self.shuffled else None
+        return ("g_idx", self.group) if self.shuffled and self.group else None
 
     @property
     def parts(self) -> tuple[Part, ...]:

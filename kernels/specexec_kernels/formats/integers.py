@@ -49,7 +49,7 @@ class PackedIntegers(PackedFormat):
 
     @property
     def index(self) -> tuple[str, int] | None:
-        return ("weight_g_idx", self.group) if self.shuffled else None
+        return ("weight_g_idx", self.group) if self.shuffled and self.group else None
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
