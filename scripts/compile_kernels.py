@@ -37,7 +37,7 @@ from specexec_kernels import (
     triton_topk,
     triton_tree_attention,
 )
-from specexec_kernels.row_quantize import RECIPES
+from specexec_kernels.column_quantize import COLUMN_RECIPES, PACKERS, packed_weight
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -60,7 +60,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "gpt-oss' sinks and window": {"head_dim": 64, "sinks": True, "window": True},
     "DeepSeek-V3's heads": {"head_dim": 192, "value_dim": 128, "kv_heads": 32},
 }
-ROW_PACKED = (*RECIPES, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
+PACKED = (*PACKERS, "Q4_0", "Q8_0", "Q4_K", "Q6_K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +145,10 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
                 f"{bits}-bit dequantize, {name}",
                 lambda d=dtype, w=weight: triton_rows.unpack(w, d),
             )
-        for each in ("nvfp4", "Q4_K") if quick else ROW_PACKED:
-            packed = row_weight(each, torch.randn(1024, 1024))
+        for each in ("nvfp4", "Q4_K", "awq") if quick else PACKED:
+            plain = torch.randn(1024, 1024)
+            down = each in COLUMN_RECIPES
+            packed = packed_weight(each, plain) if down else row_weight(each, plain)
             yield (
                 f"{each} product, {name}",
                 lambda x=x, w=packed: triton_rows.quantized_matmul(x, w),

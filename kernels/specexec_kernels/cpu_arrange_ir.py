@@ -1,10 +1,9 @@
 """LLVM IR that puts rows of activations into the order in which kernels read them.
 
-Arrange does it for packed weights, and sums rows over each block of inputs where a format has
-offsets; ArrangePairs for the products of cpu_dot. In one call, since as a dozen operations of
-PyTorch it took as long as the product of a small matrix, and since PyTorch's threads go on looking
-for work for a while, on the cores that the product needs (docs/experiments.md). Threads claim
-chunks of rows.
+Rows are summed over each block of inputs too, where a format has offsets. In one call, since as a
+dozen operations of PyTorch it took as long as the product of a small matrix, and since PyTorch's
+threads go on looking for work for a while, on the cores that the product needs
+(docs/experiments.md). Threads claim chunks of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
 # Positions in the int64 argument array; rows lie one behind the other
 COUNTER, SOURCE, ROWS, INPUTS, ITEMS, SUMS, CHUNKS = range(7)
-BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side for tiles, and for ArrangePairs
+BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side in lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class ArrangeSpec:
     block: int  # inputs of a sum, a power of two; 0 where none are needed
     lanes: int
     order: tuple[int, ...]  # the inputs of a unit, as items take them
-    tiles: bool = False  # TILE_PAIRS items of a row lie side by side
+    tiles: bool = False  # TILE_PAIRS items of a row lie side by side, whole lines of them
 
     @property
     def unit(self) -> int:
@@ -187,77 +186,3 @@ class Arrange(Emitter):
 def build_arrange(spec: ArrangeSpec, name: str) -> str:
     """LLVM IR of the kernel `void name(int64 *args)` for `spec`."""
     return build_module(name, lambda function: Arrange(spec, function).emit())
-
-
-# Positions in the argument array of ArrangePairs
-PAIRS_COUNTER, PAIRS_SOURCE, PAIRS_INPUTS, PAIRS_BLOCKS, PAIRS_OUT, PAIRS_CHUNKS = range(6)
-
-
-class ArrangePairs(Emitter):
-    """Whole chunks of bfloat16 rows as (chunks, blocks, rows, 16) pairs; inputs too many are zero.
-
-    Inputs j and j + unit / 2 of each run of `unit` are a pair.
-    """
-
-    def __init__(self, rows: int, unit: int, function: ir.Function) -> None:
-        super().__init__(ir.IRBuilder(function.append_basic_block("entry")), BLOCK_INPUTS // 2)
-        self.rows = rows
-        runs = range(0, BLOCK_INPUTS, unit)
-        self.order = [
-            run + j + half for run in runs for j in range(unit // 2) for half in (0, unit // 2)
-        ]
-        self.line = ir.VectorType(I16, BLOCK_INPUTS)
-        self.base = self.b.ptrtoint(function.args[0], I64)
-
-    def emit(self) -> None:
-        """Claim chunks until none is left."""
-        b = self.b
-        source, inputs, blocks, out, chunks = (
-            self.load(self.base, I64(at), I64, 8) for at in range(1, PAIRS_CHUNKS + 1)
-        )
-        whole = b.udiv(inputs, I64(BLOCK_INPUTS))
-        nothing = ir.Constant(self.line, [0] * BLOCK_INPUTS)
-
-        def chunk(number: Any, _: list[Any]) -> list[Any]:
-            def row(m: Any, _: list[Any]) -> list[Any]:
-                first = b.mul(b.add(b.mul(number, I64(self.rows)), m), inputs)
-
-                def put(block: Any, values: Any) -> None:
-                    order = self.ints(self.order)
-                    values = b.shuffle_vector(values, ir.Constant(self.line, ir.Undefined), order)
-                    place = b.add(b.mul(b.add(b.mul(number, blocks), block), I64(self.rows)), m)
-                    address = self.ptr(out, b.mul(place, I64(BLOCK_INPUTS)), 2)
-                    b.store(values, address, align=2)
-
-                def full(block: Any, _: list[Any]) -> list[Any]:
-                    begin = b.add(first, b.mul(block, I64(BLOCK_INPUTS)))
-                    put(block, self.load(source, begin, self.line, 2))
-                    return []
-
-                def rest(block: Any, _: list[Any]) -> list[Any]:
-                    values = nothing
-                    for i in range(BLOCK_INPUTS):
-                        place = b.add(b.mul(block, I64(BLOCK_INPUTS)), I64(i))
-                        inside = b.icmp_signed("<", place, inputs)
-                        safe = b.add(first, b.select(inside, place, I64(0)))
-                        value = b.select(inside, self.load(source, safe, I16, 2), I16(0))
-                        values = b.insert_element(values, value, I32(i))
-                    put(block, values)
-                    return []
-
-                self.loop(I64(0), whole, 1, [], full)
-                self.loop(whole, blocks, 1, [], rest)
-                return []
-
-            return self.loop(I64(0), I64(self.rows), 1, [], row)
-
-        def work(start: Any, stop: Any) -> None:
-            self.loop(start, stop, 1, [], chunk)
-
-        counter = self.ptr(self.base, I64(PAIRS_COUNTER), 8)
-        self.claim_strips(counter, I64(0), chunks, I64(1), work)
-
-
-def build_pairs(rows: int, unit: int, name: str) -> str:
-    """LLVM IR of the kernel `void name(int64 *args)` that arranges pairs."""
-    return build_module(name, lambda function: ArrangePairs(rows, unit, function).emit())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from specexec_kernels import cpu_jit, cpu_team
-from specexec_kernels.cpu_arrange_ir import build_pairs
+from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_dot_ir import LANES, X_PAIRS
 from specexec_kernels.cpu_dot_stored_ir import StoredArg, StoredSpec, build_stored
 from specexec_kernels.cpu_products import product
@@ -72,7 +72,7 @@ class Stored:
         return _stored_kernel(spec)
 
     def arrange(self, x: Tensor, spec: StoredSpec) -> dict[int, Tensor]:
-        return {StoredArg.X: _arrange(x, spec.rows, 2)}
+        return {StoredArg.X: _arrange(x, spec.rows)}
 
     def sums(self, chunks: int, spec: StoredSpec, weight: Tensor) -> Tensor:
         return torch.empty(chunks, spec.rows, weight.shape[0])
@@ -83,7 +83,7 @@ class Stored:
         values = {
             StoredArg.OUT_STRIDE: outputs,
             StoredArg.UNITS: inputs // (2 * LANES),
-            StoredArg.X_BLOCKS: _x_blocks(inputs),
+            StoredArg.X_BLOCKS: inputs // (2 * X_PAIRS),
             StoredArg.END_STRIP: strips,
             StoredArg.STRIPS_AT_ONCE: self._at_once(spec, strips),
         }
@@ -133,34 +133,29 @@ def chunk_rows(rows: int) -> int:
     return min(_MANY[-3:], key=lambda size: (-(-rows // size) * size, -size))
 
 
-def _x_blocks(inputs: int) -> int:
-    """Blocks of pairs in which rows are laid out; see _arrange."""
-    return -(-inputs // (2 * X_PAIRS))
-
-
-def _arrange(x: Tensor, size: int, unit: int) -> Tensor:
+def _arrange(x: Tensor, size: int) -> Tensor:
     """Rows as the kernels read them.
 
     Args:
         x: (chunks * size, inputs) bfloat16.
         size: rows of a chunk.
-        unit: inputs j and j + unit / 2 of each run of this many are a pair.
     Returns:
-        (chunks, blocks, size, 2 * X_PAIRS) bfloat16; inputs too many are zero.
+        (chunks, blocks, size, 2 * X_PAIRS) bfloat16.
     """
     x = x.contiguous()
-    (rows, inputs), blocks = x.shape, _x_blocks(x.shape[1])
+    rows, inputs = x.shape
     chunks = rows // size
-    packed = torch.empty(chunks, blocks, size, 2 * X_PAIRS, dtype=x.dtype)
-    # in the order of the positions that cpu_arrange_ir names
-    table = array("q", (0, x.data_ptr(), inputs, blocks, packed.data_ptr(), chunks))
-    cpu_team.run(_arrange_kernel(size, unit), table.buffer_info()[0], chunks)
+    packed = torch.empty(chunks, inputs // (2 * X_PAIRS), size, 2 * X_PAIRS, dtype=x.dtype)
+    # in the order of the positions that cpu_arrange_ir names; no sums
+    table = array("q", (0, x.data_ptr(), rows, inputs, packed.data_ptr(), 0, chunks))
+    cpu_team.run(_arrange_kernel(size), table.buffer_info()[0], chunks)
     return packed
 
 
 @cache
-def _arrange_kernel(rows: int, unit: int) -> Any:
-    return cpu_jit.compiled("arrange_pairs", (rows, unit), partial(build_pairs, rows, unit))
+def _arrange_kernel(rows: int) -> Any:
+    spec = ArrangeSpec(True, rows, 0, LANES, order=(0, 1), tiles=True)
+    return cpu_jit.compiled("arrange", spec, partial(build_arrange, spec))
 
 
 @cache

@@ -2,8 +2,8 @@
 
 A kernel is `void name(int64 *args)`. Its work is a range of strips (some output columns each) that
 threads claim from a counter in args[0], so any number of them may call it with the same arguments
-at once. What is done with a strip is the generator's own, those files whose names end in _ir, and
-cpu_ir itself. Knows nothing of groups, of torch, or of thread pools.
+at once. What is done with a strip is the generator's own, those files whose names end in _ir.
+Knows nothing of groups, of torch, or of thread pools.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class PanelShape:
     def n_totals(self) -> int:
         """Sums that are kept at a time: at most strips taken in turn times chunks.
 
-        Where `few_totals` is not larger they are MOST_TOTALS numbers.
+        Each has `rows` x `strip` numbers, MOST_TOTALS of them in all.
         """
         return max(self.few_totals, MANY_STRIPS * self.group_chunks)
 

@@ -198,7 +198,10 @@ class PackedProducts(Lanes):
         """A value of input `place` of the unit by the terms of its group."""
         fmt = self.spec.format
         assert fmt.index is not None
-        group = self.number_at(fmt.index[0], place)
+        leaf, size = fmt.index
+        group = (
+            self.number_at(leaf, place) if leaf else self.b.udiv(self.input_at(place), I64(size))
+        )
         terms = [
             self.load(self.scratch, self.scratch_place(group, i), self.vector)
             for i in range(1 + fmt.has_offset)

@@ -24,10 +24,10 @@ Fetch = Callable[[], None]  # asks for one line of a tensor
 COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, SCRATCH, PARTS = range(11)
 RUN_WORDS = 4  # of an output that are loaded at once: of more, the transposing costs more
 AHEAD_BYTES = 1024  # of an output's codes that are asked for before they are unpacked
-# Codes that go down the inputs lie in lines, each for one or more inputs. So many lines of a tile
-# are read side by side, since a CPU follows no more of them in memory; words of outputs that lie so
-# far ahead are asked for; and a claim has up to so many outputs (docs/experiments.md).
-TILE_LINES, AHEAD_OUTPUTS, WIDE_OUTPUTS = 64, 64, 8192
+# Codes that go down the inputs lie in lines, each for one or more inputs (docs/experiments.md):
+TILE_LINES = 64  # that a tile reads side by side; a CPU follows no more of them in memory
+AHEAD_OUTPUTS = 64  # whose words lie between those that are unpacked and those that are asked for
+WIDE_OUTPUTS = 8192  # the most of a claim: long parts of a line are read faster
 LINE_WORDS = 16  # of a cache line
 TILE_INPUTS = 128  # at least, of a tile in the L1 cache
 ITEM_TYPES = {
@@ -80,8 +80,8 @@ class PackedSpec:
 
     @property
     def claim_outputs(self) -> int:
-        """The most outputs of a claim, where codes go down the inputs: long parts of a line are
-        read faster. With an index the terms of all groups are to lie in the L2 cache too."""
+        """The most outputs of a claim, where codes go down the inputs; with an index fewer, since
+        the terms of all groups lie in the caches too."""
         return WIDE_OUTPUTS // 2 if self.format.index else WIDE_OUTPUTS
 
     @property
@@ -181,6 +181,7 @@ class Lanes(Numbers):
         """Word `number` of the unit of a tensor that goes down the inputs: neighbours are those of
         neighbouring outputs."""
         b, (part, base, columns) = self.b, self.parts[leaf]
+        assert part.dtype == "I32", f"codes that go down are read as words, not {part.dtype}"
         lines = part.items * self.spec.format.unit // part.inputs
         line = b.add(b.mul(self.unit, I64(lines)), I64(number))
         at = b.add(b.mul(line, columns), self.row)
@@ -255,8 +256,11 @@ class Lanes(Numbers):
             return self.splat(b.load(b.inttoptr(at, ir.PointerType()), typ=typ, align=1),
                               self.lanes)  # fmt: skip
 
-        if part.down:
-            return self.item_at(leaf, column)
+        if part.down:  # neighbours are those of neighbouring outputs
+            at = b.add(b.mul(column, columns), self.row)
+            return self._number(
+                self.load(base, at, ir.VectorType(typ, self.lanes), size), part.dtype
+            )
         if part.outputs == 0:
             return self._number(one(address(I64(0))), part.dtype)
         if part.outputs == 1:
@@ -295,30 +299,13 @@ class Lanes(Numbers):
         that goes down the inputs."""
         return self._column(self.parts[leaf][0], number)
 
-    def column_of(self, leaf: str, place: int) -> Any:
-        """As `column`, for one input of the unit."""
-        at = self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
-        inputs = self.parts[leaf][0].inputs
-        return self.b.udiv(at, I64(inputs)) if inputs else I64(0)
+    def input_at(self, place: int) -> Any:
+        """The number of input `place` of the unit, counted from the first one of all."""
+        return self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
 
     def number_at(self, leaf: str, place: int) -> Any:
         """The int32 that a tensor beside has for an input of the unit, as a column."""
-        at = self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
-        return self.b.sext(self.load(self.parts[leaf][1], at, I32), I64)
-
-    def item_at(self, leaf: str, column: Any) -> Any:
-        """The items of each lane's output in a column of a tensor beside, as float32."""
-        b, (part, base, columns) = self.b, self.parts[leaf]
-        typ, size = ITEM_TYPES[part.dtype]
-        if part.down:
-            at = b.add(b.mul(column, columns), self.row)
-            items = self.load(base, at, ir.VectorType(typ, self.lanes), size)
-            return self._number(items, part.dtype)
-        places = [
-            b.add(b.mul(b.add(self.row, I64(lane)), columns), column) for lane in range(self.lanes)
-        ]
-        addresses = [b.add(base, b.mul(place, I64(size))) for place in places]
-        return self._number(self._gathered(addresses, typ), part.dtype)
+        return self.b.sext(self.load(self.parts[leaf][1], self.input_at(place), I32), I64)
 
     def codes_along(
         self, leaf: str, row: Any, bits: int, *, added: int = 0, interleaved: bool = False
@@ -457,18 +444,19 @@ class Lanes(Numbers):
     def _ahead_down(self, codes: Part) -> list[Fetch]:
         """As `ahead`, of codes that go down the inputs: what comes next in their lines."""
         b, (_, base, columns) = self.b, self.parts[codes.leaf]
+        row = self.row  # lines are asked for later, when others have come
         lines = codes.items * self.spec.format.unit // codes.inputs
         first = b.mul(self.unit, I64(lines))
         outputs = codes.outputs // codes.row_items  # of a word
         ahead = max(AHEAD_OUTPUTS // outputs, LINE_WORDS)
-        at = b.add(b.udiv(self.row, I64(outputs)), I64(ahead))
+        at = b.add(b.udiv(row, I64(outputs)), I64(ahead))
 
         def fetch(line: int) -> None:
             self.prefetch(base, b.add(b.mul(b.add(first, I64(line)), columns), at))
 
         def fetch_new() -> None:
             """All at once, where a cache line begins that several vectors of outputs lie in."""
-            is_new = b.icmp_unsigned("==", b.urem(self.row, I64(LINE_WORDS * outputs)), I64(0))
+            is_new = b.icmp_unsigned("==", b.urem(row, I64(LINE_WORDS * outputs)), I64(0))
             with b.if_then(is_new):
                 for line in range(lines):
                     fetch(line)

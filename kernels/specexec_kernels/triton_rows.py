@@ -36,7 +36,8 @@ def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     inputs, outputs = weight.in_features, weight.out_features
     parts, constants = _arguments(weight)
     out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
-    block_k, block_n = 128, 16
+    # longest where neighbours in memory are
+    block_k, block_n = (32, 128) if weight.format.goes_down else (128, 16)
     grid = (triton.cdiv(inputs, block_k), triton.cdiv(outputs, block_n))
     # weights are rounded as their definition says: no product joins an addition
     _unpack_kernel[grid](

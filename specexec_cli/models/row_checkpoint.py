@@ -83,7 +83,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
 
 @dataclass(frozen=True)
 class RowQuantization:
-    """A checkpoint whose linears are packed."""
+    """A checkpoint whose linears are packed by one of METHODS."""
 
     checkpoint: Checkpoint
     source: Path  # the file that says so

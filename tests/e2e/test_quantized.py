@@ -92,6 +92,20 @@ def test_awq(tmp_path: Path) -> None:
     assert_same_function(*save_quantized(tmp_path, choose=lambda n: fmt, sym=False))
 
 
+@pytest.mark.parametrize("in_order", [True, False])
+def test_awq_beside_an_index_of_groups(in_order: bool, tmp_path: Path) -> None:
+    """Which its layout does not have: one in order says nothing, another is refused."""
+    plain, packed = save_quantized(tmp_path, choose=lambda n: Awq(GROUP), sym=False)
+    index = torch.arange(64, dtype=torch.int32) // GROUP
+    stored = index if in_order else index.flip(0)
+    edit_tensors(packed, lambda tensors: tensors.update({f"{Q_PROJ}.g_idx": stored}))
+    if in_order:
+        assert_same_function(plain, packed)
+        return
+    with pytest.raises(CheckpointError, match="which AWQ's layout does not have"):
+        open_float32(packed)
+
+
 @pytest.mark.parametrize(
     ("packing", "fmt", "sym"),
     [

@@ -1,4 +1,4 @@
-"""Random weights in every row-packed format, for tests of their kernels."""
+"""Random weights in every packed format, for tests of their kernels."""
 
 from __future__ import annotations
 

@@ -52,11 +52,13 @@ def test_the_avx2_form_on_any_x86() -> None:
 def test_the_pairs_of_a_cpu_without_tiles() -> None:
     """As on a CPU with AVX512-BF16 and without AMX: the same tests, by vdpbf16ps."""
     assert python("-c", REPORT, without="amx").split() == ["16", "True", "True"]
-    tests = [str(HERE / name) for name in ("test_cpu_dot.py", "test_row_formats.py")]
+    names = ("test_cpu_dot.py", "test_row_formats.py", "test_down_formats.py")
+    tests = [str(HERE / name) for name in names]
     said = python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
         # every form of weights, and that a row's bits are its own
-        "-k", "test_cpu_dot or (product_is and bfloat16)", without="amx",
+        "-k", "test_cpu_dot or (product_is and bfloat16) or (down_formats and not narrower)",
+        without="amx",
     )  # fmt: skip
     assert " passed" in said
 
@@ -86,6 +88,12 @@ def test_the_neon_form_of_stored_weights() -> None:
     "name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested", "gptq-4", "awq"]
 )
 def test_the_neon_form_of_row_packed_weights(name: str) -> None:
+    fmt = FORMATS[name]
     for few in (True, False):
-        spec = cpu_rows_lanes.PackedSpec(FORMATS[name], False, 4, 1 if few else 2, 4, few)
-        assert neon(cpu_rows_ir.build_rows(spec, "kernel")).count("fmla\t") >= 4 * (2 - few)
+        vectors = (4 if fmt.goes_down else 1) if few else 2
+        spec = cpu_rows_lanes.PackedSpec(fmt, False, 4, vectors, 4, few)
+        assembly = neon(cpu_rows_ir.build_rows(spec, "kernel"))
+        # of few rows all products of a unit are written out, of more those of an unrolled turn
+        turn = min(fmt.unit, fmt.block) if few else cpu_rows_ir.UNROLL
+        assert assembly.count("fmla\t") >= 4 * vectors * turn
+        assert "prfm" in assembly

@@ -5,6 +5,7 @@ Products of each format are tested beside all others in test_row_formats.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,8 @@ import pytest
 import torch
 from packed import FORMATS, V1_4BIT, outputs_for, random_weight
 from specexec_kernels import cpu_jit, cpu_rows, cpu_team_ir
+from specexec_kernels.cpu_rows_ir import build_rows
+from specexec_kernels.cpu_rows_lanes import PackedSpec
 from specexec_kernels.formats.awq import Awq
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
@@ -19,8 +22,9 @@ from torch import Tensor
 
 needs_dot = pytest.mark.skipif(not cpu_jit.has_dot(), reason="no instruction for pairs of bfloat16")
 COMPUTE = [torch.float32, *([torch.bfloat16] if cpu_jit.has_dot() else [])]
-# a whole number of strips, less than a block of inputs, one group, groups of odd size
-SHAPES = [(256, 512, 64), (96, 224, 32), (160, 160, 160), (288, 136, 96)]
+# a whole number of strips, less than a block of inputs, one group, groups of odd size, a group
+# larger than the inputs
+SHAPES = [(256, 512, 64), (96, 224, 32), (160, 160, 160), (288, 136, 96), (64, 160, 128)]
 
 
 def rows_of(count: int, inputs: int) -> Tensor:
@@ -35,10 +39,12 @@ def allowed(x: Tensor, dense: Tensor) -> Tensor:
 @pytest.mark.parametrize("fmt", FORMATS, ids=str)
 @pytest.mark.parametrize("dtype", COMPUTE, ids=str)
 def test_products(fmt: Gptq | Awq, dtype: torch.dtype) -> None:
-    exact = dtype == torch.float32 or not fmt.index
-    for inputs, outputs, group in SHAPES:
+    # blocks of 8 inputs, which fill no line of pairs in the end, so that no tiles are taken
+    odd = [(200, 136, 40)] if fmt.unit <= 8 else []
+    for inputs, outputs, group in SHAPES + odd:
         weight = random_weight(fmt, inputs, outputs_for(fmt, outputs), group)
         assert cpu_rows.supports(weight)
+        exact = dtype == torch.float32 or not weight.format.index
         dense = weight.unpack().T.double()
         for rows in (1, 5, 20):
             x = rows_of(rows, inputs).to(dtype)
@@ -49,7 +55,9 @@ def test_products(fmt: Gptq | Awq, dtype: torch.dtype) -> None:
 
 
 @needs_dot
-@pytest.mark.parametrize("fmt", [f for f in FORMATS if not f.index], ids=str)
+@pytest.mark.parametrize(
+    "fmt", [f for f in FORMATS if isinstance(f, Awq) or not f.shuffled], ids=str
+)
 def test_every_code_and_zero_point_is_exact(fmt: Gptq | Awq) -> None:
     """A product with 1 gives each weight unrounded."""
     weight = random_weight(fmt, 256, 256, 32)
@@ -99,7 +107,8 @@ def test_narrower_vector_registers(lanes: int, monkeypatch: pytest.MonkeyPatch) 
         cached.cache_clear()
     try:
         for fmt in FORMATS:
-            weight = random_weight(fmt, 96, 96, 32)
+            # the last strip of 4-bit and 8-bit codes shares outputs with the one before it
+            weight = random_weight(fmt, 96, 104 if fmt.unit <= 8 else 96, 32)
             for rows in (1, 3, 17):
                 x = rows_of(rows, 96)
                 torch.testing.assert_close(
@@ -138,6 +147,24 @@ def test_groups_that_end_inside_a_word_are_left_to_the_definition(shuffled: bool
     weight, x = random_weight(fmt, 96, 64, 12), rows_of(5, 96)
     assert not cpu_rows.supports(weight)
     torch.testing.assert_close(cpu_rows.matmul(x, weight), x @ weight.unpack().T)
+
+
+@pytest.mark.parametrize(("fmt", "group"), [(Gptq(3, 0), 16), (Gptq(2, 0), 8), (Gptq(4, 0), 4)])
+@pytest.mark.parametrize("dtype", COMPUTE, ids=str)
+def test_several_groups_in_a_word(fmt: Gptq, group: int, dtype: torch.dtype) -> None:
+    weight, x = random_weight(fmt, 96, 160, group), rows_of(20, 96).to(dtype)
+    assert cpu_rows.supports(weight)
+    dense, together = weight.unpack().T.double(), cpu_rows.matmul(x, weight)
+    bound = 2.0**-8 * (x.double().abs() @ dense.abs())
+    assert ((together - x.double() @ dense).abs() <= bound).all()
+    assert torch.equal(cpu_rows.matmul(x[:1], weight), together[:1])
+
+
+def test_lines_that_come_next_are_asked_for_where_they_begin() -> None:
+    """AWQ's are shared by the vectors of outputs of a strip, each of which looks for itself."""
+    text = build_rows(PackedSpec(Awq(64), False, 1, 4, cpu_jit.lanes(), True), "kernel")
+    looks = re.findall(r"urem i64 %\"?([^\s\",]+)\"?, 128", text)
+    assert len(set(looks)) == 4
 
 
 def test_an_index_of_groups_in_order_changes_little() -> None:

@@ -1,4 +1,4 @@
-"""Row-packed weights: the compiled kernels against each format's definition."""
+"""Packed weights: the compiled kernels against each format's definition."""
 
 from __future__ import annotations
 

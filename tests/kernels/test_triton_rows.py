@@ -1,4 +1,4 @@
-"""Row-packed weights in Triton against each format's definition."""
+"""Packed weights in Triton against each format's definition."""
 
 from __future__ import annotations
 
@@ -95,10 +95,11 @@ def test_a_gpu_multiplies_what_triton_reads_and_what_it_does_not(
     torch.testing.assert_close(found, x @ packed.unpack().T, rtol=1e-4, atol=1e-4)
 
 
-def test_sums_may_be_kept_in_float32(device: torch.device) -> None:
+@pytest.mark.parametrize("name", ["mxfp4", "gptq-4", "awq"])
+def test_sums_may_be_kept_in_float32(name: str, device: torch.device) -> None:
     from specexec_kernels import triton_rows
 
-    packed = on_device(weight("mxfp4"), device)
+    packed = on_device(weight(name), device)
     x = torch.randn(5, INPUTS, generator=torch.Generator().manual_seed(0)).half().to(device)
     found = triton_rows.quantized_matmul(x, packed, torch.float32)
     assert found.dtype == torch.float32

@@ -61,14 +61,12 @@ class Awq(PackedFormat):
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
         for place in range(self.unit):
-            yield lanes.less(
-                self._codes(lanes, "qweight", lanes.column_of("qweight", place)), _MIDDLE
-            )
+            yield lanes.less(self._codes(lanes, "qweight", lanes.input_at(place)), _MIDDLE)
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
         table = tuple(float(code - _MIDDLE) for code in range(16))
         for place in range(0, self.unit, 2):
-            first, second = (lanes.column_of("qweight", at) for at in (place, place + 1))
+            first, second = (lanes.input_at(at) for at in (place, place + 1))
             yield lanes.table_pair(table, lanes.pairs_along("qweight", (first, second)), 0)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:

@@ -44,7 +44,8 @@ class Part:
     inputs: int = 1
     row_items: int = 1  # more than 1 where codes are packed down the outputs
     run: int = 0  # weights of an item, where rows are taken as one long run; else 0
-    down: bool = False  # the tensor's rows go down the inputs, and its columns are outputs
+    # The tensor's rows go down the inputs, and its columns are outputs; codes are int32 then.
+    down: bool = False
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
         """Rows and columns of the tensor of a weight (outputs, inputs); one of them may be left
@@ -105,10 +106,11 @@ class PackedFormat(ABC):
         """Its tensors."""
 
     @property
-    def index(self) -> tuple[str, int] | None:
+    def index(self) -> tuple[str | None, int] | None:
         """The leaf that names the group of each input, and the inputs of a group, where they are
-        not neighbours. `terms` are asked for as if they were, and each value gets those of its
-        group."""
+        not neighbours, or without a leaf where a unit has several groups whose inputs are not
+        yielded one behind the other. `terms` are asked for as ever, and each value gets those of
+        its group."""
         return None
 
     @property

@@ -45,18 +45,18 @@ class Gptq(PackedFormat):
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where a unit's inputs are of several groups without an index that says of which."""
-        if self.shuffled:
-            return fits_units(self.group, self.unit)
-        return self.group % self.unit == 0
+        """Not where a group ends within a unit that has no whole number of them."""
+        return fits_units(self.group, self.unit)
 
     @property
     def block(self) -> int:
         return LONGEST_BLOCK if self.index else min(shared_run(self.group), LONGEST_BLOCK)
 
     @property
-    def index(self) -> tuple[str, int] | None:
-        return ("g_idx", self.group) if self.shuffled and self.group else None
+    def index(self) -> tuple[str | None, int] | None:
+        if self.shuffled and self.group:
+            return "g_idx", self.group
+        return (None, self.group) if self.group % self.unit else None
 
     @property
     def parts(self) -> tuple[Part, ...]:

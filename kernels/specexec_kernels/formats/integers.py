@@ -48,7 +48,7 @@ class PackedIntegers(PackedFormat):
         return self.zeros
 
     @property
-    def index(self) -> tuple[str, int] | None:
+    def index(self) -> tuple[str | None, int] | None:
         return ("weight_g_idx", self.group) if self.shuffled and self.group else None
 
     @property
