@@ -231,8 +231,10 @@ class PackedProducts(Lanes):
                 # between products, since all at once they would wait for one another
                 for fetch in share(fetches, j, self.unit_items):
                     fetch()
-                following = iter(items)
-                weights = of_each(unit, lambda: next(next(following)))  # noqa: B023
+                weights = []
+                for row, following in zip(rows, items, strict=True):
+                    self.at(row, unit)
+                    weights.append(next(following))
                 sums = self.multiply(I64(0), b.add(first, I64(j)), weights, sums)
             return sums
 
