@@ -19,7 +19,7 @@ from specexec_kernels import cpu_dot, cpu_jit, cpu_linear, cpu_team
 from specexec_kernels.cpu_arrange_ir import ArrangeSpec, build_arrange
 from specexec_kernels.cpu_products import product
 from specexec_kernels.cpu_rows_ir import build_rows
-from specexec_kernels.cpu_rows_lanes import (
+from specexec_kernels.cpu_rows_spec import (
     AT_ONCE,
     CHUNKS,
     OUT,

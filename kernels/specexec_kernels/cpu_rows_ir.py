@@ -9,7 +9,7 @@ and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008).
 Where the CPU multiplies tiles (AMX) the items of bfloat16 rows are kept in the L1 cache for any
 number of rows, and cpu_panels_ir multiplies and sums, with a rounding of its own.
 
-A format unpacks with what cpu_rows_lanes offers it.
+A format unpacks with what cpu_rows_lanes offers it; cpu_rows_items calls it.
 
 Sums begin anew with every block of inputs, in the order of a format's `order`, and are then
 multiplied by the block's scale and added to OUT in float32. That order is the same for any rows and
@@ -21,24 +21,21 @@ Knows nothing of torch or thread pools.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import product
 from typing import Any
 
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Bfloat, build_module
 from specexec_kernels.cpu_panels_ir import MOST_TOTALS, PanelArgs, Panels, PanelShape
-from specexec_kernels.cpu_rows_lanes import (
+from specexec_kernels.cpu_rows_items import Items
+from specexec_kernels.cpu_rows_lines import Fetch
+from specexec_kernels.cpu_rows_spec import (
     AT_ONCE,
     CHUNKS,
     COUNTER,
     OUT,
-    OUTPUTS,
-    SCRATCH,
     STRIPS,
     X_SUMS,
-    Fetch,
-    Lanes,
     PackedSpec,
     X,
 )
@@ -47,23 +44,18 @@ from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 UNROLL = 4  # items per turn of the multiplying loop
 
 
-class PackedProducts(Lanes):
+class PackedProducts(Items):
     """Emits one kernel."""
 
     def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self.x, self.x_sums, self.out = (self.argument(at) for at in (X, X_SUMS, OUT))
-        self.chunks, self.outputs = self.argument(CHUNKS), self.argument(OUTPUTS)
-        self.strips = self.argument(STRIPS)
+        self.chunks, self.strips = self.argument(CHUNKS), self.argument(STRIPS)
         self.block_items = spec.format.block // spec.per_item
         self.unit_items = spec.format.unit // spec.per_item
         self.items = self.b.mul(self.units, I64(self.unit_items))
-        inputs = self.b.mul(self.units, I64(spec.format.unit))
-        up = self.b.add(inputs, I64(spec.format.block - 1))
+        up = self.b.add(self.inputs, I64(spec.format.block - 1))
         self.blocks = self.b.udiv(up, I64(spec.format.block))
-        if spec.format.index:
-            group = spec.format.index[1]
-            self.groups = self.b.udiv(self.b.add(inputs, I64(group - 1)), I64(group))
         if spec.tiles:
             self.panels = Panels(self, self.panel_shape())
             return
@@ -103,12 +95,6 @@ class PackedProducts(Lanes):
 
         self.claim_strips(counter, *claims, work)
 
-    def first_output(self, strip: Any) -> Any:
-        """The output where a strip begins: the last one is moved back to end at the edge. In OUT it
-        has columns of its own."""
-        limit = self.b.sub(self.outputs, I64(self.spec.strip))
-        return self.minimum(self.b.mul(strip, I64(self.spec.strip)), limit)
-
     def panel_shape(self) -> PanelShape:
         """What is kept in the caches where products are made in tiles."""
         spec = self.spec
@@ -140,73 +126,6 @@ class PackedProducts(Lanes):
         self.tile, self.tile_terms = self.panels.weights, self.panels.terms
         first, last = (b.udiv(end, I64(self.unit_items)) for end in (first, last))
         self.fill(first, last)
-
-    def weight_items(self) -> Iterator[Any]:
-        """The items of the unit that `unit` and `row` name."""
-        fmt = self.spec.format
-        if not fmt.index:
-            return fmt.pairs(self) if self.spec.dot else fmt.values(self)
-        values = (
-            self.scaled(place, value)
-            for place, value in zip(fmt.order, fmt.values(self), strict=True)
-        )
-        return (self.pair(first, next(values)) for first in values) if self.spec.dot else values
-
-    def block_terms(self, number: int) -> tuple[Any, Any]:
-        """See PackedFormat.terms; with an index no block has terms."""
-        return (None, None) if self.spec.format.index else self.spec.format.terms(self, number)
-
-    def prepare(self, start: Any, stop: Any) -> None:
-        """Put the terms of all groups of strips start..stop into the scratch, where groups have an
-        index: [strip][group][2][output]."""
-        b, spec = self.b, self.spec
-        if not spec.format.index:
-            return
-        group, unit = spec.format.index[1], spec.format.unit
-        each, step = max(unit // group, 1), max(group // unit, 1)  # groups, or of units
-
-        def strip_terms(strip: Any, _: list[Any]) -> list[Any]:
-            self.begin_strip(strip)
-
-            def put(first: Any, _: list[Any]) -> list[Any]:
-                for v, number in product(range(spec.vectors), range(each)):
-                    self.at(b.add(self.first, I64(v * self.lanes)), first)
-                    at = b.add(b.mul(b.udiv(first, I64(step)), I64(each)), I64(number))
-                    for i, term in enumerate(spec.format.terms(self, number)):
-                        if term is not None:
-                            self.store(term, self.scratch, self.scratch_place(at, i))
-                return []
-
-            return self.loop(I64(0), self.units, step, [], put)
-
-        self.loop(start, stop, 1, [], strip_terms)
-
-    def begin_strip(self, strip: Any) -> None:
-        """Know where a strip begins, and where its groups' terms are."""
-        self.first = self.first_output(strip)
-        if self.spec.format.index:
-            size = self.b.mul(self.groups, I64(4 * 2 * self.spec.strip))
-            self.scratch = self.b.add(self.argument(SCRATCH), self.b.mul(strip, size))
-
-    def scratch_place(self, group: Any, term: int) -> Any:
-        """Where a term of the lanes' outputs is in the strip's scratch."""
-        b, width = self.b, self.spec.strip
-        lane = b.add(b.sub(self.row, self.first), I64(term * width))
-        return b.add(b.mul(group, I64(2 * width)), lane)
-
-    def scaled(self, place: int, value: Any) -> Any:
-        """A value of input `place` of the unit by the terms of its group."""
-        fmt = self.spec.format
-        assert fmt.index is not None
-        leaf, size = fmt.index
-        group = (
-            self.number_at(leaf, place) if leaf else self.b.udiv(self.input_at(place), I64(size))
-        )
-        terms = [
-            self.load(self.scratch, self.scratch_place(group, i), self.vector)
-            for i in range(1 + fmt.has_offset)
-        ]
-        return self.fma(value, *terms) if len(terms) > 1 else self.b.fmul(value, *terms)
 
     def few(self, strip: Any, begin: Any, end: Any) -> list[Any]:
         """Units begin..end of a strip, multiplied straight from the registers, where sums stay."""

@@ -2,135 +2,37 @@
 
 Where neighbouring inputs of an output are neighbouring bytes, the packed words of as many outputs
 as a register has lanes are transposed before they are unpacked: there are fewer of them than of
-weights. Where codes go down the inputs, neighbouring words are of neighbouring outputs already.
-cpu_rows_ir multiplies with what comes out.
+weights. Codes that go down the inputs are read by cpu_rows_lines. cpu_rows_ir multiplies with what
+comes out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, I64
-from specexec_kernels.cpu_rows_numbers import Numbers
-from specexec_kernels.formats.base import PackedFormat, Part
+from specexec_kernels.cpu_rows_lines import Fetch, Lines
+from specexec_kernels.cpu_rows_spec import PackedSpec
+from specexec_kernels.formats.base import Part
 
-Fetch = Callable[[], None]  # asks for one line of a tensor
-# Positions in the int64 argument array; behind them two for each part: its address, its columns
-COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, SCRATCH, PARTS = range(11)
 RUN_WORDS = 4  # of an output that are loaded at once: of more, the transposing costs more
 AHEAD_BYTES = 1024  # of an output's codes that are asked for before they are unpacked
-# Codes that go down the inputs lie in lines, each for one or more inputs (docs/experiments.md):
-TILE_LINES = 64  # that a tile reads side by side; a CPU follows no more of them in memory
-AHEAD_OUTPUTS = 64  # whose words lie between those that are unpacked and those that are asked for
-WIDE_OUTPUTS = 8192  # the most of a claim: long parts of a line are read faster
-LINE_WORDS = 16  # of a cache line
-TILE_INPUTS = 128  # at least, of a tile in the L1 cache
 ITEM_TYPES = {
     "F32": (F32, 4), "F16": (I16, 2), "BF16": (I16, 2), "F8_E4M3": (I8, 1), "F8_E5M2": (I8, 1),
     "F8_E8M0": (I8, 1), "U8": (I8, 1), "I8": (I8, 1), "I32": (I32, 4),
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class PackedSpec:
-    """What a kernel is compiled for."""
-
-    format: PackedFormat
-    dot: bool  # pairs of bfloat16; otherwise float32
-    rows: int  # of a chunk
-    vectors: int  # of outputs in a strip
-    lanes: int
-    few: bool  # one chunk, multiplied from the registers
-    tiles: bool = False  # pairs are multiplied in tiles, see cpu_tiles_ir
-    byte_tables: bool = False  # whether the CPU looks bytes up in tables of 128 (AVX512-VBMI)
-
-    @property
-    def strip(self) -> int:
-        """Outputs of a strip."""
-        return self.vectors * self.lanes
-
-    @property
-    def per_item(self) -> int:
-        """Inputs of an item."""
-        return 2 if self.dot else 1
-
-    @property
-    def tile_units(self) -> int:
-        """Units of a tile: whole blocks."""
-        block, codes = max(self.format.block, self.format.unit), self.format.parts[0]
-        inputs = TILE_INPUTS
-        if codes.down:
-            inputs = min(inputs, TILE_LINES * codes.inputs // codes.items)
-        return block * max(inputs // block, 1) // self.format.unit
-
-    @property
-    def unit_blocks(self) -> int:
-        """Blocks that begin in a unit."""
-        return max(self.format.unit // self.format.block, 1)
-
-    @property
-    def goes_down(self) -> bool:
-        """See PackedFormat."""
-        return self.format.goes_down
-
-    @property
-    def claim_outputs(self) -> int:
-        """The most outputs of a claim, where codes go down the inputs; with an index fewer, since
-        the terms of all groups lie in the caches too."""
-        return WIDE_OUTPUTS // 2 if self.format.index else WIDE_OUTPUTS
-
-    @property
-    def has_scale(self) -> bool:
-        """Whether a block's sums are scaled; with an index, values are."""
-        return self.format.has_scale and not self.format.index
-
-    @property
-    def has_offset(self) -> bool:
-        """Likewise."""
-        return self.format.has_offset and not self.format.index
-
-    @property
-    def block_units(self) -> int:
-        """Units that a block reaches over."""
-        return max(self.format.block // self.format.unit, 1)
-
-
-class Lanes(Numbers):
-    """What a format emits its IR with: the bytes of one unit, one lane for each output.
-
-    Attributes:
-        unit: the unit's number, counted from the first input.
-        row: the output in the first lane.
-    """
+class Lanes(Lines):
+    """What a format emits its IR with: the bytes of one unit, one lane for each output."""
 
     def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
-        builder = ir.IRBuilder(function.append_basic_block("entry"))
-        super().__init__(builder, spec.lanes, spec.dot, spec.byte_tables)
-        self.spec = spec
-        self.base = self.b.ptrtoint(function.args[0], I64)
-        self.parts: dict[str, tuple[Part, Any, Any]] = {}
-        for number, part in enumerate(spec.format.parts):
-            at = PARTS + 2 * number
-            self.parts[part.leaf] = part, self.argument(at), self.argument(at + 1)
-        self.units = self.argument(UNITS)
-        self.unit: Any = None
-        self.row: Any = None
+        super().__init__(spec, function)
         self._read: dict[Any, Any] = {}  # see `once`
-
-    def at(self, row: Any, unit: Any) -> None:
-        """Go to a unit of the outputs from `row` on."""
-        self.row, self.unit = row, unit
-
-    def argument(self, position: int) -> Any:
-        """An int64 of the argument array."""
-        return self.load(self.base, I64(position), I64, 8)
-
-    # Reading
 
     def once(self, key: object, read: Callable[[], Any]) -> Any:
         """What `read` emits, emitted once for the unit: values and terms may share bytes.
@@ -169,23 +71,13 @@ class Lanes(Numbers):
     def _words(self, leaf: str, offset: int, count: int) -> list[Any]:
         if self.parts[leaf][0].down:
             lines = range(offset // 4, offset // 4 + count)
-            return [self._line_words(leaf, line) for line in lines]
+            return [self.line_word(leaf, line) for line in lines]
         first, stride = self._address(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
             size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes, RUN_WORDS)
             found += self._words_at(self.b.add(first, I64(4 * len(found))), stride, size)
         return found
-
-    def _line_words(self, leaf: str, number: int) -> Any:
-        """Word `number` of the unit of a tensor that goes down the inputs: neighbours are those of
-        neighbouring outputs."""
-        b, (part, base, columns) = self.b, self.parts[leaf]
-        assert part.dtype == "I32", f"codes that go down are read as words, not {part.dtype}"
-        lines = part.items * self.spec.format.unit // part.inputs
-        line = b.add(b.mul(self.unit, I64(lines)), I64(number))
-        at = b.add(b.mul(line, columns), self.row)
-        return self.load(base, at, self.words)
 
     def _words_at(self, first: Any, stride: Any, count: int) -> list[Any]:
         """`count` words, a power of two up to the lanes, as vectors of one word of each lane."""
@@ -299,52 +191,6 @@ class Lanes(Numbers):
         that goes down the inputs."""
         return self._column(self.parts[leaf][0], number)
 
-    def input_at(self, place: int) -> Any:
-        """The number of input `place` of the unit, counted from the first one of all."""
-        return self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
-
-    def number_at(self, leaf: str, place: int) -> Any:
-        """The int32 that a tensor beside has for an input of the unit, as a column."""
-        return self.b.sext(self.load(self.parts[leaf][1], self.input_at(place), I32), I64)
-
-    def codes_along(
-        self, leaf: str, row: Any, bits: int, *, added: int = 0, interleaved: bool = False
-    ) -> Any:
-        """A code of each lane out of words that go along the outputs, int32 lanes.
-
-        Args:
-            leaf: (rows, outputs * bits / 32) int32, codes of 2, 3, 4 or 8 bits.
-            row: of the tensor.
-            added: to each word before codes are cut out of it; not with 3 bits.
-            interleaved: codes of 4 bits lie in AWQ's order, those of outputs 0 2 4 6 1 3 5 7.
-        """
-        b, (_, base, columns) = self.b, self.parts[leaf]
-        bit = b.mul(self.row, I64(bits))
-        line = b.add(base, b.mul(b.mul(row, columns), I64(4)))
-        if bits == 3:
-            n_bytes = -(-3 * self.lanes // 8)
-            at = b.inttoptr(b.add(line, b.udiv(bit, I64(8))), ir.PointerType())
-            run = b.zext(b.load(at, typ=ir.IntType(8 * n_bytes), align=1), I64)
-            run = b.lshr(run, b.urem(bit, I64(8)))
-            wide = ir.VectorType(I64, self.lanes)
-            moved = b.lshr(self.splat(run, self.lanes),
-                           ir.Constant(wide, [3 * lane for lane in range(self.lanes)]))  # fmt: skip
-            return b.and_(b.trunc(moved, self.words), self.same(7))
-        count = max(self.lanes * bits // 32, 1)
-        words = self.load(line, b.udiv(bit, I64(32)), ir.VectorType(I32, count))
-        if added:
-            words = b.add(words, self.ints([added] * count))
-        undefined = ir.Constant(words.type, ir.Undefined)
-        each = self.ints([lane * bits // 32 for lane in range(self.lanes)])
-        words = b.shuffle_vector(words, undefined, each)
-        places = [lane % 8 // 2 + lane % 2 * 4 if interleaved else lane % (32 // bits)
-                  for lane in range(self.lanes)]  # fmt: skip
-        if self.lanes * bits < 32:  # the lanes begin in the middle of a word
-            skipped = b.udiv(b.urem(bit, I64(32)), I64(1 + interleaved))
-            words = b.lshr(words, self.splat(b.trunc(skipped, I32), self.lanes))
-        return self.b.and_(b.lshr(words, self.ints([place * bits for place in places])),
-                           self.same(2**bits - 1))  # fmt: skip
-
     def column_bits(self, leaf: str, bits: int, column: Any) -> Any:
         """A code of each lane out of words that go down the outputs, int32 lanes.
 
@@ -360,25 +206,6 @@ class Lanes(Numbers):
             shift = b.trunc(b.mul(b.urem(row, I64(32 // bits)), I64(bits)), I32)
             shifts = b.insert_element(shifts, shift, I32(lane))
         return b.and_(b.lshr(words, shifts), self.same(2**bits - 1))
-
-    def pairs_along(self, leaf: str, rows: tuple[Any, Any]) -> Any:
-        """As `codes_along` of interleaved codes, of two rows, which go to the lower and the upper
-        halves; for a table of 16 values (table_pair), since the bits above a code are anything.
-
-        An output's code is in the lower half of a word if its number is even, in the upper if odd.
-        """
-        b, (_, base, columns) = self.b, self.parts[leaf]
-        typ = ir.VectorType(I16, self.lanes // 4)
-        first, second = (
-            self.load(b.add(base, b.mul(b.mul(row, columns), I64(4))),
-                      b.udiv(self.row, I64(4)), typ, 2)
-            for row in rows
-        )  # fmt: skip
-        halves = [lane // 8 * 2 + lane % 2 for lane in range(self.lanes)]
-        order = [half + at for half in halves for at in (0, typ.count)]
-        both = b.shuffle_vector(first, second, self.ints(order))
-        shifts = [lane % 8 // 2 * 4 for lane in range(self.lanes) for _ in range(2)]
-        return b.bitcast(b.lshr(both, ir.Constant(both.type, shifts)), self.words)
 
     def run_item(self, leaf: str, skipped: int = 0) -> Any:
         """The float32 of a tensor beside that covers the unit's inputs behind the first `skipped`,
@@ -423,7 +250,7 @@ class Lanes(Numbers):
         b = self.b
         codes = self.spec.format.parts[0]
         if codes.down:
-            return self._ahead_down(codes)
+            return self.lines_ahead(codes)
         found: list[Fetch] = []
         along = {
             leaf: self._unit_bytes(part) for leaf, (part, _, _) in self.parts.items()
@@ -440,25 +267,3 @@ class Lanes(Numbers):
                     place = b.add(at, I64(line))
                     found.append(partial(self.prefetch, place, I64(0)))
         return found
-
-    def _ahead_down(self, codes: Part) -> list[Fetch]:
-        """As `ahead`, of codes that go down the inputs: what comes next in their lines."""
-        b, (_, base, columns) = self.b, self.parts[codes.leaf]
-        row = self.row  # lines are asked for later, when others have come
-        lines = codes.items * self.spec.format.unit // codes.inputs
-        first = b.mul(self.unit, I64(lines))
-        outputs = codes.outputs // codes.row_items  # of a word
-        ahead = max(AHEAD_OUTPUTS // outputs, LINE_WORDS)
-        at = b.add(b.udiv(row, I64(outputs)), I64(ahead))
-
-        def fetch(line: int) -> None:
-            self.prefetch(base, b.add(b.mul(b.add(first, I64(line)), columns), at))
-
-        def fetch_new() -> None:
-            """All at once, where a cache line begins that several vectors of outputs lie in."""
-            is_new = b.icmp_unsigned("==", b.urem(row, I64(LINE_WORDS * outputs)), I64(0))
-            with b.if_then(is_new):
-                for line in range(lines):
-                    fetch(line)
-
-        return [partial(fetch, line) for line in range(lines)] if outputs == 1 else [fetch_new]

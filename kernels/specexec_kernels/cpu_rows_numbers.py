@@ -1,7 +1,7 @@
 """LLVM IR of the numbers that packed words hold: what formats of packed weights unpack with.
 
 Codes come in int32 lanes, and go out as float32 or, where the CPU multiplies them, as pairs of
-bfloat16. Knows nothing of where bytes lie; cpu_rows_lanes reads them.
+bfloat16. Knows nothing of where bytes lie; cpu_rows_lines and cpu_rows_lanes read them.
 """
 
 from __future__ import annotations

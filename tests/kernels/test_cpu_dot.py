@@ -8,7 +8,7 @@ from packed import V1_4BIT, random_weight
 from specexec_kernels import cpu_dot, cpu_jit, cpu_rows
 from specexec_kernels.cpu_dot_stored_ir import StoredSpec, build_stored
 from specexec_kernels.cpu_rows_ir import build_rows
-from specexec_kernels.cpu_rows_lanes import PackedSpec
+from specexec_kernels.cpu_rows_spec import PackedSpec
 from specexec_kernels.formats.gptq import Gptq
 from torch import Tensor
 

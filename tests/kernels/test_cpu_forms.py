@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from llvmlite import binding as llvm
 from row_packed import FORMATS
-from specexec_kernels import cpu_half_ir, cpu_jit, cpu_rows_ir, cpu_rows_lanes
+from specexec_kernels import cpu_half_ir, cpu_jit, cpu_rows_ir, cpu_rows_spec
 
 HERE = Path(__file__).parent
 # Everything about products and attention that does not ask for a certain width of registers.
@@ -91,7 +91,7 @@ def test_the_neon_form_of_row_packed_weights(name: str) -> None:
     fmt = FORMATS[name]
     for few in (True, False):
         vectors = (4 if fmt.goes_down else 1) if few else 2
-        spec = cpu_rows_lanes.PackedSpec(fmt, False, 4, vectors, 4, few)
+        spec = cpu_rows_spec.PackedSpec(fmt, False, 4, vectors, 4, few)
         assembly = neon(cpu_rows_ir.build_rows(spec, "kernel"))
         # of few rows all products of a unit are written out, of more those of an unrolled turn
         turn = min(fmt.unit, fmt.block) if few else cpu_rows_ir.UNROLL

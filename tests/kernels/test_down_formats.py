@@ -14,7 +14,7 @@ import torch
 from packed import FORMATS, V1_4BIT, outputs_for, random_weight
 from specexec_kernels import cpu_jit, cpu_rows, cpu_team_ir
 from specexec_kernels.cpu_rows_ir import build_rows
-from specexec_kernels.cpu_rows_lanes import PackedSpec
+from specexec_kernels.cpu_rows_spec import PackedSpec
 from specexec_kernels.formats.awq import Awq
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq

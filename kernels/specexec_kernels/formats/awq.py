@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_rows_lanes import Lanes
 
 _BITS, _MIDDLE = 4, 8
-_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_rows_lanes
+_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_rows_spec
 
 
 @dataclass(frozen=True, slots=True)

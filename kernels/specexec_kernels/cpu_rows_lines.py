@@ -1,0 +1,150 @@
+"""Where a kernel of packed weights is, and how it reads tensors that go down the inputs.
+
+Such a tensor has a line in memory for one or more inputs, in which the words of neighbouring
+outputs are neighbours, so that a register takes as many outputs at once as it has lanes.
+cpu_rows_lanes reads all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import I16, I32, I64
+from specexec_kernels.cpu_rows_numbers import Numbers
+from specexec_kernels.cpu_rows_spec import PARTS, UNITS, PackedSpec
+from specexec_kernels.formats.base import Part
+
+Fetch = Callable[[], None]  # asks for one line of a tensor
+AHEAD_OUTPUTS = 64  # whose words lie between those that are unpacked and those that are asked for
+LINE_WORDS = 16  # of a cache line
+
+
+class Lines(Numbers):
+    """The place in a weight, and what lies there in lines.
+
+    Attributes:
+        unit: the unit's number, counted from the first input.
+        row: the output in the first lane.
+    """
+
+    def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
+        builder = ir.IRBuilder(function.append_basic_block("entry"))
+        super().__init__(builder, spec.lanes, spec.dot, spec.byte_tables)
+        self.spec = spec
+        self.base = self.b.ptrtoint(function.args[0], I64)
+        self.parts: dict[str, tuple[Part, Any, Any]] = {}
+        for number, part in enumerate(spec.format.parts):
+            at = PARTS + 2 * number
+            self.parts[part.leaf] = part, self.argument(at), self.argument(at + 1)
+        self.units = self.argument(UNITS)
+        self.unit: Any = None
+        self.row: Any = None
+
+    def at(self, row: Any, unit: Any) -> None:
+        """Go to a unit of the outputs from `row` on."""
+        self.row, self.unit = row, unit
+
+    def argument(self, position: int) -> Any:
+        """An int64 of the argument array."""
+        return self.load(self.base, I64(position), I64, 8)
+
+    def input_at(self, place: int) -> Any:
+        """The number of input `place` of the unit, counted from the first one of all."""
+        return self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
+
+    def number_at(self, leaf: str, place: int) -> Any:
+        """The int32 that a tensor beside has for an input of the unit, as a column."""
+        return self.b.sext(self.load(self.parts[leaf][1], self.input_at(place), I32), I64)
+
+    def line_word(self, leaf: str, number: int) -> Any:
+        """Word `number` of the unit of a tensor that goes down the inputs: neighbours are those of
+        neighbouring outputs."""
+        b, (part, base, columns) = self.b, self.parts[leaf]
+        assert part.dtype == "I32", f"codes that go down are read as words, not {part.dtype}"
+        lines = part.items * self.spec.format.unit // part.inputs
+        line = b.add(b.mul(self.unit, I64(lines)), I64(number))
+        at = b.add(b.mul(line, columns), self.row)
+        return self.load(base, at, self.words)
+
+    def codes_along(
+        self, leaf: str, row: Any, bits: int, *, added: int = 0, interleaved: bool = False
+    ) -> Any:
+        """A code of each lane out of words that go along the outputs, int32 lanes.
+
+        Args:
+            leaf: (rows, outputs * bits / 32) int32, codes of 2, 3, 4 or 8 bits.
+            row: of the tensor.
+            added: to each word before codes are cut out of it; not with 3 bits.
+            interleaved: codes of 4 bits lie in AWQ's order, those of outputs 0 2 4 6 1 3 5 7.
+        """
+        b, (_, base, columns) = self.b, self.parts[leaf]
+        bit = b.mul(self.row, I64(bits))
+        line = b.add(base, b.mul(b.mul(row, columns), I64(4)))
+        if bits == 3:
+            n_bytes = -(-3 * self.lanes // 8)
+            at = b.inttoptr(b.add(line, b.udiv(bit, I64(8))), ir.PointerType())
+            run = b.zext(b.load(at, typ=ir.IntType(8 * n_bytes), align=1), I64)
+            run = b.lshr(run, b.urem(bit, I64(8)))
+            wide = ir.VectorType(I64, self.lanes)
+            moved = b.lshr(self.splat(run, self.lanes),
+                           ir.Constant(wide, [3 * lane for lane in range(self.lanes)]))  # fmt: skip
+            return b.and_(b.trunc(moved, self.words), self.same(7))
+        count = max(self.lanes * bits // 32, 1)
+        words = self.load(line, b.udiv(bit, I64(32)), ir.VectorType(I32, count))
+        if added:
+            words = b.add(words, self.ints([added] * count))
+        undefined = ir.Constant(words.type, ir.Undefined)
+        each = self.ints([lane * bits // 32 for lane in range(self.lanes)])
+        words = b.shuffle_vector(words, undefined, each)
+        places = [lane % 8 // 2 + lane % 2 * 4 if interleaved else lane % (32 // bits)
+                  for lane in range(self.lanes)]  # fmt: skip
+        if self.lanes * bits < 32:  # the lanes begin in the middle of a word
+            skipped = b.udiv(b.urem(bit, I64(32)), I64(1 + interleaved))
+            words = b.lshr(words, self.splat(b.trunc(skipped, I32), self.lanes))
+        return self.b.and_(b.lshr(words, self.ints([place * bits for place in places])),
+                           self.same(2**bits - 1))  # fmt: skip
+
+    def pairs_along(self, leaf: str, rows: tuple[Any, Any]) -> Any:
+        """As `codes_along` of interleaved codes, of two rows, which go to the lower and the upper
+        halves; for a table of 16 values (table_pair), since the bits above a code are anything.
+
+        An output's code is in the lower half of a word if its number is even, in the upper if odd.
+        """
+        b, (_, base, columns) = self.b, self.parts[leaf]
+        typ = ir.VectorType(I16, self.lanes // 4)
+        first, second = (
+            self.load(b.add(base, b.mul(b.mul(row, columns), I64(4))),
+                      b.udiv(self.row, I64(4)), typ, 2)
+            for row in rows
+        )  # fmt: skip
+        halves = [lane // 8 * 2 + lane % 2 for lane in range(self.lanes)]
+        order = [half + at for half in halves for at in (0, typ.count)]
+        both = b.shuffle_vector(first, second, self.ints(order))
+        shifts = [lane % 8 // 2 * 4 for lane in range(self.lanes) for _ in range(2)]
+        return b.bitcast(b.lshr(both, ir.Constant(both.type, shifts)), self.words)
+
+    def lines_ahead(self, codes: Part) -> list[Fetch]:
+        """As `ahead`, of codes that go down the inputs: what comes next in their lines."""
+        b, (_, base, columns) = self.b, self.parts[codes.leaf]
+        row = self.row  # lines are asked for later, when others have come
+        lines = codes.items * self.spec.format.unit // codes.inputs
+        first = b.mul(self.unit, I64(lines))
+        outputs = codes.outputs // codes.row_items  # of a word
+        ahead = max(AHEAD_OUTPUTS // outputs, LINE_WORDS)
+        at = b.add(b.udiv(row, I64(outputs)), I64(ahead))
+
+        def fetch(line: int) -> None:
+            self.prefetch(base, b.add(b.mul(b.add(first, I64(line)), columns), at))
+
+        def fetch_new() -> None:
+            """All at once, where a cache line begins that several vectors of outputs lie in."""
+            is_new = b.icmp_unsigned("==", b.urem(row, I64(LINE_WORDS * outputs)), I64(0))
+            with b.if_then(is_new):
+                for line in range(lines):
+                    fetch(line)
+
+        return [partial(fetch, line) for line in range(lines)] if outputs == 1 else [fetch_new]
