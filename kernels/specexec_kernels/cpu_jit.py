@@ -75,6 +75,7 @@ class _Compiler:
             self._engine.add_object_file(llvm.ObjectFileRef.from_data(machine_code))
             self._engine.finalize_object()
             address = self._engine.get_function_address(symbol)
+            assert address, f"the object file of {symbol} lacks it"  # address 0 would be called
             kernel = Kernel(address)
             kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
             self._kernels[symbol] = kernel

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import stat
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -23,27 +25,68 @@ def folder() -> Path:
 
 
 def read(symbol: str) -> bytes | None:
-    """An object file as it was kept; None where there is none, or it is damaged.
+    """An object file as this user kept it; None where there is none, or it is not to be trusted.
+
+    The bytes are run as code. So the file and its folder have to be this user's and writable by
+    nobody else, and the file has to begin with the digest of its symbol and machine code.
 
     Args:
         symbol: a name that says all that the machine code follows from.
     """
     try:
-        stored = (folder() / f"{symbol}.o").read_bytes()
+        with _opened_folder() as where:
+            file = os.open(f"{symbol}.o", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=where)
+            with open(file, "rb") as opened:
+                _check_ours(file, stat.S_ISREG)
+                stored = opened.read()
     except OSError:  # a cache: it is compiled
         return None
     digest, machine_code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
-    return machine_code if hashlib.sha256(machine_code).digest() == digest else None
+    return machine_code if _digest(symbol, machine_code) == digest else None
 
 
 def keep(symbol: str, machine_code: bytes) -> None:
     """Writes an object file, whole or not at all; where that fails the next process compiles."""
-    path = folder() / f"{symbol}.o"
-    partial = path.with_suffix(f".{os.getpid()}")  # another process may be at the same one
+    partial = f"{symbol}.{os.getpid()}"  # another process may be at the same one
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_bytes(hashlib.sha256(machine_code).digest() + machine_code)
-        partial.replace(path)
+        folder().mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.environ.get("SPECEXEC_KERNEL_CACHE"):
+            folder().chmod(0o700)  # one that was made under another umask; a given one stays
+        with _opened_folder() as where:
+            file = os.open(partial, flags, 0o600, dir_fd=where)
+            with open(file, "wb") as opened:
+                opened.write(_digest(symbol, machine_code) + machine_code)
+            os.replace(partial, f"{symbol}.o", src_dir_fd=where, dst_dir_fd=where)
+
+
+@contextlib.contextmanager
+def _opened_folder() -> Iterator[int]:
+    """The folder's descriptor, so that what was checked is what is used.
+
+    Raises:
+        OSError: there is no such folder, or others than this user could have written into it.
+    """
+    where = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_ours(where, stat.S_ISDIR)
+        yield where
+    finally:
+        os.close(where)
+
+
+def _check_ours(file: int, is_kind: Callable[[int], bool]) -> None:
+    """
+    Raises:
+        PermissionError: it is of another kind or user, or others may write it.
+    """
+    found = os.fstat(file)
+    if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError("machine code that others may have written is not run")
+
+
+def _digest(symbol: str, machine_code: bytes) -> bytes:
+    return hashlib.sha256(symbol.encode() + b"\0" + machine_code).digest()
 
 
 @cache

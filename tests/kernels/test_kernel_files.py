@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,70 @@ def test_a_damaged_file_is_compiled_anew(folder: Path, damage: str) -> None:
     path.write_bytes({"cut": whole[:-9], "changed": changed, "empty": b""}[damage])
     assert result(cpu_jit._Compiler(), 4) == 5
     assert path.read_bytes() == whole
+
+
+def run_again(folder: Path, compiles: bool) -> None:
+    """A second process has the same result, whether it compiles or not."""
+    second = cpu_jit._Compiler()
+    assert result(second, 4) == 5
+    assert second.compilations == compiles
+
+
+@pytest.mark.parametrize(("which", "mode"), [("file", 0o620), ("file", 0o602), ("folder", 0o722)])
+def test_machine_code_that_others_may_write_is_not_run(folder: Path, which: str, mode: int) -> None:
+    assert result(cpu_jit._Compiler(), 4) == 5
+    (path,) = folder.iterdir()
+    run_again(folder, compiles=False)
+    (path if which == "file" else folder).chmod(mode)
+    run_again(folder, compiles=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("which", ["file", "folder"])
+def test_machine_code_of_another_user_is_not_run(folder: Path, which: str) -> None:
+    assert result(cpu_jit._Compiler(), 4) == 5
+    (path,) = folder.iterdir()
+    os.chown(path if which == "file" else folder, 12345, 12345)
+    run_again(folder, compiles=True)
+
+
+def test_a_link_to_machine_code_is_not_run(folder: Path, tmp_path: Path) -> None:
+    assert result(cpu_jit._Compiler(), 4) == 5
+    (path,) = folder.iterdir()
+    path.symlink_to(path.rename(tmp_path.with_suffix(".elsewhere")))
+    run_again(folder, compiles=True)
+
+
+def test_files_whose_names_were_swapped_are_compiled_anew(folder: Path) -> None:
+    first = cpu_jit._Compiler()
+    assert [result(first, 4), result(first, 5)] == [5, 6]
+    one, other = folder.iterdir()
+    whole = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(whole)
+    second = cpu_jit._Compiler()
+    assert [result(second, 4), result(second, 5)] == [5, 6]
+    assert second.compilations == 2
+
+
+def test_only_the_user_may_enter_a_folder_that_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECEXEC_KERNEL_CACHE", str(tmp_path / "new" / "kernels"))
+    assert result(cpu_jit._Compiler(), 4) == 5
+    assert (tmp_path / "new" / "kernels").stat().st_mode & 0o777 == 0o700
+    run_again(tmp_path, compiles=False)
+
+
+def test_the_users_own_folder_is_closed_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SPECEXEC_KERNEL_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_files.folder().mkdir(parents=True)
+    kernel_files.folder().chmod(0o775)
+    run_again(tmp_path, compiles=True)
+    run_again(tmp_path, compiles=False)
 
 
 def test_a_folder_that_cannot_be_written_to(
