@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -105,9 +108,51 @@ def test_no_index_answers(
     assert "skipped, because no package index answers" in capsys.readouterr().out
 
 
-def test_every_dependency_has_a_version_that_was_tried() -> None:
+def pins(name: str) -> dict[str, set[str]]:
+    """The versions that a file pins, by package: several where Python's version decides."""
+    found: dict[str, set[str]] = {}
+    for package, version in re.findall(
+        r"^([\w.-]+)==([^\s;]+)", (ROOT / name).read_text(), re.MULTILINE
+    ):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+def test_every_requirement_is_pinned_within_its_range() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
-    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
-    pinned = re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    assert {re.match(r"[\w-]+", line)[0] for line in wanted} == set(pinned)
+    pinned = pins("constraints.txt")
+    for line in (*project["dependencies"], *(line for extra in extras for line in extra)):
+        wanted = Requirement(line)
+        versions = pinned[canonicalize_name(wanted.name)]
+        assert all(wanted.specifier.contains(version) for version in versions), line
+
+
+@pytest.mark.parametrize("extra", ["test", "serve"])
+def test_a_lock_has_hashes_for_all_but_torch(extra: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    locked, pinned = pins(f"locks/{extra}.txt"), pins("constraints.txt")
+    lines = (*project["dependencies"], *project["optional-dependencies"][extra])
+    wanted = {canonicalize_name(Requirement(line).name) for line in lines}
+    assert wanted - locked.keys() == {"torch"}
+    assert all(versions == pinned[package] for package, versions in locked.items())
+    text = (ROOT / f"locks/{extra}.txt").read_text()
+    for entry in re.split(r"\n(?=\w)", text.split("\n", 2)[2]):
+        assert "--hash=sha256:" in entry, entry
+
+
+def test_an_installation_in_this_environment_has_only_pinned_packages() -> None:
+    """What resolving left out would be missing here, or come unpinned."""
+    pinned = pins("constraints.txt")
+    seen, todo = set(), ["specexec-cli"]
+    while todo:
+        name = todo.pop()
+        for line in metadata.requires(name) or ():
+            needed = Requirement(line)
+            if needed.marker and not needed.marker.evaluate({"extra": ""}):
+                continue
+            package = canonicalize_name(needed.name)
+            if package not in seen:
+                seen.add(package)
+                todo.append(package)
+    assert not seen - pinned.keys()
