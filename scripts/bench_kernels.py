@@ -36,8 +36,8 @@ from kernel_cases import (
 )
 from specexec_kernels.column_quantize import PACKERS
 
-from specexec_cli.bench.environment import environment
-from specexec_cli.bench.metrics import quantile
+from specexec_cli.lab.bench.environment import environment
+from specexec_cli.lab.bench.metrics import quantile
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint

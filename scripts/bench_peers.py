@@ -52,14 +52,14 @@ from typing import Any
 from bench_experts import decision_for
 from memory_cap import run_capped
 
-from specexec_cli.bench.adapters import Prompt
-from specexec_cli.bench.datasets import load_dataset
-from specexec_cli.bench.environment import environment
-from specexec_cli.bench.metrics import spread
-from specexec_cli.bench.tables import aligned
 from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
 from specexec_cli.gguf.container import is_gguf
+from specexec_cli.lab.bench.adapters import Prompt
+from specexec_cli.lab.bench.datasets import load_dataset
+from specexec_cli.lab.bench.environment import environment
+from specexec_cli.lab.bench.metrics import spread
+from specexec_cli.lab.bench.tables import aligned
 from specexec_cli.models.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent

@@ -30,11 +30,11 @@ import torch
 from specexec_kernels import cpu_jit
 from torch import Tensor
 
-from specexec_cli.bench.datasets import load_dataset
-from specexec_cli.bench.environment import environment
-from specexec_cli.bench.runner import encode_prompts
 from specexec_cli.config import DtypeName, GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.errors import SpecexecError
+from specexec_cli.lab.bench.datasets import load_dataset
+from specexec_cli.lab.bench.environment import environment
+from specexec_cli.lab.bench.runner import encode_prompts
 from specexec_cli.sampling import Sampler, gumbel_noise
 from specexec_cli.session import Session, TextSession
 

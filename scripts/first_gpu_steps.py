@@ -26,7 +26,6 @@ from specexec_kernels import dispatch
 from specexec_kernels.packing import pack_rows, store_zeros
 from specexec_kernels.quantize import round_to_nearest
 
-from specexec_cli.bench.environment import environment
 from specexec_cli.config import (
     SELF,
     DtypeName,
@@ -38,6 +37,7 @@ from specexec_cli.config import (
 )
 from specexec_cli.core import StepResult
 from specexec_cli.device import HUGE_PAGE_BYTES, gpus
+from specexec_cli.lab.bench.environment import environment
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.memory import HugeBuffer

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 import specexec_cli
-from specexec_cli.bench.metrics import ratio_and_error
-from specexec_cli.bench.tables import aligned
 from specexec_cli.config import BenchMethod, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.sources import SOURCES, DraftSetup
+from specexec_cli.lab.bench.metrics import ratio_and_error
+from specexec_cli.lab.bench.tables import aligned
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 import specexec_cli
-from specexec_cli.bench.datasets import BUILT_IN, load_dataset
-from specexec_cli.bench.metrics import ratio_and_error
-from specexec_cli.bench.tables import aligned
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.lab.bench.datasets import BUILT_IN, load_dataset
+from specexec_cli.lab.bench.metrics import ratio_and_error
+from specexec_cli.lab.bench.tables import aligned
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.resident_parts import SharedParts

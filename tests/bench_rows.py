@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specexec_cli.bench.cases import Case
-from specexec_cli.bench.metrics import TIMING, run_metrics
-from specexec_cli.bench.results import row_key
-from specexec_cli.bench.schema import SCHEMA
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import GenerationStats, StepResult
 from specexec_cli.drafting.calibration import Reliability
+from specexec_cli.lab.bench.cases import Case
+from specexec_cli.lab.bench.metrics import TIMING, run_metrics
+from specexec_cli.lab.bench.results import row_key
+from specexec_cli.lab.bench.schema import SCHEMA
 
 ENVIRONMENT = {
     "commit": "0" * 40,

@@ -12,18 +12,17 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli import __version__
-from specexec_cli.cli import bench, models, simulate
+from specexec_cli.cli import models
 from specexec_cli.cli.chat import chat
 from specexec_cli.cli.doctor import doctor
 from specexec_cli.cli.generate import generate
-from specexec_cli.cli.measure import measure
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.cli.plan import plan
 from specexec_cli.cli.pull import pull, rm
 from specexec_cli.cli.quantize import quantize
+from specexec_cli.cli.registry import add_installed
 from specexec_cli.cli.serve import serve
-from specexec_cli.cli.train_policy import train_policy
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, ConfigError, SpecexecError
 
 # how systems say that a file takes no more
@@ -42,16 +41,13 @@ app = typer.Typer(
 app.command(cls=PanelCommand)(generate)
 app.command(cls=PanelCommand)(chat)
 app.command(cls=PanelCommand)(serve)
-app.add_typer(bench.app, name="bench")
-app.command(cls=PanelCommand)(train_policy)
 app.command(cls=PanelCommand)(plan)
 app.command(cls=PanelCommand)(pull)
 app.command(cls=PanelCommand)(rm)
 app.command(cls=PanelCommand)(quantize)
 app.command(cls=PanelCommand)(doctor)
 app.add_typer(models.app, name="models")
-app.command(cls=PanelCommand)(measure)
-app.add_typer(simulate.app, name="simulate")
+add_installed(app)
 
 
 def _version(wanted: bool) -> None:

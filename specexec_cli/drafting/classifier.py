@@ -4,7 +4,7 @@ A feed-forward network of two layers reads the draft model's ten highest probabi
 and the position counted from the beginning of the generation (appendix D.1), and gives the
 probability that the token just drafted will be accepted. Drafting ends below a threshold, or at a
 length, that were tuned for latency (Mamou et al., arXiv:2405.04304, section 3).
-drafting/training.py makes it, policies/disco.py asks it.
+lab/training.py makes it, policies/disco.py asks it.
 """
 
 from __future__ import annotations

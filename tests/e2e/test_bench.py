@@ -10,13 +10,13 @@ import pytest
 from bench_rows import ENVIRONMENT
 from typer.testing import CliRunner
 
-from specexec_cli.bench import environment as environment_module
-from specexec_cli.bench.cases import same_distribution
-from specexec_cli.bench.results import read_results
-from specexec_cli.bench.runner import Bench
-from specexec_cli.bench.schema import problems
-from specexec_cli.cli.bench import app
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench import environment as environment_module
+from specexec_cli.lab.bench.cases import same_distribution
+from specexec_cli.lab.bench.results import read_results
+from specexec_cli.lab.bench.runner import Bench
+from specexec_cli.lab.bench.schema import problems
+from specexec_cli.lab.commands.bench import app
 
 ALL = "specexec,specexec-paper,chain,chain-coupled,specinfer,beam,beam-pruned"
 SMALL = ("--pair", "demo", "--prompts", "3", "--max-tokens", "6", "--budget", "8", "--depth", "4",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -110,6 +111,36 @@ def test_help_shows_the_example_of_a_policy() -> None:
     assert "unless given), half (half of it). auto is" in done.stdout
     assert "fixed, heuristic, disco, cost, half: how much of the budget a tree uses" in done.stdout
     assert "not one of auto, fixed, heuristic, disco, cost, half. Did you mean" in done.stdout
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_example_of_a_command(tmp_path: Path, broken: bool) -> None:
+    """A package that is installed beside specexec: its module and its entry point."""
+    code = example("command")
+    (tmp_path / "others.py").write_text("import nothing_of_that_name" if broken else code)
+    installed = tmp_path / "others-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    points = "targets = others:targets\ngenerate = others:targets\n"
+    (installed / "entry_points.txt").write_text(f"[specexec.commands]\n{points}")
+
+    paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+
+    def specexec(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "specexec_cli.cli.main", *arguments], capture_output=True,
+            text=True, env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+
+    done = specexec("targets", "demo")
+    if broken:
+        assert done.returncode == 2
+        assert "error: the command 'targets' of others cannot be imported" in done.stderr
+        assert "Traceback" not in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "demo-target" in done.stdout.split()
+    assert "Continue a prompt." in specexec("generate", "--help").stdout, "the name is taken"
 
 
 def test_the_example_of_a_draft_source() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from specexec_cli.bench.adapters import ADAPTERS
-from specexec_cli.bench.datasets import Dataset, load_dataset
-from specexec_cli.bench.parts import PARTS, load_parts
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.adapters import ADAPTERS
+from specexec_cli.lab.bench.datasets import Dataset, load_dataset
+from specexec_cli.lab.bench.parts import PARTS, load_parts
 
 pytest.importorskip("datasets", reason="the extra 'datasets' is not installed")
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from cli_runner import run_cli
 
-from specexec_cli.bench.datasets import Dataset
-from specexec_cli.bench.measure import ModelTimes, acceptance_rate, mean_matches
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.datasets import Dataset
+from specexec_cli.lab.bench.measure import ModelTimes, acceptance_rate, mean_matches
 
 COMMAND = ("measure", "--pair", "demo", "--prompts", "2", "--timed-tokens", "4",
            "--match-tokens", "12", "--dtype", "float32", "--quiet")  # fmt: skip
@@ -66,7 +66,7 @@ def test_prompts_are_drawn_at_random_by_the_seed(monkeypatch: pytest.MonkeyPatch
         asked.append(arguments)
         raise ConfigError("enough")
 
-    monkeypatch.setattr("specexec_cli.bench.datasets.load_dataset", load)
+    monkeypatch.setattr("specexec_cli.lab.bench.datasets.load_dataset", load)
     for options in ((), ("--seed", "7")):
         assert run_cli("measure", "--pair", "demo", *options).error == "enough"
     assert [(each["count"], each["seed"]) for each in asked] == [(50, 0), (50, 7)]

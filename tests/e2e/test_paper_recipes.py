@@ -12,20 +12,20 @@ import pytest
 from bench_rows import ENVIRONMENT
 from cli_runner import run_cli
 
-from specexec_cli.bench import environment as environment_module
-from specexec_cli.bench.adapters import Prompt
-from specexec_cli.bench.cases import Case
-from specexec_cli.bench.datasets import Dataset
-from specexec_cli.bench.runner import BenchPrompt, Run
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.cli import bench
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError
-from specexec_cli.papers import RECIPES, Claim, Finding, Recipe, Setting
-from specexec_cli.papers.disco import _gain_error
-from specexec_cli.papers.lab import Lab, Rate
-from specexec_cli.papers.report import text_of, write
-from specexec_cli.papers.specexec_rates import PAPER, SPECINFER, grows
+from specexec_cli.lab.bench import environment as environment_module
+from specexec_cli.lab.bench.adapters import Prompt
+from specexec_cli.lab.bench.cases import Case
+from specexec_cli.lab.bench.datasets import Dataset
+from specexec_cli.lab.bench.runner import BenchPrompt, Run
+from specexec_cli.lab.commands import bench
+from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
+from specexec_cli.lab.papers.disco import _gain_error
+from specexec_cli.lab.papers.lab import Lab, Rate
+from specexec_cli.lab.papers.report import text_of, write
+from specexec_cli.lab.papers.specexec_rates import PAPER, SPECINFER, grows
 from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession
@@ -81,7 +81,7 @@ def test_a_lost_claim_is_one_line_and_exit_code_11(
 ) -> None:
     finding = Finding(tables=[], claims=[Claim("the moon is near", False)], notes=["seen here"])
     moon = Recipe("moon", "it is near", lambda lab: finding)
-    monkeypatch.setattr("specexec_cli.cli.bench_paper.RECIPES", {"moon": moon})
+    monkeypatch.setattr("specexec_cli.lab.commands.bench_paper.RECIPES", {"moon": moon})
     ran = run_cli("bench", "paper", "moon", "--out", tmp_path, "-q")
     assert (ran.code, ran.error) == (11, "not so here: moon: the moon is near")
     report = (tmp_path / "moon--small.md").read_text()

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from cli_runner import run_cli
 
-from specexec_cli.bench import policy_labels
-from specexec_cli.bench.policy_labels import LabelsFile
-from specexec_cli.drafting.training import Text
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench import policy_labels
+from specexec_cli.lab.bench.policy_labels import LabelsFile
+from specexec_cli.lab.training import Text
 
 COMMAND = (
     "train-policy", "--prompts", "5", "--max-tokens", "24", "--target-ms", "30", "--draft-ms", "2",

@@ -14,12 +14,12 @@ from scipy.stats import chisquare
 from test_lossless import samplings, seeds, tokens_of
 from toys import NoisyCopy, ToyDrafter, ToyLM, ToyTarget
 
-from specexec_cli.bench.metrics import improvement_factor
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.decoding.rejection import rejection_sampling
 from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned, grow_bundle, grow_chain
+from specexec_cli.lab.bench.metrics import improvement_factor
 from specexec_cli.sampling import Sampler
 
 

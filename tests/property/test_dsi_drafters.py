@@ -18,8 +18,8 @@ from toys import NoisyCopy
 
 from specexec_cli.dsi.messages import DRAFTER, Draft, Drafted, Verified, Verify
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
 from specexec_cli.sampling import uniforms
-from specexec_cli.simulate.clock import Latencies, VirtualWorkers
 from specexec_cli.verify.rejection import DRAFT_STREAM, draw, settle
 
 ENOUGH = 64

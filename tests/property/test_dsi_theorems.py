@@ -15,9 +15,9 @@ from specexec_cli.config import SamplingConfig
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.dsi.messages import DRAFTER
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
+from specexec_cli.lab.simulate.methods import run_autoregressive, run_dsi, run_speculative
 from specexec_cli.sampling import Sampler
-from specexec_cli.simulate.clock import Latencies, VirtualWorkers
-from specexec_cli.simulate.methods import run_autoregressive, run_dsi, run_speculative
 
 acceptances = st.lists(st.booleans(), min_size=1, max_size=40)
 ENOUGH = 64

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from specexec_cli.bench.adapters import ADAPTERS
-from specexec_cli.bench.datasets import load_dataset
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.adapters import ADAPTERS
+from specexec_cli.lab.bench.datasets import load_dataset
 
 
 def load(reference: str, folder: Path = Path("nowhere"), count: int = 1000):

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from specexec_cli.bench.parts import PARTS, load_parts
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.parts import PARTS, load_parts
 
 
 def alpaca(folder: Path, count: int) -> Path:

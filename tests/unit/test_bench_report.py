@@ -10,9 +10,9 @@ import pytest
 import torch
 from bench_rows import ENVIRONMENT, case, row, step
 
-from specexec_cli.bench.coverage import covered
-from specexec_cli.bench.report import make_report
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.coverage import covered
+from specexec_cli.lab.bench.report import make_report
 
 
 def coverage_row():

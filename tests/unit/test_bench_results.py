@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 from bench_rows import case, row, stats_of, step
 
-from specexec_cli.bench.cases import BASELINE, DISTRIBUTED, Grid, methods
-from specexec_cli.bench.metrics import (
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.cases import BASELINE, DISTRIBUTED, Grid, methods
+from specexec_cli.lab.bench.metrics import (
     improvement_factor,
     paired_difference,
     quantile,
@@ -20,13 +23,10 @@ from specexec_cli.bench.metrics import (
     run_metrics,
     spread,
 )
-from specexec_cli.bench.results import ResultsFile, read_results
-from specexec_cli.bench.schema import problems
-from specexec_cli.bench.summary import summarize
-from specexec_cli.bench.tables import aligned, render
-from specexec_cli.config import SamplingConfig, TreeConfig
-from specexec_cli.drafting.sources import SOURCES
-from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.results import ResultsFile, read_results
+from specexec_cli.lab.bench.schema import problems
+from specexec_cli.lab.bench.summary import summarize
+from specexec_cli.lab.bench.tables import aligned, render
 
 GREEDY = SamplingConfig()
 

@@ -12,8 +12,8 @@ from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 from specexec_cli.dsi.messages import DRAFTER, Verify
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.errors import ConfigError, WorkerError
-from specexec_cli.simulate.clock import Latencies, VirtualWorkers
-from specexec_cli.simulate.methods import run_dsi, run_speculative
+from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
+from specexec_cli.lab.simulate.methods import run_dsi, run_speculative
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from specexec_cli.config import SamplingConfig
 from specexec_cli.core import common_prefix
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.errors import WorkerError
-from specexec_cli.simulate.clock import Latencies
-from specexec_cli.simulate.methods import run_dsi
+from specexec_cli.lab.simulate.clock import Latencies
+from specexec_cli.lab.simulate.methods import run_dsi
 
 SEED, PROMPT = 5, [1, 2, 3]
 

@@ -20,7 +20,6 @@ from checkpoints import (
 from fake_cuda import CUDA, fake_cuda
 from late_layers import layers_come_late
 
-from specexec_cli.bench.cases import variant
 from specexec_cli.cli.render import stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig, Tier, TreeConfig
 from specexec_cli.core import DraftTree
@@ -31,6 +30,7 @@ from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.cases import variant
 from specexec_cli.models import graphs, kv_cache
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint

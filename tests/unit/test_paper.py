@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from specexec_cli.bench.paper import DISCO_ROWS, ROWS, PaperRow, disco_rows_for, rows_for
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.dsi.plan import TYPICAL_ACCEPTANCE
-from specexec_cli.simulate.table import PUBLISHED
+from specexec_cli.lab.bench.paper import DISCO_ROWS, ROWS, PaperRow, disco_rows_for, rows_for
+from specexec_cli.lab.simulate.table import PUBLISHED
 
 CHAT = "meta-llama/Llama-2-70b-chat-hf"
 CHAT_GPTQ = "TheBloke/Llama-2-70B-Chat-GPTQ"

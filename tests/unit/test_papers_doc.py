@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from specexec_cli.bench.paper import ROWS, PaperRow
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.papers import RECIPES
+from specexec_cli.lab.bench.paper import ROWS, PaperRow
+from specexec_cli.lab.papers import RECIPES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "papers.md").read_text("utf-8")
 _HEADER = "| in the paper |"

@@ -9,8 +9,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from specexec_cli.cli.simulate import app
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.commands.simulate import app
 
 ISSUE = [
     "dsi", "--target-ms", "37.7", "--draft-ms", "2.5", "--acceptance", "0.63",
@@ -134,7 +134,7 @@ def test_bad_options_are_one_clear_error(args, message):
 def test_simulating_imports_neither_torch_nor_transformers():
     code = (
         "import sys; from typer.testing import CliRunner;"
-        "from specexec_cli.cli.simulate import app;"
+        "from specexec_cli.lab.commands.simulate import app;"
         f"assert CliRunner().invoke(app, {ISSUE!r}).exit_code == 0;"
         "print([m for m in ('torch', 'transformers', 'numpy', 'matplotlib') if m in sys.modules])"
     )

@@ -13,12 +13,12 @@ from dsi_toys import balanced
 
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed
 from specexec_cli.errors import ConfigError
-from specexec_cli.simulate import published
-from specexec_cli.simulate.clock import Latencies
-from specexec_cli.simulate.heatmap import PANELS, best_dsi_s, best_si_s, draw, simulated_heatmap
-from specexec_cli.simulate.methods import FakePair, run_dsi
-from specexec_cli.simulate.offload import Scenario, best_tree, compare, verdict
-from specexec_cli.simulate.table import (
+from specexec_cli.lab.simulate import published
+from specexec_cli.lab.simulate.clock import Latencies
+from specexec_cli.lab.simulate.heatmap import PANELS, best_dsi_s, best_si_s, draw, simulated_heatmap
+from specexec_cli.lab.simulate.methods import FakePair, run_dsi
+from specexec_cli.lab.simulate.offload import Scenario, best_tree, compare, verdict
+from specexec_cli.lab.simulate.table import (
     PUBLISHED,
     SimulatedRow,
     geometric_mean,

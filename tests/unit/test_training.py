@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from specexec_cli.bench.policy_labels import conformities
 from specexec_cli.drafting.classifier import Classifier
-from specexec_cli.drafting.training import (
+from specexec_cli.lab.bench.policy_labels import conformities
+from specexec_cli.lab.training import (
     Costs,
     Text,
     best_static,

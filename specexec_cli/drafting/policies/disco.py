@@ -4,7 +4,7 @@ Mamou et al., arXiv:2405.04304, section 3, decide per token of a chain. For a tr
 level, by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is
 a level of one node. Where a chain's tokens are drawn and verified by rejection sampling, a draft
 ends behind a token that was drawn already: the text keeps the target's distribution.
-drafting/classifier.py is the classifier, drafting/training.py makes it.
+drafting/classifier.py is the classifier, lab/training.py makes it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+"""Commands of other packages, which join `specexec` by an entry point.
+
+A package that is installed beside specexec adds a command by two lines of its pyproject.toml:
+
+    [project.entry-points."specexec.commands"]
+    greet = "its_package.commands:greet"
+
+What the second line names is a function with typer's annotations, or a typer.Typer of several
+commands. The lab's own commands (specexec_cli/lab) join in the same way.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import typer
+
+from specexec_cli.cli.panels import PanelCommand
+from specexec_cli.errors import ConfigError
+
+
+def add_installed(app: typer.Typer) -> None:
+    """Adds the commands of all installed packages behind those that the app has.
+
+    A name that is taken keeps its command. A command that cannot be imported says so when it is
+    called, so that another package's mistake stops nothing else.
+    """
+    taken: set[Any] = {each.name for each in app.registered_groups}
+    for command in app.registered_commands:
+        taken.add(command.name or getattr(command.callback, "__name__", None))
+    for point in entry_points(group="specexec.commands"):
+        if point.name in taken:
+            continue
+        taken.add(point.name)
+        try:
+            command = point.load()
+        except Exception as error:  # whatever the code of another package raises
+            _add_refused(app, point, error)
+            continue
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=point.name)
+        else:
+            app.command(point.name, cls=PanelCommand)(command)
+
+
+def _add_refused(app: typer.Typer, point: EntryPoint, error: Exception) -> None:
+    """Adds a command that says why another package's command cannot be had."""
+    package = point.dist.name if point.dist else "another package"
+    whatever = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(point.name, cls=PanelCommand, context_settings=whatever)
+    def refused(_: typer.Context) -> None:
+        raise ConfigError(
+            f"the command '{point.name}' of {package} cannot be imported ({error!r}): install "
+            f"another version of {package}, or remove it"
+        )

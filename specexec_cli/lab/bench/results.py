@@ -1,0 +1,90 @@
+"""The results file: one JSON object per line, appended as each run ends, so none is lost."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.errors import ConfigError
+from specexec_cli.lab.bench.schema import problems
+
+Row = dict[str, Any]
+
+
+def row_key(parts: Mapping[str, Any]) -> str:
+    """Identifies a run by everything that decides it; a finished one is not run again."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def read_results(path: Path) -> list[Row]:
+    """Every row, the last one of each key; a line torn by a crash at the very end is left out.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not a result; names the line.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8 text"
+        raise ConfigError(f"cannot read results from {path}: {reason}") from error
+    rows: dict[str, Row] = {}
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            if number == len(lines):  # no newline behind it: it was being written
+                break
+            raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
+        if wrong := problems(row):
+            raise ConfigError(f"{path}, line {number}: not a bench result: {wrong[0]}")
+        rows[row["key"]] = row
+    return list(rows.values())
+
+
+class ResultsFile:
+    """Appends rows; knows the keys that are there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = {row["key"]: row for row in read_results(path)} if path.exists() else {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._mend_torn_line()
+        except OSError as error:
+            raise ConfigError(f"cannot write results to {path}: {error.strerror}") from error
+
+    def _mend_torn_line(self) -> None:
+        """Ends the file at its last whole line, so that the next row does not join a torn one."""
+        with self.path.open("ab+") as file:
+            file.seek(0)
+            whole, newline, tail = file.read().rpartition(b"\n")
+            if not tail.strip():
+                return
+            try:
+                json.loads(tail)
+            except ValueError:
+                file.truncate(len(whole) + len(newline))
+            else:
+                file.write(b"\n")
+
+    def append(self, row: Row) -> None:
+        """Writes one row through to the file.
+
+        Raises:
+            ConfigError: the disk refuses it.
+        """
+        wrong = problems(row)
+        assert not wrong, wrong
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise ConfigError(f"cannot write results to {self.path}: {error.strerror}") from error
+        self.rows[row["key"]] = row

@@ -1,0 +1,127 @@
+"""Rows of results, taken together case by case and set against the baseline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specexec_cli.drafting.calibration import calibration_errors
+from specexec_cli.lab.bench.cases import BASELINE, is_chain, same_distribution
+from specexec_cli.lab.bench.metrics import AVERAGED, improvement_factor, spread
+from specexec_cli.lab.bench.results import Row
+
+Summary = dict[str, Any]
+
+
+def summarize(rows: Iterable[Row]) -> list[Summary]:
+    """One summary per case, in the order in which the cases first appear."""
+    groups: dict[str, list[Row]] = {}
+    baselines: dict[str, Row] = {}
+    for row in rows:
+        if row["kind"] == "run":
+            groups.setdefault(_case_key(row), []).append(row)
+            if row["case"]["method"] == BASELINE:
+                baselines[_prompt_key(row)] = row
+    return [_summary(group, baselines) for group in groups.values()]
+
+
+def _case_key(row: Row) -> str:
+    environment = row["environment"]
+    return json.dumps(
+        [row["config"], row["case"], environment["commit"], environment["hardware"]],
+        sort_keys=True,
+    )
+
+
+def _prompt_key(row: Row) -> str:
+    """What a run shares with the baseline run it is compared to."""
+    case = {name: row["case"][name] for name in _SAMPLING if name in row["case"]}
+    environment = row["environment"]
+    return json.dumps(
+        [row["config"], case, row["seed"], row["prompt"]["sha256"], environment["commit"],
+         environment["hardware"]],
+        sort_keys=True,
+    )  # fmt: skip
+
+
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
+    first = rows[0]
+    metrics: dict[str, Any] = {}
+    for name in AVERAGED:
+        # results of earlier versions may lack a number
+        found = [row["metrics"].get(name) for row in rows]
+        samples = [value for value in found if value is not None]
+        metrics[name] = spread(samples) if samples else None
+    pairs = [(row, baselines[key]) for row in rows if (key := _prompt_key(row)) in baselines]
+    return {
+        "label": first["label"],
+        "config": first["config"],
+        "case": first["case"],
+        "link": first["link"],
+        "environment": first["environment"],
+        "runs": len(rows),
+        "metrics": metrics,
+        "tokens_per_s": _rate(rows),
+        "speedup": _speedup(pairs),
+        "predicted_speedup": _predicted(rows, pairs),
+        "same_text": _same_text(pairs),
+        "calibration_errors": calibration_errors(np.sum([r["calibration"] for r in rows], axis=0)),
+        "passes": {
+            name: sum(row["metrics"][name] for row in rows)
+            for name in ("draft_s", "verify_s", "total_s", "target_passes")
+        },
+    }
+
+
+def _speedup(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any] | None:
+    """tokens_per_s over the baseline's at the same prompt, temperature and seed."""
+    if not pairs:
+        return None
+    ratios = [
+        ours["metrics"]["tokens_per_s"] / plain["metrics"]["tokens_per_s"] for ours, plain in pairs
+    ]
+    return {
+        **spread(ratios),
+        "overall": _rate([o for o, _ in pairs]) / _rate([b for _, b in pairs]),
+    }
+
+
+def _rate(rows: Sequence[Row]) -> float:
+    """Tokens per second over all runs together."""
+    seconds: float = sum(row["metrics"]["total_s"] for row in rows)
+    return float(sum(row["metrics"]["generated_tokens"] for row in rows)) / seconds
+
+
+def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float | None:
+    """What the improvement factor of Leviathan et al. expects of a chain at these costs."""
+    case = rows[0]["case"]
+    rates = [row["metrics"]["token_acceptance_rate"] for row in rows]
+    rates = [rate for rate in rates if rate is not None]
+    drafted = sum(sum(row["passes"]["tree_nodes"]) for row in rows)
+    if not is_chain(case["method"]) or not rates or not pairs or not drafted:
+        return None
+    draft_pass_s = sum(row["metrics"]["draft_s"] for row in rows) / drafted
+    baseline = [plain["metrics"] for _, plain in pairs]
+    target_pass_s = sum(m["verify_s"] for m in baseline) / sum(m["target_passes"] for m in baseline)
+    return improvement_factor(sum(rates) / len(rates), case["budget"], draft_pass_s / target_pass_s)
+
+
+def _same_text(pairs: Sequence[tuple[Row, Row]]) -> dict[str, int] | None:
+    """How many runs gave the baseline's very tokens; None where the method does not promise it."""
+    if not pairs or (same_distribution(pairs[0][0]["case"]["method"]) and _sampled(pairs[0][0])):
+        return None
+    same = 0
+    for ours, plain in pairs:
+        common = min(len(ours["tokens"]), len(plain["tokens"]))  # one may have been cut shorter
+        same += ours["tokens"][:common] == plain["tokens"][:common]
+    return {"same": same, "of": len(pairs)}
+
+
+def _sampled(row: Row) -> bool:
+    return bool(row["case"]["temperature"] > 0.0)

@@ -1,0 +1,280 @@
+"""`specexec bench`: measure methods against plain decoding, and report what was measured."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
+from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.lab.commands.bench_grid import GridOptions, numbers, words
+from specexec_cli.lab.commands.bench_models import measured_request, open_distributed, opened
+from specexec_cli.lab.commands.bench_paper import paper
+
+if TYPE_CHECKING:
+    from specexec_cli.lab.bench.datasets import Dataset
+    from specexec_cli.lab.bench.runner import Bench, BenchPrompt, Run
+    from specexec_cli.session import TextSession
+
+app = typer.Typer(
+    cls=PanelGroup,
+    help="Measure decoding methods against plain decoding on the same prompts.",
+    invoke_without_command=True,
+)
+
+app.command(cls=PanelCommand)(paper)
+
+_DATA = "Prompts"
+
+DatasetNames = Annotated[
+    str,
+    typer.Option(
+        "--dataset",
+        help="demo, oasst, wikitext2, c4, mt-bench, humaneval, mbpp, cnn-dailymail, alpaca, a "
+        "FILE, or NAME=FILE.",
+        rich_help_panel=_DATA,
+    ),
+]
+Data = Annotated[Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)]
+Prompts = Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)]
+Results = Annotated[Path, typer.Option(help="Runs are appended here; none is repeated.")]
+Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or csv.")]
+
+
+@app.callback()
+@option_groups.grouped
+def bench(
+    *,
+    ctx: typer.Context,
+    models: option_groups.MeasuredModels,
+    cases: GridOptions,
+    workers: option_groups.WorkerOptions,
+    dataset: DatasetNames = "demo",
+    data: Data = Path("data"),
+    prompts: Prompts = 10,
+    max_tokens: options.MaxTokens = 128,
+    baseline_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Fewer tokens for the baseline, which is slow. Default: as many.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = None,
+    repeats: Annotated[
+        int,
+        typer.Option(help="Runs of each combination and prompt.", rich_help_panel=ADVANCED),
+    ] = 1,
+    warmup: Annotated[
+        int,
+        typer.Option(help="Short unmeasured runs of each combination.", rich_help_panel=ADVANCED),
+    ] = 1,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    seed: options.Seed = 0,
+    results: Results = Path("bench.jsonl"),
+    output: Output = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure decoding methods on the same prompts, beside the autoregressive baseline.
+
+    Runs take turns; each is one line of the results file. Stopped by Ctrl-C, the same command
+    goes on where it was.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from specexec_cli.lab.bench.cases import DISTRIBUTED
+    from specexec_cli.lab.bench.datasets import load_dataset
+    from specexec_cli.lab.bench.results import ResultsFile
+    from specexec_cli.lab.bench.tables import FORMATS
+
+    option_groups.one_of(output, "--output", FORMATS)
+    for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
+                               ("--prompts", prompts, 1)):  # fmt: skip
+        if value < least:
+            raise ConfigError(f"{flag} must be {least} or more, not {value}")
+    grid = cases.grid(
+        max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p, top_k=top_k, seed=seed
+    )
+    sets = [load_dataset(name, data_folder=data, count=prompts)
+            for name in words(dataset, "--dataset")]  # fmt: skip
+    file = ResultsFile(results)
+    apart = bool(set(DISTRIBUTED) & set(grid.methods))
+    request = measured_request(models, sets, max_tokens, several_drafts=apart)
+    fetch_first(request, yes=models.yes, quiet=quiet)
+    with ExitStack() as stack:
+        session = stack.enter_context(opened(request, quiet))
+        distributed, how = None, None
+        if apart:
+            wanted = workers.dsi(models.draft)
+            distributed, how = open_distributed(request, wanted, models.yes, quiet)
+            stack.enter_context(distributed)
+        recommended = session.pair.tree
+        tree = TreeConfig(
+            budget=recommended.budget, max_depth=recommended.max_depth,
+            batch=recommended.batch if cases.batch is None else cases.batch,
+        )  # fmt: skip
+        _measure(session, distributed, grid.cases(tree, how), sets, max_tokens, repeats, warmup,
+                 file, output, quiet)  # fmt: skip
+
+
+def _measure(
+    session: TextSession,
+    distributed: TextSession | None,
+    cases: list[Any],
+    sets: list[Dataset],
+    max_tokens: int,
+    repeats: int,
+    warmup: int,
+    file: Any,
+    output: str,
+    quiet: bool,
+) -> None:
+    """Runs what is missing and prints the table of all; Ctrl-C prints what there is.
+
+    Args:
+        distributed: the session that runs cases of the method dsi.
+    """
+    from specexec_cli.cli.render import notice
+    from specexec_cli.lab.bench.environment import environment, link
+    from specexec_cli.lab.bench.runner import Bench, encode_prompts, interleaved
+    from specexec_cli.lab.bench.summary import summarize
+    from specexec_cli.lab.bench.tables import render
+
+    encoded, notes = [], []
+    for one in sets:
+        usable, skipped = encode_prompts(session, one, max_tokens)
+        encoded.append((one, usable))
+        notes.append(f"{one.name}: {len(usable)} prompts from {one.source}")
+        if skipped:
+            notes[-1] += f"; {len(skipped)} too long for the context window, skipped"
+    measured_link = link(session)
+    notes.append(f"weights: {measured_link['io']}")
+    bench = Bench(session, file, environment(), measured_link, distributed)
+    runs = list(interleaved(cases, encoded, repeats))
+    keys = [bench.key(run) for run in runs]
+    finished = sum(key in file.rows for key in keys)
+    if finished and not quiet:
+        notice(f"{finished} of {len(runs)} runs are in {file.path} already and are not repeated")
+    interrupted = False
+    try:
+        _run(bench, runs, finished, cases, encoded[0][1][0], warmup, quiet)
+    except KeyboardInterrupt:
+        interrupted = True
+    rows = [file.rows[key] for key in keys if key in file.rows]
+    if rows:
+        notes.append(f"{len(rows)} of {len(runs)} runs, rows in {file.path}")
+        print(render(summarize(rows), output, notes, width()))
+    if interrupted:
+        if not quiet:
+            notice(f"stopped after {len(rows)} of {len(runs)} runs; the same command goes on")
+        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+
+
+def _run(
+    bench: Bench,
+    runs: list[Run],
+    finished: int,
+    cases: list[Any],
+    prompt: BenchPrompt,
+    warmup: int,
+    quiet: bool,
+) -> None:
+    from specexec_cli.cli.render import CountBar
+
+    with CountBar("measuring", len(runs), done=finished, shown=not quiet) as bar:
+        if finished < len(runs):
+            bench.warm_up(cases, prompt, warmup)
+        bench.measure(runs, lambda row: bar.advance(row["label"]))
+
+
+@app.command(cls=PanelCommand)
+@option_groups.grouped
+def coverage(
+    *,
+    models: option_groups.MeasuredModels,
+    dataset: DatasetNames = "demo",
+    data: Data = Path("data"),
+    prompts: Prompts = 10,
+    max_tokens: options.MaxTokens = 64,
+    top_k: Annotated[str, typer.Option(help="Values of k, a comma list.")] = "1,2,4,8,16,32,64",
+    temperature: options.Temperature = 1.0,
+    seed: options.Seed = 0,
+    results: Results = Path("bench.jsonl"),
+    output: Output = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Target probability that the draft's k likeliest tokens cover.
+
+    Measured at the positions of texts that the target samples from the prompts.
+    """
+    from specexec_cli.lab.bench.coverage import check_settings, measure_coverage
+    from specexec_cli.lab.bench.datasets import load_dataset
+    from specexec_cli.lab.bench.report import coverage_row, coverage_table
+    from specexec_cli.lab.bench.results import ResultsFile
+    from specexec_cli.lab.bench.tables import FORMATS
+
+    option_groups.one_of(output, "--output", FORMATS)
+    ranks = numbers(top_k, "--top-k", int)
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    check_settings(sampling, ranks)
+    one = load_dataset(dataset, data_folder=data, count=prompts)
+    file = ResultsFile(results)
+    with open_models(models, [one], max_tokens, quiet) as session:
+        from specexec_cli.lab.bench.runner import encode_prompts
+
+        usable, skipped = encode_prompts(session, one, max_tokens)
+        found = measure_coverage(session, usable, sampling, max_tokens, ranks)
+        row = coverage_row(session, one, sampling, max_tokens, found)
+    file.append(row)
+    if output == "json":
+        print(json.dumps(row))
+        return
+    print(coverage_table([row], output, width()))
+    if output != "csv":
+        print(f"\n- {found.positions} positions of {len(usable)} texts by the target, "
+              f"{len(skipped)} prompts too long; row in {file.path}")  # fmt: skip
+
+
+@app.command(cls=PanelCommand)
+def report(
+    results: Annotated[list[Path], typer.Argument(help="Results files.")],
+    output: Output = "table",
+    figures: Annotated[
+        Path | None, typer.Option(help="Folder to draw the papers' figures into.")
+    ] = None,
+    figure_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
+) -> None:
+    """Compare results, draw figures, and show the papers' rows."""
+    from specexec_cli.lab.bench.report import make_report
+    from specexec_cli.lab.bench.tables import FORMATS
+
+    option_groups.one_of(output, "--output", FORMATS)
+    option_groups.one_of(figure_format, "--format", ("png", "svg"))
+    text, drawn = make_report(results, output, figures, figure_format, width())
+    print(text)
+    for path in drawn:
+        print(f"figure: {path}", file=sys.stderr)
+
+
+def width() -> int | None:
+    """Columns of the terminal that tables go to; None in a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def open_models(
+    models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
+) -> TextSession:
+    """A session with memory planned for the longest of these prompts, and a bar while it loads."""
+    request = measured_request(models, sets, max_tokens)
+    fetch_first(request, yes=models.yes, quiet=quiet)
+    return opened(request, quiet)

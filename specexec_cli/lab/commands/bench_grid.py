@@ -1,0 +1,160 @@
+"""Options of `specexec bench` that are comma lists: every combination of their items is a case."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+
+import typer
+
+from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.panels import TREE_LISTS
+from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
+from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.lab.bench.cases import Grid
+
+_GRID = "Cross-product (comma lists)"
+_METHOD_HELP = f"autoregressive, {', '.join(SOURCES)}, dsi, dsi-rejection."
+_USUAL_POLICIES = policies_for("specexec")
+_OTHER_POLICIES = [entry for name, entry in POLICIES.items() if name not in _USUAL_POLICIES]
+_POLICY_HELP = "; ".join(
+    [
+        f"{', '.join(_USUAL_POLICIES)}: how much of the budget a tree uses",
+        *(f"{entry.name}: {entry.help}" for entry in _OTHER_POLICIES),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """Options that say which combinations of method, tree and temperature to measure."""
+
+    method: Annotated[
+        str,
+        typer.Option(
+            help=_METHOD_HELP,
+            rich_help_panel=_GRID,
+        ),
+    ] = "specexec"
+    budget: Annotated[
+        str, typer.Option(help="Tree nodes. Default: the pair's.", rich_help_panel=_GRID)
+    ] = ""
+    depth: Annotated[
+        str, typer.Option(help="Longest path. Default: the pair's.", rich_help_panel=_GRID)
+    ] = ""
+    speculation_length: Annotated[
+        str, typer.Option(help="Draft tokens per iteration of chains.", rich_help_panel=_GRID)
+    ] = "4,8"
+    temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0"
+    batch: options.Batch = None
+    draft_scoring: Annotated[
+        str,
+        typer.Option(
+            help="noise, probs: rank draft tokens by the target's own sampling noise, or not.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "noise"
+    policy: Annotated[
+        str,
+        typer.Option(
+            help=_POLICY_HELP + ".",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "fixed"
+    calibration: Annotated[
+        str,
+        typer.Option(
+            help="on, off: draft probabilities corrected by how often tokens were accepted.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "on"
+    past: Annotated[
+        str,
+        typer.Option(
+            help="on, off: specexec's trees with what the text's own past suggests, or without.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "off"
+    overlap: Annotated[
+        str,
+        typer.Option(
+            help="on, off: specexec drafts on while a pass waits for layers, or not.",
+            rich_help_panel=TREE_LISTS,
+        ),
+    ] = "off"
+
+    def grid(
+        self,
+        *,
+        max_tokens: int,
+        baseline_tokens: int | None,
+        top_p: float,
+        top_k: int,
+        seed: int,
+    ) -> Grid:
+        """The lists taken apart, with what all cases have in common.
+
+        Raises:
+            ConfigError: a word that an option does not take, or no number.
+        """
+        from specexec_cli.lab.bench.cases import Grid
+
+        return Grid(
+            methods=words(self.method, "--method"),
+            budgets=numbers(self.budget, "--budget", int),
+            depths=numbers(self.depth, "--depth", int),
+            lengths=numbers(self.speculation_length, "--speculation-length", int),
+            scorings=cast(
+                list[DraftScoring],
+                _chosen(self.draft_scoring, "--draft-scoring", get_args(DraftScoring)),
+            ),
+            policies=_chosen(self.policy, "--policy", tuple(POLICIES)),
+            calibrated=[
+                word == "on" for word in _chosen(self.calibration, "--calibration", ("on", "off"))
+            ],
+            past=[word == "on" for word in _chosen(self.past, "--past", ("on", "off"))],
+            overlap=cast(list[Overlap], _chosen(self.overlap, "--overlap", ("on", "off"))),
+            sampling=[
+                SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
+                for value in numbers(self.temperature, "--temperature", float)
+            ],
+            max_tokens=max_tokens,
+            baseline_tokens=max_tokens if baseline_tokens is None else baseline_tokens,
+        )
+
+
+def words(value: str, flag: str) -> list[str]:
+    """Splits a comma-separated option such as `demo,humaneval` into its items.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = [word.strip() for word in value.split(",") if word.strip()]
+    if not found:
+        raise ConfigError(f"{flag} is empty")
+    return found
+
+
+def _chosen(value: str, flag: str, allowed: tuple[str, ...]) -> list[str]:
+    return [option_groups.one_of(word, flag, allowed) for word in words(value, flag)]
+
+
+def numbers(value: str, flag: str, kind: type) -> list[Any]:
+    """Splits a comma-separated option such as `1,16,64` into numbers of a kind.
+
+    Raises:
+        ConfigError: an item is none.
+    """
+    found = []
+    for word in value.split(","):
+        try:
+            found += [kind(word)] if word.strip() else []
+        except ValueError as error:
+            raise ConfigError(
+                f"{flag} takes numbers separated by commas, not '{word.strip()}'"
+            ) from error
+    return found

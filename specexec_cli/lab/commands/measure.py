@@ -1,0 +1,137 @@
+"""`specexec measure`: a pair's latencies and acceptance rate, as input of `specexec simulate`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from specexec_cli.cli import option_groups, options
+from specexec_cli.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.lab.bench.datasets import Dataset
+    from specexec_cli.lab.bench.measure import ModelTimes
+    from specexec_cli.lab.bench.runner import BenchPrompt
+
+_DATA = "Prompts"
+
+
+@option_groups.grouped
+def measure(
+    *,
+    models: option_groups.MeasuredModels,
+    dataset: Annotated[
+        str, typer.Option(help="A name or a file, as in bench.", rich_help_panel=_DATA)
+    ] = "demo",
+    data: Annotated[
+        Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
+    ] = Path("data"),
+    prompts: Annotated[
+        int, typer.Option(help="How many, drawn at random by --seed.", rich_help_panel=_DATA)
+    ] = 50,
+    timed_tokens: Annotated[int, typer.Option(help="Tokens of each text that are timed.")] = 20,
+    match_tokens: Annotated[
+        int, typer.Option(help="Tokens of each text that are compared, and its length.")
+    ] = 256,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object, which `simulate dsi --measured` takes.")
+    ] = False,
+    quiet: options.Quiet = False,
+) -> None:
+    """Measure latencies and acceptance rate of a pair, as DSI does.
+
+    Time to first token, time per token, and matching tokens of both models.
+
+    Each model decodes alone, the target first. Acceptance is 1 - 1 / (1 + n), n being the tokens up
+    to the first at which the texts of target and draft model differ: as in the paper on DSI, whose
+    simulations begin with these numbers.
+    """
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.lab.bench.datasets import load_dataset
+    from specexec_cli.lab.bench.environment import environment
+    from specexec_cli.lab.bench.measure import acceptance_rate, mean_matches
+
+    if prompts < 1:
+        raise ConfigError(f"--prompts must be 1 or more, not {prompts}")
+    if not 2 <= timed_tokens <= match_tokens:
+        raise ConfigError(
+            f"--timed-tokens must be between 2 and --match-tokens ({match_tokens}), "
+            f"not {timed_tokens}"
+        )
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    one = load_dataset(dataset, data_folder=data, count=prompts, seed=seed)
+    lengths = timed_tokens, match_tokens
+    target, draft, settings, names = _both(models, one, sampling, lengths, quiet)
+    matches = mean_matches(target, draft)
+    rate = acceptance_rate(matches)
+    if as_json:
+        told = {"prompts": len(target.texts), "timed_tokens": timed_tokens,
+                "match_tokens": match_tokens, "temperature": temperature, "seed": seed}  # fmt: skip
+        print(json.dumps({"schema": 1, "target": _times(names[0], target),
+                          "draft": _times(names[1], draft),
+                          "acceptance": {"mean_matches": matches, "rate": rate},
+                          "dataset": one.name, **told, "settings": settings,
+                          "environment": environment()}))  # fmt: skip
+        return
+    from specexec_cli.lab.bench.tables import aligned
+
+    rows = [
+        [name, f"{times.ttft_s * 1e3:.2f}", f"{times.tpot_s * 1e3:.2f}"]
+        for name, times in zip(names, (target, draft), strict=True)
+    ]
+    print("\n".join(aligned(["model", "TTFT ms", "TPOT ms"], rows)))
+    print(
+        f"\nacceptance rate {rate:.3f}: {matches:.2f} tokens match on average; "
+        f"{len(target.texts)} prompts of {one.name}"
+    )
+
+
+def _times(name: str, times: ModelTimes) -> dict[str, Any]:
+    return {"name": name, "ttft_ms": times.ttft_s * 1e3, "tpot_ms": times.tpot_s * 1e3}
+
+
+def _both(
+    models: option_groups.MeasuredModels,
+    dataset: Dataset,
+    sampling: SamplingConfig,
+    lengths: tuple[int, int],
+    quiet: bool,
+) -> tuple[ModelTimes, ModelTimes, dict[str, str], tuple[str, str]]:
+    """Times of target and draft model, one after the other; the target's settings; both names."""
+    from specexec_cli.catalog.registry import load_registry
+    from specexec_cli.cli.fetching import fetch_first
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.lab.bench.measure import measure_model
+    from specexec_cli.lab.bench.runner import encode_prompts
+    from specexec_cli.lab.commands.bench_models import measured_request, opened
+    from specexec_cli.planning.pair import choose_pair
+
+    request = measured_request(models, [dataset], lengths[1])
+    pair = choose_pair(load_registry(request.models_file), request)
+    if pair.draft is None or pair.own_bits is not None:
+        raise ConfigError("measure compares a target with a draft model of its own: give `draft`")
+    fetch_first(request, yes=models.yes, quiet=quiet)
+    names = pair.target.name, pair.draft.name
+    alone = replace(request, pair=None, draft=None, method="autoregressive")
+    found: list[ModelTimes] = []
+    encoded: Sequence[BenchPrompt] = ()
+    settings: dict[str, str] = {}
+    with CountBar("texts", 2 * len(dataset.prompts), shown=not quiet) as bar:
+        for name in names:
+            with opened(replace(alone, target=name), quiet) as session:
+                if not encoded:
+                    encoded, _ = encode_prompts(session, dataset, lengths[1])
+                    settings = dict(session.settings)
+                done = partial(bar.advance, name)
+                found.append(measure_model(session, encoded, sampling, *lengths, done))
+    return found[0], found[1], settings, names

@@ -1,0 +1,249 @@
+"""`specexec train-policy`: train the classifier of --policy disco for a pair."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.panels import ADVANCED
+from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.lab.bench.parts import PARTS, Counts
+
+if TYPE_CHECKING:
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.drafting.classifier import Classifier
+    from specexec_cli.lab.bench.datasets import Dataset
+    from specexec_cli.lab.bench.runner import BenchPrompt
+    from specexec_cli.lab.training import Costs, Evaluation, Text
+    from specexec_cli.session import TextSession
+
+_DATA = "Prompts"
+_FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
+
+
+@option_groups.grouped
+def train_policy(
+    *,
+    models: option_groups.MeasuredModels,
+    dataset: Annotated[
+        str,
+        typer.Option(
+            help="To train on: names or files as in bench, a comma list.", rich_help_panel=_DATA
+        ),
+    ] = "demo",
+    transfer: Annotated[
+        str, typer.Option(help="To test on without training, likewise.", rich_help_panel=_DATA)
+    ] = "",
+    data: Annotated[
+        Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
+    ] = Path("data"),
+    prompts: Annotated[
+        int, typer.Option(help="Random prompts per dataset.", rich_help_panel=_DATA)
+    ] = 40,
+    splits: Annotated[
+        str,
+        typer.Option(
+            help="Prompts to train, tune and test on, as 500,80,80 in the paper. Default: three "
+            "fifths, one and one of --prompts.",
+            rich_help_panel=ADVANCED,
+        ),
+    ] = "",
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    target_ms: Annotated[
+        float | None, typer.Option(help="Time of a target pass. Default: measured.")
+    ] = None,
+    draft_ms: Annotated[
+        float | None, typer.Option(help="Time of a draft step. Default: measured.")
+    ] = None,
+    output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
+    quiet: options.Quiet = False,
+) -> None:
+    """Train the classifier of --policy disco for a pair, and report it beside fixed lengths.
+
+    Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
+    """
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.lab.bench.runner import encode_prompts
+    from specexec_cli.lab.commands.bench import open_models
+    from specexec_cli.lab.commands.bench_grid import words
+
+    option_groups.one_of(output, "--output", ("table", "md", "json"))
+    if prompts < _FEWEST:
+        raise ConfigError(f"--prompts must be {_FEWEST} or more, not {prompts}")
+    for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):
+        if value is not None and not 0.0 < value < 1e9:
+            raise ConfigError(f"{flag} must be above 0, not {value:g}")
+    counts = _counts(splits, prompts)
+    sampling = SamplingConfig(temperature=temperature, seed=seed)
+    sets = _sets(words(dataset, "--dataset"), words(transfer, "--transfer") if transfer else [],
+                 data, counts, seed, at_most=not splits)  # fmt: skip
+    trained = [name for name, parts in sets.items() if parts["train"].prompts]
+    every = [part for parts in sets.values() for part in parts.values()]
+    with open_models(models, every, max_tokens, quiet) as session:
+        encoded = {
+            name: {
+                part: encode_prompts(session, one, max_tokens)[0] if one.prompts else []
+                for part, one in parts.items()
+            }
+            for name, parts in sets.items()
+        }
+        try:
+            texts = _collect(session, encoded, sampling, max_tokens, quiet)
+            costs = _costs(session, encoded[trained[0]]["train"][0], target_ms, draft_ms)
+            classifier, evaluations = _train(texts, costs, quiet)
+        except KeyboardInterrupt:
+            if not quiet:
+                print("stopped; the same command goes on", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+        pair = session.pair
+        assert pair.draft is not None
+        classifier.save(
+            session.pair_folder,
+            {"target": pair.target.repo, "draft": pair.draft.repo, "datasets": trained,
+             "temperature": temperature, "costs": asdict(costs),
+             "f1": {name: found.disco_f1 for name, found in evaluations.items()}},
+        )  # fmt: skip
+        print(_report(session.pair_folder, classifier, trained, costs, evaluations, output))
+
+
+def _counts(splits: str, prompts: int) -> Counts:
+    """Prompts to train, to validate and to test on."""
+    from specexec_cli.lab.commands.bench_grid import numbers
+
+    if not splits:
+        fifth = prompts // 5
+        return prompts - 2 * fifth, fifth, fifth
+    found = numbers(splits, "--splits", int)
+    if len(found) != 3 or min(found) < 1:
+        raise ConfigError(f"--splits takes three numbers of 1 or more, as 500,80,80, not {splits}")
+    return found[0], found[1], found[2]
+
+
+def _sets(
+    named: list[str], others: list[str], data: Path, counts: Counts, seed: int, *, at_most: bool
+) -> dict[str, dict[str, Dataset]]:
+    """The parts of each dataset; of those that are only tested on the last alone.
+
+    Raises:
+        ConfigError: a dataset has too few prompts.
+    """
+    from specexec_cli.lab.bench.parts import load_parts
+
+    sets: dict[str, dict[str, Dataset]] = {}
+    for name in (*named, *others):
+        wanted = counts if name in named else (0, 0, counts[2] if not at_most else sum(counts))
+        parts = load_parts(name, data_folder=data, counts=wanted, seed=seed, at_most=at_most)
+        found = sum(len(part.prompts) for part in parts.values())
+        if not all(parts[part].prompts for part, count in zip(PARTS, wanted, strict=True) if count):
+            raise ConfigError(f"dataset {name} has {found} prompts, and {_FEWEST} are needed")
+        sets[parts["test"].name] = parts
+    return sets
+
+
+def _collect(
+    session: TextSession,
+    encoded: dict[str, dict[str, list[BenchPrompt]]],
+    sampling: SamplingConfig,
+    max_tokens: int,
+    quiet: bool,
+) -> dict[str, dict[str, list[Text]]]:
+    """The texts of each part of each dataset."""
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.lab.bench.policy_labels import LabelsFile, collect
+
+    labels = LabelsFile(session.pair_folder / "labels.jsonl")
+    found: dict[str, dict[str, list[Text]]] = {}
+    total = sum(len(prompts) for parts in encoded.values() for prompts in parts.values())
+    with CountBar("texts", total, shown=not quiet) as bar:
+        for name, parts in encoded.items():
+            found[name] = {part: [] for part in parts}
+            for part, prompts in parts.items():
+                for text in collect(session, prompts, sampling, max_tokens, labels):
+                    found[name][part].append(text)
+                    bar.advance(name)
+    return found
+
+
+def _costs(
+    session: TextSession, prompt: BenchPrompt, target_ms: float | None, draft_ms: float | None
+) -> Costs:
+    from specexec_cli.lab.bench.policy_labels import measure_costs
+    from specexec_cli.lab.training import Costs
+
+    if target_ms is not None and draft_ms is not None:
+        return Costs(target_ms / 1e3, draft_ms / 1e3)
+    measured = measure_costs(session, prompt)
+    return Costs(
+        measured.target_s if target_ms is None else target_ms / 1e3,
+        measured.draft_s if draft_ms is None else draft_ms / 1e3,
+    )
+
+
+def _train(
+    texts: dict[str, dict[str, list[Text]]], costs: Costs, quiet: bool
+) -> tuple[Classifier, dict[str, Evaluation]]:
+    """Trains, tunes and tests on the parts of all datasets that are for it."""
+    from specexec_cli.cli.render import CountBar
+    from specexec_cli.lab import training
+
+    train, validation = (
+        [text for parts in texts.values() for text in parts[part]] for part in PARTS[:2]
+    )
+    features, labels = training.examples(train)
+    with CountBar("training", training.STEPS, shown=not quiet) as bar:
+        tensors = training.train(features, labels, lambda: bar.advance(""))
+    classifier = training.tune(tensors, validation, costs)
+    static = training.best_static(validation, costs)
+    return classifier, {
+        name: training.evaluate(classifier, static, parts["test"], costs)
+        for name, parts in texts.items()
+    }
+
+
+def _report(
+    folder: Path,
+    classifier: Classifier,
+    trained: list[str],
+    costs: Costs,
+    evaluations: dict[str, Evaluation],
+    output: str,
+) -> str:
+    from specexec_cli.lab.bench.tables import aligned, markdown
+
+    if output == "json":
+        return json.dumps(
+            {"schema": 1, "folder": str(folder), "threshold": classifier.threshold,
+             "max_length": classifier.max_length, "costs": asdict(costs), "trained_on": trained,
+             "evaluations": {name: asdict(found) for name, found in evaluations.items()}}
+        )  # fmt: skip
+    header = ["data", "trained", "plain ms", "heuristic ms", "static 5 ms", "static", "ms",
+              "disco ms", "gain", "oracle ms",
+              "F1 static", "F1 disco", "F1 always", "oracle length"]  # fmt: skip
+    rows = [
+        [name, "yes" if name in trained else "no", f"{found.plain_s * 1e3:.1f}",
+         f"{found.heuristic_s * 1e3:.2f}", f"{found.static_5_s * 1e3:.2f}",
+         str(found.static_length), f"{found.static_s * 1e3:.2f}", f"{found.disco_s * 1e3:.2f}",
+         f"{found.gain:+.1%}", f"{found.oracle_s * 1e3:.2f}",
+         f"{found.static_f1:.3f}", f"{found.disco_f1:.3f}", f"{found.always_f1:.3f}",
+         f"{found.oracle_length:.1f} ({found.oracle_deviation:.1f})"]
+        for name, found in evaluations.items()
+    ]  # fmt: skip
+    lines = markdown(header, rows) if output == "md" else aligned(header, rows)
+    notes = [
+        f"ms: per token, counted on texts that were kept apart, at {costs.target_s * 1e3:.2f} ms a "
+        f"target pass and {costs.draft_s * 1e3:.2f} ms a draft step; static: the best fixed length",
+        "F1: of whether a drafted token is accepted, each token once; always: of saying yes to all",
+        "oracle: drafts up to the first wrong token; its length: accepted tokens of an iteration, "
+        "mean (deviation); gain: latency saved, a share of the static length's",
+        f"drafting ends below {classifier.threshold:.2f}, or after {classifier.max_length} tokens; "
+        f"kept in {folder}",
+    ]
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)])

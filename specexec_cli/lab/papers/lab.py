@@ -1,0 +1,227 @@
+"""What a recipe works with: a session that opens when it is asked for, prompts, and kept results.
+
+The small form takes seconds on the demo pair and its own prompts. The full one has the paper's
+prompts and sizes, and goes on where it was stopped: every generation is a row of a results file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from specexec_cli.lab.bench.cases import Case
+from specexec_cli.lab.bench.datasets import BUILT_IN, Dataset, load_dataset
+from specexec_cli.lab.bench.metrics import paired_difference, ratio_and_error
+from specexec_cli.lab.bench.results import ResultsFile, Row
+from specexec_cli.lab.papers.registry import Recipe, Setting
+
+if TYPE_CHECKING:
+    from specexec_cli.lab.bench.parts import Counts
+    from specexec_cli.lab.bench.runner import Bench, BenchPrompt
+    from specexec_cli.lab.training import Text
+    from specexec_cli.session import TextSession
+
+# (datasets, tokens of a text, draft model or None for the pair's own) -> a session for them
+OpenSession = Callable[[Sequence[Dataset], int, "str | None"], "TextSession"]
+
+_EVERY = 1 << 20  # prompts of a dataset: all of them
+_TURN = 10  # prompts between two looks at the standard error
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """Committed tokens per target pass of one case, over all prompts together."""
+
+    tau: float
+    error: float  # standard error of tau
+    counts: Sequence[tuple[int, int]]  # (tokens, passes) of each prompt, in the dataset's order
+    nodes: float  # draft tokens of a pass, the mean
+
+    def __str__(self) -> str:
+        return f"{self.tau:.2f} ±{self.error:.2f}"
+
+    def above(self, other: Rate) -> tuple[float, float]:
+        """By how much it is above another one, over the prompts of both, and the standard error."""
+        return paired_difference(self.counts, other.counts)
+
+
+class Lab:
+    """One run of one recipe.
+
+    Args:
+        opened: opens a session, or gives one that is open; whoever passes it closes it. One is
+            needed at a time.
+        folder: where results are kept.
+        data: folder of the datasets' files.
+        most_prompts: of each dataset; None for as many as it takes.
+        most_tokens: of a text in the full form; None for as many as the recipe asks for.
+        done: told of each generation that was run.
+    """
+
+    target_error = 0.03  # of tau, relative: the full form takes prompts until all are below
+
+    def __init__(
+        self,
+        opened: OpenSession,
+        folder: Path,
+        *,
+        full: bool = False,
+        data: Path = Path("data"),
+        most_prompts: int | None = None,
+        most_tokens: int | None = None,
+        seed: int = 0,
+        done: Callable[[str], None] = lambda label: None,
+    ) -> None:
+        self.full, self.seed = full, seed
+        self.most_prompts, self.most_tokens = most_prompts, most_tokens
+        self.folder = folder
+        self._opened, self._data, self._done = opened, data, done
+        self._draft: str | None = None  # of the session that is open
+        self._session: TextSession | None = None
+        self._planned: list[Dataset] = []  # that memory of that session is planned for
+        self._tokens = 0  # likewise
+        self._file: ResultsFile | None = None
+        self._models: tuple[str, str | None] | None = None  # the pair's own, once they were opened
+        self._made: dict[Callable[[Lab], Any], Any] = {}
+
+    def setting(self, recipe: Recipe) -> Setting:
+        """What the recipe's finding is of; known when it has run."""
+        target, draft = (self._models if recipe.models else None) or (None, None)
+        return Setting(self.full, self.seed, target, draft)
+
+    def once(self, make: Callable[[Lab], _Made]) -> _Made:
+        """What several recipes need, made of this lab at the first call."""
+        if make not in self._made:
+            self._made[make] = make(self)
+        made: _Made = self._made[make]
+        return made
+
+    def tokens(self, full: int, small: int) -> int:
+        """Most tokens of a text: `small` in the small form, in the full one at most `full`."""
+        if not self.full:
+            return small
+        return full if self.most_tokens is None else min(full, self.most_tokens)
+
+    def dataset(self, name: str, *, chat: bool | None = None, small: int) -> Dataset:
+        """A dataset's prompts in random order; in the small form the first `small` built-in ones.
+
+        Args:
+            name: as in `bench`.
+            chat: of the built-in ones those to be answered, or those to be continued, or all.
+        """
+        if self.full:
+            # all of it, however few are taken: rows are known by the digest of what was loaded
+            return load_dataset(name, data_folder=self._data, count=_EVERY, seed=self.seed)
+        built_in = load_dataset(BUILT_IN, data_folder=self._data, count=_EVERY)
+        chosen = [prompt for prompt in built_in.prompts if chat in (None, prompt.chat)]
+        return Dataset(BUILT_IN, built_in.source, tuple(chosen[:small]))
+
+    def parts(self, name: str, counts: Counts) -> list[Dataset]:
+        """Random parts of a dataset to train, to validate and to test on, as many as there are."""
+        from specexec_cli.lab.bench.parts import load_parts, scaled
+
+        counts = counts if self.most_prompts is None else scaled(counts, self.most_prompts)
+        found = load_parts(
+            name, data_folder=self._data, counts=counts, seed=self.seed, at_most=True
+        )
+        return list(found.values())
+
+    def session(
+        self, sets: Sequence[Dataset], tokens: int, draft: str | None = None
+    ) -> TextSession:
+        """The session, with memory planned for every prompt that it has been asked for.
+
+        It is opened at the first call, and anew where the draft model changes, or a prompt or a
+        text is longer than all before: whoever needs several datasets asks for all of them first.
+        """
+        longer = _longest(sets) > _longest(self._planned) or tokens > self._tokens
+        if self._session is None or draft != self._draft or longer:
+            self._planned += [one for one in sets if one not in self._planned]
+            self._tokens = max(self._tokens, tokens)
+            self._session = self._opened(self._planned, self._tokens, draft)
+            self._draft = draft
+        if draft is None:
+            pair = self._session.pair
+            self._models = pair.target.name, pair.draft.name if pair.draft else None
+        return self._session
+
+    def encoded(self, dataset: Dataset, tokens: int, draft: str | None = None) -> list[BenchPrompt]:
+        """The prompts as tokens, those left out that are too long for the context window."""
+        from specexec_cli.lab.bench.runner import encode_prompts
+
+        found = encode_prompts(self.session([dataset], tokens, draft), dataset, tokens)[0]
+        return found[: self.most_prompts]
+
+    def rows(
+        self, cases: Sequence[Case], dataset: Dataset, draft: str | None = None
+    ) -> dict[Case, list[Row]]:
+        """Generations of every case, one per prompt; what is in the results file is not repeated.
+
+        The full form takes prompts for a case, all of them the first ones of the dataset, until
+        the standard error of its rate is small enough.
+        """
+        from specexec_cli.lab.bench.runner import interleaved
+
+        prompts = self.encoded(dataset, max(case.max_tokens for case in cases), draft)
+        found: dict[Case, list[Row]] = {case: [] for case in cases}
+        bench = self._bench(self.session([dataset], 0, draft))
+        for start in range(0, len(prompts), _TURN):
+            wanted = [case for case in cases if not (self.full and self._settled(found[case]))]
+            runs = list(interleaved(wanted, [(dataset, prompts[start : start + _TURN])], 1))
+            rows = bench.measure(runs, lambda row: self._done(row["label"]))
+            for run, row in zip(runs, rows, strict=True):
+                found[run.case].append(row)
+        return found
+
+    def _settled(self, rows: Sequence[Row]) -> bool:
+        """Whether the rate of these runs is known well enough."""
+        if not rows:
+            return False
+        known = rate(rows)
+        return known.error < self.target_error * known.tau
+
+    def texts(self, dataset: Dataset, tokens: int) -> list[Text]:
+        """What the draft model says along the target's greedy texts (DISCO, appendix D.1).
+
+        Of a dataset without prompts there are none.
+        """
+        from specexec_cli.config import SamplingConfig
+        from specexec_cli.lab.bench.policy_labels import LabelsFile, collect
+
+        if not dataset.prompts:
+            return []
+        session = self.session([dataset], tokens)
+        labels = LabelsFile(session.pair_folder / "labels.jsonl")  # those of train-policy
+        found = []
+        for text in collect(
+            session, self.encoded(dataset, tokens), SamplingConfig(seed=self.seed), tokens, labels
+        ):
+            self._done(dataset.name)
+            found.append(text)
+        return found
+
+    def _bench(self, session: TextSession) -> Bench:
+        from specexec_cli.lab.bench.environment import environment, link
+        from specexec_cli.lab.bench.runner import Bench
+
+        if self._file is None:
+            self._file = ResultsFile(self.folder / "results.jsonl")
+        return Bench(session, self._file, environment(), link(session))
+
+
+def _longest(sets: Sequence[Dataset]) -> int:
+    """Characters of the longest prompt of all."""
+    return max((len(prompt.text) for one in sets for prompt in one.prompts), default=0)
+
+
+def rate(rows: Sequence[Row]) -> Rate:
+    """Committed tokens per target pass of runs of one case."""
+    tokens = [row["metrics"]["generated_tokens"] for row in rows]
+    passes = [row["metrics"]["target_passes"] for row in rows]
+    nodes = sum(row["metrics"]["tree_nodes"] * row["metrics"]["target_passes"] for row in rows)
+    counts = list(zip(tokens, passes, strict=True))
+    return Rate(*ratio_and_error(tokens, passes), counts, nodes / sum(passes))

@@ -1,0 +1,267 @@
+"""SpecExec (arXiv:2406.02532): its algorithms, what they search, and with which draft models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from specexec_cli.config import TreeConfig
+from specexec_cli.lab.bench.cases import BASELINE, Case
+from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
+from specexec_cli.lab.papers.specexec_rates import PAPER, sampling, tree
+
+if TYPE_CHECKING:
+    from specexec_cli.drafting.search import Expand, Floats, Frontier, Ints
+    from specexec_cli.lab.papers.lab import Lab
+    from specexec_cli.session import TextSession
+
+
+@recipe(
+    "specexec-algorithm-1",
+    printed="for every random seed the very tokens of sequential sampling (section 4.1)",
+)
+def algorithm_1(lab: Lab) -> Finding:
+    """Texts of both searches beside plain decoding."""
+    data = lab.dataset("oasst", small=2)
+    tokens = lab.tokens(128, 16)
+    small = TreeConfig(budget=16, max_depth=8, batch=4)
+    cases = [
+        Case(method, None if method == BASELINE else small, sampling(t, lab.seed), tokens)
+        for t in (0.0, 0.6)
+        for method in (BASELINE, PAPER, "specexec")
+    ]
+    found = lab.rows(cases, data)
+    rows, claims = [], []
+    for case in cases:
+        if case.tree is not None:
+            plain = found[replace(case, method=BASELINE, tree=None)]
+            # both are of the first prompts, of which one may have taken more
+            pairs = list(zip(found[case], plain, strict=False))
+            same = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs)
+            where = f"{case.method}, temperature {case.sampling.temperature:g}"
+            rows.append([case.method, f"{case.sampling.temperature:g}", f"{same}/{len(pairs)}"])
+            claims.append(Claim(f"every text is that of plain decoding ({where})",
+                                same == len(pairs)))  # fmt: skip
+    return Finding(tables=[Table("Same text", ["method", "temp", "same"], rows)], claims=claims)
+
+
+@dataclass
+class Drafts:
+    """What the draft model says behind a context, as searches ask; counts its passes."""
+
+    session: TextSession
+    context: Sequence[int]
+    passes: int = 0
+    _paths: dict[int, list[int]] = field(default_factory=lambda: {-1: []})
+
+    def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
+        """See search.Expand; each node's row by a pass over its whole text, without any cache."""
+        import torch
+
+        self.passes += 1
+        logits = []
+        for node, parent, token in zip(
+            frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist(), strict=True
+        ):
+            if node >= 0:
+                self._paths[node] = [*self._paths[parent], token]
+            text = [*self.context, *self._paths[node]]
+            logits.append(self.session.draft_logits([*text, 0], len(text))[0])
+        best = (
+            torch.stack(logits)[:, : self.session.vocab_size].double().log_softmax(-1).topk(width)
+        )
+        return best.values.cpu().numpy(), best.indices.cpu().numpy()
+
+
+@recipe(
+    "specexec-algorithm-2",
+    printed="equations 1 to 5 and algorithm 2: the K likeliest prefixes, found in at most D rounds "
+    "of B nodes; beam search covers less (appendix E)",
+)
+def algorithm_2(lab: Lab) -> Finding:
+    """Draft passes, nodes, and the probability that each search's tree covers."""
+    import numpy as np
+
+    from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned
+    from specexec_cli.drafting.search import grow_in_rounds, grow_tree
+
+    data = lab.dataset("oasst", small=2)
+    contexts = [prompt.tokens for prompt in lab.encoded(data, 64)][: 20 if lab.full else 2]
+    searches = {"algorithm 2": grow_in_rounds, "best-first to its end": grow_tree,
+                "beam search": grow_beam, "beam search, pruned": grow_beam_pruned}  # fmt: skip
+    sizes = [(128, 16, 4), (64, 8, 2), (64, 16, 8)] if lab.full else [(16, 4, 4)]
+    rows, claims = [], []
+    for budget, depth, batch in sizes:
+        config = TreeConfig(budget=budget, max_depth=depth, batch=batch)
+        passes: dict[str, list[int]] = {name: [] for name in searches}
+        nodes: dict[str, list[int]] = {name: [] for name in searches}
+        covered: dict[str, list[float]] = {name: [] for name in searches}
+        for context in contexts:
+            for name, search in searches.items():
+                drafts = Drafts(lab.session([data], 64), context)
+                expand: Expand = drafts.expand
+                grown = search(expand, config, depth, None).tree
+                passes[name].append(drafts.passes)
+                nodes[name].append(len(grown))
+                covered[name].append(float(np.exp(grown.log_probs).sum()))
+        size = f"K={budget}, D={depth}, B={batch}"
+        rows += [
+            [size, name, f"{np.mean(passes[name]):.1f}", f"{np.mean(nodes[name]):.1f}",
+             f"{np.mean(covered[name]):.3f}"]
+            for name in searches
+        ]  # fmt: skip
+        best = covered["best-first to its end"]
+        claims += [
+            Claim(f"algorithm 2 takes no more than D draft passes ({size})",
+                  max(passes["algorithm 2"]) <= depth),
+            Claim(f"and leaves no more than (D - 1) B nodes ({size})",
+                  max(nodes["algorithm 2"]) <= (depth - 1) * batch),
+            Claim(f"no search covers more than the K likeliest prefixes ({size})",
+                  all(one <= most + 1e-9 for found in covered.values()
+                      for one, most in zip(found, best, strict=True))),
+            Claim(f"beam search covers less, and less again when pruned ({size})",
+                  sum(covered["beam search, pruned"]) < sum(covered["beam search"]) < sum(best)),
+        ]  # fmt: skip
+    header = ["size", "search", "draft passes", "nodes", "expected accepted tokens"]
+    note = "expected by the draft model: the sum of the nodes' probabilities, equation 3"
+    return Finding(tables=[Table("Means over contexts", header, rows)], claims=claims, notes=[note])
+
+
+@recipe(
+    "specexec-figure-2",
+    printed="the target's 1 to 4 likeliest tokens hold 90-98 % of its probability; all draft "
+    "models' tokens come to over 90 %",
+)
+def figure_2(lab: Lab) -> Finding:
+    """Coverage of the target's probability by rank (section 5.1)."""
+    from specexec_cli.config import SamplingConfig
+    from specexec_cli.lab.bench.coverage import measure_coverage
+    from specexec_cli.lab.papers.draw import curves
+
+    data = lab.dataset("oasst", small=6)
+    tokens = lab.tokens(64, 24)
+    prompts = lab.encoded(data, tokens)[:512]
+    ranks = (1, 2, 4, 8, 16, 32, 64)
+    sampled = SamplingConfig(temperature=1.0, seed=lab.seed)
+    found = measure_coverage(lab.session([data], tokens), prompts, sampled, tokens, ranks)
+    rows = [[str(k), f"{by_target:.1%}", f"{by_draft:.1%}"]
+            for k, by_target, by_draft in zip(ranks, found.target_mass, found.draft_mass,
+                                              strict=True)]  # fmt: skip
+    four = ranks.index(4)
+    own, drafted = found.target_mass[four], found.draft_mass[four]
+    return Finding(
+        tables=[Table(f"Covered probability, {found.positions} positions",
+                      ["k", "target's own", "draft's"], rows)],
+        claims=[
+            Claim(f"four tokens hold most of the target's probability ({own:.1%})", own > 0.5),
+            Claim(f"the draft's four hold most of what the target's four do ({drafted:.1%})",
+                  drafted > 0.8 * own),
+        ],
+        figures={"": lambda: curves(
+            "Probability of the target covered", "k likeliest tokens", "mean over positions",
+            {"target's own": (ranks, found.target_mass, ()),
+             "draft model's": (ranks, found.draft_mass, ())}, doubling=True)},
+    )  # fmt: skip
+
+
+# By target, draft models and their titles, the nearest to the target first.
+_DRAFTS: dict[str, dict[str | None, str]] = {
+    "llama2-70b-chat": {
+        "llama2-13b-chat": "Llama 2 13B", "llama2-7b-chat": "Llama 2 7B",
+        "llama2-7b-chat-gptq": "Llama 2 7B, 4 bits", "tinyllama-1.1b-chat": "TinyLlama 1.1B",
+        "llama-160m": "160M",
+    },
+}  # fmt: skip
+_OWN: dict[str | None, str] = {"self": "target in 4 bits", None: "the pair's own"}
+
+
+@recipe(
+    "specexec-figure-5",
+    printed="the nearer a draft model is to the target, the more of its tokens are accepted: 13B "
+    "above 7B (in 16 and 4 bits) above TinyLlama 1.1B and 160M (OASST, t = 0.6)",
+)
+def figure_5(lab: Lab) -> Finding:
+    """The paper's draft models for its target; for another its own layers in 4 bits as well."""
+    from specexec_cli.lab.papers.draw import curves
+    from specexec_cli.lab.papers.lab import rate
+
+    budgets, tokens = (16, 64, 256, 1024) if lab.full else (4, 32), lab.tokens(128, 32)
+    data = lab.dataset("oasst", chat=False, small=3)
+    lines: dict[str, Any] = {}
+    rows = []
+    drafts = _DRAFTS.get(lab.session([data], tokens).pair.target.name, _OWN)
+    for draft, title in drafts.items():
+        cases = [Case(PAPER, tree(size, PAPER, full=lab.full), sampling(0.6, lab.seed), tokens)
+                 for size in budgets]  # fmt: skip
+        found = [rate(one) for one in lab.rows(cases, data, draft).values()]
+        lines[title] = budgets, [one.tau for one in found], [one.error for one in found]
+        rows.append([title, *map(str, found)])
+    titles = list(drafts.values())
+    better, worse = titles[0], titles[-1]
+    most, least = lines[better][1][-1], lines[worse][1][-1]
+    return Finding(
+        tables=[Table("Committed tokens per pass by budget", ["draft model", *map(str, budgets)],
+                      rows)],
+        claims=[Claim(f"{better} drafts better than {worse} ({most:.2f} against {least:.2f} at "
+                      f"{budgets[-1]})", most > least)],
+        notes=["the paper's draft models are those of `--pair llama2-70b-chat`"],
+        figures={"": lambda: curves(
+            "Draft models of one target, temperature 0.6", "budget",
+            "committed tokens per target pass", lines, doubling=True)},
+    )  # fmt: skip
+
+
+@recipe(
+    "specexec-figure-6",
+    printed="appendix E: beam search that keeps all its hypotheses accepts more than one that "
+    "returns the last beams alone, at every size; the latter ends early",
+)
+def figure_6(lab: Lab) -> Finding:
+    """The grid of beams and lengths."""
+    from specexec_cli.lab.papers.draw import grids
+    from specexec_cli.lab.papers.lab import rate
+
+    beams = (1, 2, 4, 8, 16, 32) if lab.full else (2, 8)
+    lengths = (2, 4, 8, 16, 32) if lab.full else (8,)
+    data = lab.dataset("oasst", chat=False, small=3)
+    kinds = {"beam-pruned": "standard beam search", "beam": "without pruning"}
+    cases = [
+        Case(method, TreeConfig(budget=count * length, max_depth=length, batch=count,
+                                scoring="probs", calibrated=False),
+             sampling(0.6, lab.seed), lab.tokens(64, 24))
+        for length in lengths for count in beams for method in kinds
+    ]  # fmt: skip
+    found = lab.rows(cases, data)
+    taus = {case: rate(rows) for case, rows in found.items()}
+    by_size = {(case.method, case.tree.max_depth, case.tree.batch): one
+               for case, one in taus.items() if case.tree is not None}  # fmt: skip
+    table: dict[str, list[list[float]]] = {
+        kind: [[by_size[method, length, count].tau for count in beams] for length in lengths]
+        for method, kind in kinds.items()
+    }
+    rows = [
+        [str(length), *(f"{by_size['beam-pruned', length, count].tau:.2f} / "
+                        f"{by_size['beam', length, count]}" for count in beams)]
+        for length in lengths
+    ]  # fmt: skip
+    widest, longest = beams[-1], lengths[-1]
+    kept, pruned = by_size["beam", longest, widest], by_size["beam-pruned", longest, widest]
+    never = all(
+        by_size["beam", n, b].tau + 3 * by_size["beam", n, b].error
+        >= by_size["beam-pruned", n, b].tau
+        for n in lengths
+        for b in beams
+    )
+    return Finding(
+        tables=[Table("Tokens per pass: last beams alone / all hypotheses ± standard error",
+                      ["length", *(f"{count} beams" for count in beams)], rows)],
+        claims=[
+            Claim("all hypotheses are never worse than the last beams alone, at any size", never),
+            Claim(f"and better with {widest} beams of {longest} ({kept.tau:.2f} against "
+                  f"{pruned.tau:.2f})", kept.tau > pruned.tau),
+        ],
+        notes=["beams are ranked by the draft's probabilities under the temperature and nucleus"],
+        figures={"": lambda: grids("Committed tokens per target pass, temperature 0.6",
+                                   ("beams", beams), ("length", lengths), table)},
+    )  # fmt: skip

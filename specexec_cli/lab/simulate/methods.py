@@ -1,0 +1,98 @@
+"""One fake pair, decoded without speculation, with plain speculation (SI) and with DSI.
+
+All three see the same acceptances, position by position, so that they differ by method alone.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
+from specexec_cli.errors import ConfigError
+from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakePair:
+    """Latencies of a pair and the probability that a draft token is the target's.
+
+    acceptance is the same at every position and independent of the others.
+    """
+
+    latencies: Latencies
+    acceptance: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.acceptance <= 1.0:
+            raise ConfigError(f"`acceptance` must be between 0 and 1, not {self.acceptance}")
+        if not self.latencies.target_s > 0 or not self.latencies.draft_s > 0:
+            raise ConfigError("`target_ms` and `draft_ms` must be above 0")
+
+    def sample(self, tokens: int, seed: int) -> tuple[bool, ...]:
+        """Per position: would the drafter, given the text so far, propose the target's token?"""
+        numbers = random.Random(seed)
+        return tuple(numbers.random() < self.acceptance for _ in range(tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one method took for one text."""
+
+    seconds: float
+    forwards: int  # passes of the target, stale ones included
+    servers: int  # target servers that ran at least one pass
+    gpu_s: float  # seconds of work on all devices, the drafter's included
+
+
+def run_autoregressive(latencies: Latencies, tokens: int) -> Outcome:
+    """One pass per token on one device."""
+    seconds = tokens * latencies.target_s
+    return Outcome(seconds, tokens, 1, seconds)
+
+
+def run_speculative(latencies: Latencies, accepted: Sequence[bool], lookahead: int) -> Outcome:
+    """Draft `lookahead` tokens, verify, repeat; never more drafts than tokens left to commit."""
+    done, tokens, forwards, seconds = 0, len(accepted), 0, 0.0
+    while done < tokens:
+        drafts = min(lookahead, tokens - done - 1)
+        rows = drafts * latencies.target_row_s
+        seconds += drafts * latencies.draft_s + latencies.target_s + rows
+        forwards += 1
+        done += next((i for i in range(drafts) if not accepted[done + i]), drafts) + 1
+    return Outcome(seconds, forwards, 1, seconds)
+
+
+def run_dsi(
+    latencies: Latencies, accepted: Sequence[bool], lookahead: int, servers: int
+) -> Outcome:
+    """The orchestrator itself under the virtual clock."""
+
+    def target(sequence: Sequence[int], position: int) -> int:
+        return position
+
+    def drafter(sequence: Sequence[int], position: int) -> int:
+        return position if accepted[position - 1] else -1
+
+    workers = VirtualWorkers(latencies, target, drafter, servers)
+    config = DsiConfig(lookahead=lookahead, max_rows=max(64, lookahead), timeout_s=math.inf)
+    text: list[int] = []
+    for commit in Orchestrator(workers, config).generate([0], len(accepted)):
+        text.extend(commit.tokens)
+    assert text == list(range(1, len(accepted) + 1)), "DSI must commit the target's tokens"
+    used = [seconds for seconds in workers.busy_s.values() if seconds > 0]
+    gpu_s = sum(used) + workers.drafter_busy_s
+    return Outcome(workers.now(), workers.forwards, len(used), gpu_s)
+
+
+def mean(outcomes: Sequence[Outcome]) -> Outcome:
+    """Averages over repeats; servers is the most any repeat used, forwards is rounded."""
+    count = len(outcomes)
+    return Outcome(
+        sum(o.seconds for o in outcomes) / count,
+        round(sum(o.forwards for o in outcomes) / count),
+        max(o.servers for o in outcomes),
+        sum(o.gpu_s for o in outcomes) / count,
+    )
