@@ -85,22 +85,27 @@ def _check_saved(
 
 
 def _save(
-    model_type: str, folder: Path, noise: float, options: Mapping[str, Any] = NO_OPTIONS
+    model_type: str,
+    folder: Path,
+    noise: float,
+    options: Mapping[str, Any] = NO_OPTIONS,
+    widen: int = 1,
 ) -> PreTrainedModel:
     """Writes random weights; returns transformers' model of what was written.
 
     Args:
         noise: share of other random weights, with which a draft model differs from its target.
         options: of the configuration, in place of the small defaults.
+        widen: see tiny_config.
     """
-    config = tiny_config(model_type, options)
+    config = tiny_config(model_type, options, widen)
     kind = text_model_class(config)
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32)
     with torch.no_grad():
         weights = [*model.parameters(), *_stored_biases(model)]
         for weight in weights:
-            weight.normal_(std=_STD)
+            weight.normal_(std=_STD / widen**0.5)  # sums of more products come to as much
         for weight in weights:
             weight += noise * torch.randn_like(weight)
     model.tie_weights()

@@ -43,6 +43,11 @@ _SMALL: list[tuple[str, int]] = [
     (r"image_size", 28),
     (r"patch_size", 14),
 ]
+# names of widths of heads and of rows
+_WIDTHS = (
+    r"(.*_)?head_dim|head_size|kv_channels|rotary_dim|(out_)?hidden_size|n_embd|d_model"
+    r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|mrope_section"
+)
 _COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 # what a default cannot be shrunk by its name alone
@@ -132,16 +137,20 @@ VARIANTS: dict[str, tuple[dict[str, Any], ...]] = {
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 
-def tiny_config(model_type: str, options: Mapping[str, Any] = NO_OPTIONS) -> PretrainedConfig:
+def tiny_config(
+    model_type: str, options: Mapping[str, Any] = NO_OPTIONS, widen: int = 1
+) -> PretrainedConfig:
     """A configuration of a few thousand weights.
 
     Args:
         options: values in place of the small ones, as VARIANTS has them.
+        widen: how many times wider heads and rows are than in the smallest model; with 8 and 16
+            most types have heads of 64 and 128.
     Raises:
         KeyError: the type's config class has no such option.
     """
     kind = CONFIG_MAPPING[model_type]
-    small = _shrunk(kind)
+    small = _widened(_shrunk(kind), widen)
     if unknown := options.keys() - kind().to_dict().keys():
         raise KeyError(f"{model_type} has no option '{min(unknown)}'")
     return kind(**{**small, **options})
@@ -174,6 +183,18 @@ def _shrunk(kind: type[PretrainedConfig]) -> dict[str, Any]:
         few = dict.fromkeys(("n_routed_experts", "num_experts"), _EXPERTS_OF_GROUPS)
         small |= {name: count for name, count in few.items() if name in small}
     return {**small, **HINTS.get(kind.model_type, {})}
+
+
+def _widened(small: Mapping[str, Any], times: int) -> dict[str, Any]:
+    """The values with those made wider that say how wide heads and rows are."""
+    found: dict[str, Any] = {}
+    for name, value in small.items():
+        if isinstance(value, dict):
+            value = _widened(value, times)
+        elif re.fullmatch(_WIDTHS, name) and value is not None:
+            value = [each * times for each in value] if isinstance(value, list) else value * times
+        found[name] = value
+    return found
 
 
 def _fewer(values: list[Any]) -> list[Any]:

@@ -271,7 +271,11 @@ def _wide(
 
 
 def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """The attention for passes with rows of several texts too, each over its own keys."""
+    """The attention for passes with rows of several texts too, each over its own keys.
+
+    What it returns lies in one piece, as of transformers' own functions: some modelling code takes
+    another view of it.
+    """
 
     def attention(
         module: nn.Module,
@@ -283,15 +287,16 @@ def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         if not isinstance(attention_mask, MaskByText):
-            return attend(module, query, key, value, attention_mask, *args, **kwargs)
+            attended, _ = attend(module, query, key, value, attention_mask, *args, **kwargs)
+            return attended.contiguous(), None
         assert isinstance(key, KeysByText) and isinstance(value, KeysByText)  # noqa: PT018
-        attended, first = [], 0
+        parts, first = [], 0
         for piece, mask in zip(attention_mask.pieces, attention_mask.masks, strict=True):
             own = query[:, :, first : first + piece.count]
             keys, values = key.parts[piece.text], value.parts[piece.text]
-            attended.append(attend(module, own, keys, values, mask, *args, **kwargs)[0])
+            parts.append(attend(module, own, keys, values, mask, *args, **kwargs)[0])
             first += piece.count
-        return torch.cat(attended, dim=1), None
+        return torch.cat(parts, dim=1), None
 
     return attention
 

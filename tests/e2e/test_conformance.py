@@ -58,6 +58,14 @@ def test_a_few_types_conform(model_type: str, tmp_path: Path) -> None:
     check(model_type, tmp_path)
 
 
+@pytest.mark.parametrize("model_type", ["afmoe", "jetmoe"])
+def test_heads_of_a_real_size_conform(model_type: str, tmp_path: Path) -> None:
+    """Heads of 64, which kernels take: those of the smallest models are no whole vectors."""
+    own = conformance_check._save(model_type, tmp_path, noise=0.0, widen=8)
+    with conformance_check._small_chunks():
+        conformance_check._check_passes(own, tmp_path)
+
+
 @pytest.mark.parametrize("model_type", ["gpt_oss", "gemma4", "deepseek_v3"])
 def test_the_kernels_of_a_gpu_conform(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
