@@ -11,6 +11,7 @@ from typer.main import get_command
 from specexec_cli.chat.commands import COMMANDS, KEYS
 from specexec_cli.chat.settings import KEYS as SETTINGS
 from specexec_cli.cli.main import app
+from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, INTERRUPTED_EXIT_CODE, SpecexecError
 
 PATH = Path(__file__).parents[1] / "docs" / "cli.md"
 _NOT_LISTED = ("--install-completion", "--show-completion", "--help-all")
@@ -25,7 +26,21 @@ def reference() -> str:
     ]  # fmt: skip
     root = get_command(app)
     _describe(root, "specexec", lines)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_exit_codes(), ""])
+
+
+def _exit_codes() -> list[str]:
+    """The table of exit codes, from the errors' own docstrings."""
+    meanings = {
+        0: "Done.",
+        SpecexecError.exit_code: "A bug in specexec, with a traceback: please report it.",
+        INTERRUPTED_EXIT_CODE: "Interrupted by Ctrl-C; the text so far is kept.",
+        CLOSED_PIPE_EXIT_CODE: "Whoever read the output closed it, as `\\| head -1` does.",
+    }
+    for error in SpecexecError.__subclasses__():
+        meanings.setdefault(error.exit_code, " ".join((error.__doc__ or "").split()))
+    rows = [f"| {code} | {meanings[code]} |" for code in sorted(meanings)]
+    return ["## Exit codes", "", "| code | meaning |", "|---|---|", *rows]
 
 
 def _describe(command: object, name: str, lines: list[str]) -> None:

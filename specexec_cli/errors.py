@@ -1,4 +1,4 @@
-"""The errors a user can meet, each with the exit code that README documents.
+"""The errors a user can meet, each with the exit code that docs/cli.md documents.
 
 main() catches SpecexecError alone: any other exception is a bug of ours and shows its traceback.
 A message says what, where, and the mend. Settings stand in it in backquotes as Python takes them,
@@ -39,13 +39,13 @@ class ConfigError(SpecexecError):
 
 
 class UnknownModelError(SpecexecError):
-    """A model, pair, or draft that is not known, or not reachable."""
+    """A model, pair or draft that is not known or not reachable."""
 
     exit_code = 3
 
 
 class TokenizerMismatchError(SpecexecError):
-    """Target and draft model do not share one vocabulary."""
+    """Target and draft model do not share a tokenizer."""
 
     exit_code = 4
 
@@ -57,7 +57,7 @@ class CheckpointError(SpecexecError):
 
 
 class OutOfMemoryError(SpecexecError):
-    """More bytes are needed than are free; the message names both and what to lower."""
+    """More memory is needed than is free, at the start or in the middle of a text."""
 
     exit_code = 6
 
@@ -81,13 +81,13 @@ class WorkerError(SpecexecError):
 
 
 class NotFetchedError(SpecexecError):
-    """A model is not here: nobody agreed to fetch it, or the disk takes no more, also of a copy."""
+    """A model is not here: nobody agreed to fetch it (`--yes`), or the disk is too full for it."""
 
     exit_code = 10
 
 
 class ClaimLostError(SpecexecError):
-    """A paper's claim that a recipe of `bench paper` tries does not hold here."""
+    """A claim of a paper does not hold here (`specexec bench paper`); its report is written."""
 
     exit_code = 11
 

@@ -1,1 +1,1 @@
-"""Triton kernels beside their PyTorch references, and the CPU dequantizer."""
+"""Kernels: Triton for GPUs and LLVM for CPUs, held against references in plain PyTorch."""

@@ -1,1 +1,1 @@
-"""What a chat is, apart from how it looks: conversation, transcript, commands, turns."""
+"""A conversation over a session: turns, commands and transcript, without any terminal code."""

@@ -1,4 +1,4 @@
-"""Command line: options, one file per command, rendering."""
+"""The command line: options in, text out; one file per command."""
 
 import sys
 

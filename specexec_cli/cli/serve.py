@@ -186,4 +186,4 @@ def _check_extra() -> None:
     needed = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
     missing = [name for name in needed if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'specexec-cli[serve]'")
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install {' '.join(missing)}")

@@ -1,1 +1,1 @@
-"""Decoding methods: SpecExec and the autoregressive oracle."""
+"""Decoding loops: SpecExec for one text and for several, plain decoding, rejection sampling."""

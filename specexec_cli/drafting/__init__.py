@@ -1,1 +1,1 @@
-"""Growing draft trees: best-first search and the resident draft model."""
+"""Draft trees: where they come from, how they are searched, how large they should be."""

@@ -102,9 +102,7 @@ class RayCluster:
         try:
             self.ray: Any = import_module("ray")
         except ImportError as error:
-            raise ConfigError(
-                "`ray` needs Ray, which is not installed: pip install 'specexec-cli[ray]'"
-            ) from error
+            raise ConfigError("`ray` needs Ray, which is not installed: pip install ray") from error
         self._ours = not self.ray.is_initialized()  # else whoever connected also disconnects
         if not self._ours:
             return

@@ -1,1 +1,1 @@
-"""Engines: many texts asked for at once, from any thread, over one session."""
+"""Engines: many texts, asked for at once from any thread, decoded together over one session."""

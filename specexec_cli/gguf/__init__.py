@@ -1,1 +1,1 @@
-"""GGUF files: what is in their headers, and what transformers calls it. Torch-free, bytes only."""
+"""GGUF files: what their headers say, in the names that transformers uses. Imports no torch."""

@@ -1,1 +1,1 @@
-"""Models: skeletons on the meta device, streamed forward, KV cache, linears."""
+"""Models whose decoder layers come one after another: transformers' modules over our caches."""

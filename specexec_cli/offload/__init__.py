@@ -1,1 +1,1 @@
-"""Where the weight bytes are, how they move, how fast the link is."""
+"""Bytes: where weights lie on disk, and how they move to where they are multiplied."""

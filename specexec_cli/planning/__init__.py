@@ -1,1 +1,1 @@
-"""Decisions before a weight is loaded: which models, how large a tree, where layers live."""
+"""What is decided before a weight is loaded: which models, which tree, where each layer lives."""

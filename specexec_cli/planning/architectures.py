@@ -48,7 +48,7 @@ class Architecture:
 
 # a maker's `model_type` -> transformers' own of the same architecture.
 # Source: "Kimi-K2 reuses the DeepSeekV3CausalLM architecture [...] you can still run the model by
-# changing model_type to deepseek_v3", docs/deploy_guidance.md of MoonshotAI/Kimi-K2
+# changing model_type to deepseek_v3", MoonshotAI/Kimi-K2/docs/deploy_guidance.md
 ALIASES: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 
 _table: dict[str, Architecture] = {}

@@ -1,4 +1,4 @@
-"""Sessions: models opened once, generations one after another.
+"""Sessions: models opened once, then one text after another.
 
     with Session.open(pair="demo") as session:
         for step in session.generate("def fibonacci(n):"):

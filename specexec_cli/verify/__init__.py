@@ -1,1 +1,1 @@
-"""Verifying draft trees: masks, one target pass, the acceptance walk."""
+"""Verifying draft trees: attention masks, one target pass, the acceptance walk."""

@@ -101,7 +101,7 @@ def _is_ours(process: psutil.Process, environment: dict[str, str]) -> bool:
 
 def test_without_ray_the_mend_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"pip install 'specexec-cli\[ray\]'"):
+    with pytest.raises(ConfigError, match=r"not installed: pip install ray$"):
         RayCluster(LOCAL)
 
 

@@ -1,4 +1,4 @@
-"""Formats of packed weights, one file each; `base` says what a format states.
+"""Formats of packed weights, one file each; base.py says what a format states.
 
 `METHODS` are the quantization methods that config files name, each of which reads one or more of
 the formats.

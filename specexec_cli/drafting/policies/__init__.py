@@ -1,4 +1,4 @@
-"""How large the next draft tree should be: one file per policy, see registry.py."""
+"""How large the next draft tree should be: one file per policy; registry.py says what one is."""
 
 from __future__ import annotations
 

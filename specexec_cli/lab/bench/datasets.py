@@ -101,7 +101,7 @@ def _by_name(
             f"dataset '{adapter.name}' is not in {data_folder} (looked for "
             f"{', '.join(adapter.files)}) and the package 'datasets' is not installed. Name its "
             f"file, `dataset='{adapter.name}=FILE'`, or its folder, `data`, or install it: "
-            "pip install 'specexec-cli[datasets]'"
+            "pip install datasets"
         ) from error
     try:
         rows = datasets.load_dataset(*adapter.hub, split=part or adapter.split, streaming=True)

@@ -85,7 +85,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise ConfigError(
             f"{path}: reading Parquet needs pyarrow, which is not installed: "
-            "pip install 'specexec-cli[datasets]', or convert the file to JSON lines"
+            "pip install pyarrow, or convert the file to JSON lines"
         ) from error
     try:
         rows = parquet.read_table(path).to_pylist()

@@ -1,1 +1,1 @@
-"""What distributed speculation would do on given hardware: the real orchestrator, fake models."""
+"""Simulations: the real DSI orchestrator with fake models under a virtual clock."""
