@@ -22,12 +22,12 @@ PACKAGE_PREFIX = "package:"
 
 _TREE = TreeConfig()
 
-TASKS = ("chat", "code")
+# What pairs are for; text: base models, which go on with a text and know no chat template.
+TASKS = ("chat", "code", "text")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
     "quantization": ("none", "gptq", "awq", "compressed-tensors", "mxfp4", "fp8"),
     "bits": (2, 3, 4, 8),
-    "task": TASKS,
 }
 _SHAPE_KEYS = (
     "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
@@ -66,6 +66,7 @@ class ModelEntry:
     tokenizer: str | None = None  # family: models of one family can be paired
     license: str | None = None
     gated: bool = False  # the hub asks for a login and an accepted licence
+    superseded: bool = False  # newer models of its size write better
     note: str = ""
     shape: Mapping[str, Any] = field(default_factory=dict)  # config.json's own keys
 
@@ -178,7 +179,7 @@ class PairEntry:
     batch: int = _TREE.batch
     source: str = "not stated"  # where the recommendation comes from
     tokens_per_pass: float | None = None  # committed, with this tree; None is not known
-    task: str | None = None  # chat or code: what `models recommend` recommends it for
+    tasks: tuple[str, ...] = ()  # of TASKS: what `models recommend` may recommend it for
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -304,8 +305,11 @@ def _entry(
         expected = _complaint(key, value, hints[key])
         if expected:
             raise ConfigError(f"{where} {key} must be {expected}, not {value!r}")
+    settings: dict[str, Any] = {
+        key: tuple(item) if get_origin(hints[key]) is tuple else item for key, item in table.items()
+    }
     try:
-        return kind(name=name, **table)
+        return kind(name=name, **settings)
     except ConfigError as error:  # the numbers of a draft tree
         raise ConfigError(f"{where} {error}") from error
 
@@ -315,6 +319,9 @@ def _complaint(key: str, value: object, hint: Any) -> str:
     if key in _CHOICES:
         right = value in _CHOICES[key] and not isinstance(value, bool)
         return "" if right else "one of " + ", ".join(str(choice) for choice in _CHOICES[key])
+    if get_origin(hint) is tuple:
+        right = isinstance(value, list) and all(item in TASKS for item in value)
+        return "" if right else "a list of " + ", ".join(TASKS)
     wanted = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
     if get_origin(hint) is Mapping:
         return "" if isinstance(value, dict) else "a table"

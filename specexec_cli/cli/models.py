@@ -23,7 +23,7 @@ from specexec_cli.cli.complete import names
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
-from specexec_cli.planning.fits import Fit, fits, recommended
+from specexec_cli.planning.fits import READING_TOKENS_PER_S, Fit, fits, recommended
 from specexec_cli.planning.speed import figure
 
 app = typer.Typer(
@@ -90,7 +90,7 @@ def list_command(
 
 @app.command("recommend", cls=PanelCommand)
 def recommend_command(
-    task: Annotated[str, typer.Option(help="chat or code.")] = "chat",
+    task: Annotated[str, typer.Option(help="chat, code, or text (base models).")] = "chat",
     ram: machine.Ram = None,
     vram: machine.Vram = None,
     ssd: machine.Ssd = None,
@@ -100,8 +100,9 @@ def recommend_command(
 ) -> None:
     """Name the best pair for a machine, and the command that runs it.
 
-    The best is the largest target that is expected to write about as fast as one reads (4 tokens
-    per second); where none does, the fastest.
+    The best is the largest target that `models list` expects to write 4 tok/s, about as fast as one
+    reads; where none does, the fastest. Of one size, one without a licence to be accepted, then the
+    faster. Superseded models come last.
     """
     option_groups.one_of(task, "--task", TASKS)
     site = machine.site(ram, vram, ssd, link)
@@ -119,13 +120,24 @@ def recommend_command(
         raise UnknownModelError(
             f"no pair for {task} fits {memory}. `specexec models list` shows all of them"
         )
-    lines = [f"For {task} with {memory}:", "", described(found[0]), ""]
-    lines += [f"    specexec chat --pair {found[0].pair.name}", ""]
-    lines += [f"{_compared(fit, found[0])}: {described(fit)}" for fit in found[1:]]
-    lines.append(f"tok/s are predictions: `specexec plan --pair {found[0].pair.name}`.")
+    best = found[0]
+    begin = "specexec chat" if task != "text" else "specexec generate"
+    end = "" if task != "text" else ' "Once upon a time"'
+    lines = [f"For {task} with {memory}:", "", described(best), ""]
+    lines += [f"    {begin} --pair {best.pair.name}{end}", "", _rule(best)]
+    lines += [f"{_compared(fit, best)}: {described(fit)}" for fit in found[1:]]
+    lines.append(f"tok/s are predictions: `specexec plan --pair {best.pair.name}`.")
     for line in lines:
         wrapped = textwrap.wrap(line, _columns(), subsequent_indent="  ") or [""]
         typer.echo("\n".join([line] if line.startswith("    ") else wrapped))
+
+
+def _rule(best: Fit) -> str:
+    """By what the best pair is the best."""
+    assert best.speed is not None, "it fits"
+    if best.speed.typical >= READING_TOKENS_PER_S:
+        return f"Of all that write at least {READING_TOKENS_PER_S:.0f} tok/s, it is the largest."
+    return f"None writes {READING_TOKENS_PER_S:.0f} tok/s, as fast as one reads: it is the fastest."
 
 
 def described(fit: Fit) -> str:

@@ -79,24 +79,33 @@ def place_of(plan: Plan, site: Site) -> Place:
 def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
     """The best pair for a task and, behind it, a larger and a faster one where there are.
 
-    The best is the largest target that writes at least as fast as one reads; where none does, the
-    fastest. What needs no accepted licence comes before what does.
+    The best is the one of the highest `rank`; the others are the highest of those that are larger,
+    or half as fast again.
     """
-    usable = [fit for fit in found if fit.pair.task == task and fit.speed is not None]
+    usable = [fit for fit in found if task in fit.pair.tasks and fit.speed is not None]
     if not usable:
         return []
-    fluent = [fit for fit in usable if _speed(fit) >= READING_TOKENS_PER_S]
-    best = max(fluent, key=_size) if fluent else max(usable, key=_speed)
+    best = max(usable, key=rank)
+    current = [fit for fit in usable if fit.target.superseded <= best.target.superseded]
     larger = [
         fit
-        for fit in usable
+        for fit in current
         if _params(fit) > _params(best) and _speed(fit) >= PATIENT_TOKENS_PER_S
     ]
-    faster = [fit for fit in usable if _speed(fit) > 1.5 * _speed(best)]
-    others = [max(larger, key=_size)] if larger else []
-    if faster:
-        others.append(max(faster, key=_size))
-    return [best, *others]
+    faster = [fit for fit in current if _speed(fit) > 1.5 * _speed(best)]
+    return [best, *(max(others, key=_size) for others in (larger, faster) if others)]
+
+
+def rank(fit: Fit) -> tuple[bool, bool, int, bool, float]:
+    """How a pair that fits compares with others for the same task; the highest is recommended.
+
+    A model that newer ones have replaced comes behind all others. A target that writes at least as
+    fast as one reads comes before one that is slower. Of the former the largest is the best, and of
+    one size what needs no accepted licence, then the faster; of the latter the fastest.
+    """
+    fluent = _speed(fit) >= READING_TOKENS_PER_S
+    size = _size(fit) if fluent else (0, True, _speed(fit))
+    return (not fit.target.superseded, fluent, *size)
 
 
 def _speed(fit: Fit) -> float:

@@ -15,6 +15,7 @@ from huggingface_hub import constants
 from typer.testing import CliRunner
 
 from specexec_cli.catalog import registry as registry_module
+from specexec_cli.catalog.models_file import TASKS
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.errors import ConfigError, UnknownModelError
@@ -104,7 +105,7 @@ def test_json_holds_everything_with_sizes_in_bytes() -> None:
     assert (gptq["bits"], gptq["group_size"], gptq["here"]) == (4, -1, "no")
     pair = next(pair for pair in content["pairs"] if pair["name"] == "demo")
     assert set(pair) == {
-        "name", "target", "draft", "budget", "depth", "batch", "source", "note", "task",
+        "name", "target", "draft", "budget", "depth", "batch", "source", "note", "tasks",
         "tokens_per_pass", "place", "prediction", "fetch_bytes", "gated",
     }  # fmt: skip
 
@@ -193,10 +194,40 @@ def test_every_card_has_a_pair_that_writes_as_fast_as_one_reads(
     best = run_json(*argv)["pairs"][0]
     registry = load_registry()
     pair = registry.pair(best["name"])
-    assert pair.task == task
+    assert task in pair.tasks
     assert best["prediction"]["typical"] >= 4
-    assert {registry.resolve(name).bits for name in (pair.target, pair.draft)} == {4}
+    assert registry.resolve(pair.target).quantization not in (None, "none")
     assert f"specexec chat --pair {pair.name}" in run(*argv)
+
+
+@pytest.mark.parametrize("ram", [16, 64, 128])
+@pytest.mark.parametrize("vram", [0, 8, 16, 24])
+def test_what_is_recommended_is_the_best_that_the_list_predicts(vram: int, ram: int) -> None:
+    """Of the largest targets of 4 tokens per second, or the fastest; what is superseded last."""
+    machine = ("--vram", str(vram), "--ram", str(ram), "--ssd", "2GB/s", "--link", "20GB/s")
+    listed, registry = run_json("list", *machine)["pairs"], load_registry()
+    for task in TASKS:
+        named = run_json("recommend", "--task", task, *machine)["pairs"]
+        able = [pair for pair in listed if task in pair["tasks"] and pair["prediction"]]
+        models = {pair["name"]: registry.resolve(pair["target"]) for pair in able}
+        able = [pair for pair in able if not models[pair["name"]].superseded] or able
+        fluent = [pair for pair in able if pair["prediction"]["typical"] >= 4]
+        largest = max((models[pair["name"]].params for pair in fluent), default=None)
+        equals = [pair for pair in fluent if models[pair["name"]].params == largest] or able
+        if fluent:
+            equals = [pair for pair in equals if not pair["gated"]] or equals
+        best = max(equals, key=lambda pair: pair["prediction"]["typical"])
+        assert named[0]["name"] == best["name"], task
+        assert named[0]["prediction"] == best["prediction"]
+
+
+def test_the_rule_stands_in_what_is_printed() -> None:
+    told = run("recommend", "--vram", "24", "--ram", "64")
+    assert "gpt-oss-120b, about 13" in told
+    assert "Of all that write at least 4 tok/s, it is the largest." in told
+    assert "None writes 4 tok/s, as fast as one reads" in run("recommend", "--ram", "2", "--vram=0")
+    base = run("recommend", "--task", "text", "--vram", "24", "--ram", "64")
+    assert re.search(r"^ +specexec generate --pair llama2-70b-gptq-sheared ", base, re.M)
 
 
 def test_the_least_memory_that_a_note_names_is_enough() -> None:
@@ -253,7 +284,7 @@ def test_no_larger_pair_is_named_that_nobody_would_wait_for() -> None:
 def test_nothing_to_recommend_is_an_error_of_ours() -> None:
     with pytest.raises(UnknownModelError, match=r"no pair for code fits 1\.0 GB of GPU memory and"):
         run("recommend", "--task", "code", "--vram", "1", "--ram", "64")
-    with pytest.raises(ConfigError, match="--task 'prose' is not one of chat, code"):
+    with pytest.raises(ConfigError, match="--task 'prose' is not one of chat, code, text"):
         run("recommend", "--task", "prose")
 
 

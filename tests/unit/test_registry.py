@@ -150,6 +150,13 @@ def test_relative_folders_are_relative_to_the_file(
             "[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\nbatch = 1.5\n",
             ["[pairs.p] batch", "whole number", "1.5"],
         ),
+        *(
+            (
+                f"[pairs.p]\ntarget = 'demo-target'\ndraft = 'demo-draft'\ntasks = {wrong}\n",
+                ["[pairs.p] tasks", "a list of chat, code, text"],
+            )
+            for wrong in ("'chat'", "['prose']", "[['chat']]")
+        ),
     ],
 )
 def test_mistakes_are_named(write: Callable[[str], Path], text: str, parts: list[str]) -> None:

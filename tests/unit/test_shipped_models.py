@@ -29,6 +29,17 @@ def shipped() -> Registry:
     return load_registry()
 
 
+def test_every_pair_has_its_tasks(shipped: Registry) -> None:
+    """But for the demo, which is there to show the machinery; base models go on with a text."""
+    for pair in shipped.pairs.values():
+        chats = shipped.model(pair.target).chat
+        if pair.name.startswith("demo"):
+            assert pair.tasks == ()
+        else:
+            assert pair.tasks == ("text",) if not chats else set(pair.tasks) & {"chat", "code"}
+            assert chats is not None
+
+
 @pytest.mark.parametrize(
     ("target", "draft"),
     [
