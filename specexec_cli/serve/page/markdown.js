@@ -1,5 +1,7 @@
 // Markdown as nodes of the document. Text becomes text nodes, so that nothing in a reply is ever
-// read as HTML; pictures become links, since this page fetches nothing from elsewhere.
+// read as HTML; pictures become links, since this page fetches nothing from elsewhere. Replies are
+// rendered anew with each of their parts, so the work grows no faster than the text: no pattern here
+// tries a stretch of it more than once.
 
 export function rendered(text) {
   const into = document.createDocumentFragment();
@@ -9,14 +11,15 @@ export function rendered(text) {
 
 const DEEPEST = 20; // of quotes and lists in each other; what is deeper is text
 const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([\w+#.-]*)/;
-const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+(.*)$/;
+const HEADING = /^ {0,3}(#{1,6})\s+/;
+const ITEM = /^( *)([-*+]|\d{1,9}[.)])\s+/;
 
 function blocks(lines, into, depth = 0) {
   let at = 0;
   while (at < lines.length) {
     const line = lines[at];
     const fence = FENCE.exec(line);
-    const heading = /^ {0,3}(#{1,6})\s+(.*?)\s*#*$/.exec(line);
+    const heading = HEADING.exec(line);
     if (!line.trim()) {
       at += 1;
     } else if (fence) {
@@ -26,7 +29,8 @@ function blocks(lines, into, depth = 0) {
       at = end + 1;
     } else if (heading) {
       // the page's own title is the only h1
-      into.append(element(`h${Math.min(heading[1].length + 1, 6)}`, inline(heading[2])));
+      const level = Math.min(heading[1].length + 1, 6);
+      into.append(element(`h${level}`, inline(title(line.slice(heading[0].length)))));
       at += 1;
     } else if (/^ {0,3}([-*_])( *\1){2,} *$/.test(line)) {
       into.append(document.createElement("hr"));
@@ -35,12 +39,24 @@ function blocks(lines, into, depth = 0) {
       at = quote(lines, at, into, depth);
     } else if (ITEM.test(line) && depth < DEEPEST) {
       at = list(lines, at, into, depth);
-    } else if (line.includes("|") && /^[\s|:-]*-[\s|:-]*$/.test(lines[at + 1] || "")) {
+    } else if (line.includes("|") && isRule(lines[at + 1] || "")) {
       at = table(lines, at, into);
     } else {
       at = paragraph(lines, at, into);
     }
   }
+}
+
+// Text behind the marks of a heading, without those that may close it.
+function title(text) {
+  let end = text.length;
+  while (text[end - 1] === "#") end -= 1;
+  return text.slice(0, end).trimEnd();
+}
+
+// Whether a line parts a table's head from its body.
+function isRule(line) {
+  return line.includes("-") && /^[\s|:-]+$/.test(line);
 }
 
 function closes(line, fence) {
@@ -66,7 +82,7 @@ function list(lines, at, into, depth) {
     const item = ITEM.exec(lines[at]);
     if (!item || item[1].length > indent.length + 1 || item[1].length < indent.length) break;
     if (/\d/.test(item[2]) !== ordered) break;
-    const inner = [item[3]];
+    const inner = [lines[at].slice(item[0].length)];
     at += 1;
     // what is indented behind the mark belongs to the item, and so do lines that go on with it
     while (at < lines.length) {
@@ -135,29 +151,156 @@ function copyButton(text) {
   return copy;
 }
 
-const INLINE = [
-  [/(`+)([^]*?[^`])\1(?!`)/, (found) => element("code", found[2].replace(/^ (.+) $/, "$1"))],
-  [/!?\[([^\]]*)\]\((\S+?)(?:\s+"[^"]*")?\)/, (found) => link(found[1] || found[2], found[2])],
-  [/(\*\*|__)(?=\S)([^]*?\S)\1/, (found) => element("strong", inline(found[2]))],
-  [/(?<![\w*])\*(?=[^\s*])([^*]*[^\s*])\*(?!\*)/, (found) => element("em", inline(found[1]))],
-  [/(?<!\w)_(?=[^\s_])([^_]*[^\s_])_(?!\w)/, (found) => element("em", inline(found[1]))],
-  [/\bhttps?:\/\/[^\s<>)\]]+[^\s<>)\].,;:!?'"]/, (found) => link(found[0], found[0])],
-];
+// What may begin at a character: given the text as Spans, it tells where that ends and what it is.
+const INLINE = {
+  "`": codeSpan,
+  "!": (spans, at) => (spans.text[at + 1] === "[" ? linkSpan(spans, at + 1) : null),
+  "[": linkSpan,
+  "*": (spans, at) => strongSpan(spans, at) || starSpan(spans, at),
+  _: (spans, at) => strongSpan(spans, at) || lowLineSpan(spans, at),
+  h: addressSpan,
+};
 
 function inline(text) {
   const into = document.createDocumentFragment();
-  while (text) {
-    let first = null;
-    for (const [pattern, make] of INLINE) {
-      const found = pattern.exec(text);
-      if (found && (!first || found.index < first.found.index)) first = { found, make };
-    }
-    if (!first) break;
-    into.append(text.slice(0, first.found.index), first.make(first.found));
-    text = text.slice(first.found.index + first.found[0].length);
+  const spans = new Spans(text);
+  const starts = /[`![*_h]/g;
+  let told = 0; // what stands before is in the fragment
+  for (let mark; (mark = starts.exec(text)); ) {
+    spans.fresh = mark.index === told;
+    const found = INLINE[mark[0]](spans, mark.index);
+    if (!found) continue;
+    starts.lastIndex = found.end;
+    if (!found.node) continue;
+    into.append(text.slice(told, mark.index), found.node);
+    told = found.end;
   }
-  into.append(text);
+  into.append(text.slice(told));
   return into;
+}
+
+// A text that is asked, from its beginning to its end, where something comes next.
+class Spans {
+  constructor(text) {
+    this.text = text;
+    this.fresh = true; // what begins now follows a span, or nothing
+    this.places = new Map();
+  }
+
+  // Where `what` comes next, the text's length if nowhere; `from` never gets smaller.
+  next(what, from, fits = () => true) {
+    let at = this.places.get(what) ?? -1;
+    while (at < from || (at < this.text.length && !fits(at))) {
+      at = this.text.indexOf(what, Math.max(at + 1, from));
+      if (at < 0) at = this.text.length;
+    }
+    this.places.set(what, at);
+    return at;
+  }
+
+  // Where the next white space is, as next().
+  space(from) {
+    let at = this.places.get(" ") ?? -1;
+    if (at < from) {
+      const found = /\s/g;
+      found.lastIndex = from;
+      at = found.exec(this.text)?.index ?? this.text.length;
+      this.places.set(" ", at);
+    }
+    return at;
+  }
+
+  // For each run of backticks, by where it begins, where the next one of its length does.
+  get runs() {
+    if (!this.found) {
+      this.found = new Map();
+      const last = new Map();
+      for (const run of [...this.text.matchAll(/`+/g)].reverse()) {
+        this.found.set(run.index, { length: run[0].length, closes: last.get(run[0].length) });
+        last.set(run[0].length, run.index);
+      }
+    }
+    return this.found;
+  }
+
+  // Whether a character is there that `pattern` fits.
+  has(at, pattern) {
+    return at < this.text.length && pattern.test(this.text[at]);
+  }
+}
+
+function codeSpan(spans, at) {
+  const { length, closes } = spans.runs.get(at);
+  if (closes === undefined) return { end: at + length }; // not a shorter run of them either
+  const inner = spans.text.slice(at + length, closes);
+  const padded = inner.length > 2 && inner.startsWith(" ") && inner.endsWith(" ");
+  return { end: closes + length, node: element("code", padded ? inner.slice(1, -1) : inner) };
+}
+
+function linkSpan(spans, at) {
+  const label = spans.next("]", at);
+  if (spans.text[label + 1] !== "(") return null;
+  const begins = label + 2;
+  const space = spans.space(begins);
+  let ends = spans.next(")", begins);
+  let behind = ends;
+  if (space < ends) {
+    ends = space;
+    behind = titleEnd(spans, space);
+  }
+  if (ends === begins || behind === null || behind >= spans.text.length) return null;
+  const address = spans.text.slice(begins, ends);
+  return { end: behind + 1, node: link(spans.text.slice(at + 1, label) || address, address) };
+}
+
+// Where the parenthesis closes behind a title in quotes that follows the white space at `at`, or null.
+function titleEnd(spans, at) {
+  if (spans.title?.at !== at) {
+    spans.title = { at, end: null };
+    const opens = /\s+"/y;
+    opens.lastIndex = at;
+    if (opens.test(spans.text)) {
+      const closes = spans.next('"', opens.lastIndex);
+      if (spans.text[closes + 1] === ")") spans.title.end = closes + 1;
+    }
+  }
+  return spans.title.end;
+}
+
+function strongSpan(spans, at) {
+  const mark = spans.text.slice(at, at + 2);
+  if (mark[0] !== mark[1] || !spans.has(at + 2, /\S/)) return null;
+  const closes = spans.next(mark, at + 3, (place) => /\S/.test(spans.text[place - 1]));
+  if (closes >= spans.text.length) return null;
+  return { end: closes + 2, node: element("strong", inline(spans.text.slice(at + 2, closes))) };
+}
+
+function starSpan(spans, at) {
+  if ((!spans.fresh && spans.has(at - 1, /[\w*]/)) || !spans.has(at + 1, /[^\s*]/)) return null;
+  const closes = spans.next("*", at + 1);
+  if (closes >= spans.text.length || /\s/.test(spans.text[closes - 1])) return null;
+  if (spans.text[closes + 1] === "*") return null;
+  return { end: closes + 1, node: element("em", inline(spans.text.slice(at + 1, closes))) };
+}
+
+function lowLineSpan(spans, at) {
+  if ((!spans.fresh && spans.has(at - 1, /\w/)) || !spans.has(at + 1, /[^\s_]/)) return null;
+  const closes = spans.next("_", at + 1);
+  if (closes >= spans.text.length || /\s/.test(spans.text[closes - 1])) return null;
+  if (spans.has(closes + 1, /\w/)) return null;
+  return { end: closes + 1, node: element("em", inline(spans.text.slice(at + 1, closes))) };
+}
+
+function addressSpan(spans, at) {
+  if (!spans.fresh && spans.has(at - 1, /\w/)) return null;
+  const whole = /https?:\/\/[^\s<>)\]]+/y;
+  whole.lastIndex = at;
+  const found = whole.exec(spans.text);
+  if (!found) return null;
+  let end = whole.lastIndex;
+  while (/[.,;:!?'"]/.test(spans.text[end - 1])) end -= 1;
+  const address = spans.text.slice(at, end);
+  return /:\/\/[^]{2}/.test(address) ? { end, node: link(address, address) } : null;
 }
 
 function link(text, address) {
