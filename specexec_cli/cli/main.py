@@ -7,6 +7,7 @@ import errno
 import io
 import os
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -62,7 +63,10 @@ def _root(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    pass
+    try:
+        Path.home()
+    except RuntimeError:  # no HOME, and a user whom the system does not know, as containers have
+        raise ConfigError("this user has no home folder: set HOME to one it may write to") from None
 
 
 def main() -> None:

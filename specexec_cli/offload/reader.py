@@ -162,8 +162,8 @@ class DirectFile:
                 count = (done + count) // BLOCK_BYTES * BLOCK_BYTES - done
             if count <= 0:
                 raise StreamError(
-                    f"{self.path} ends at byte {start + done} but had {self.n_bytes} bytes when it "
-                    "was opened: it was truncated meanwhile, download it again"
+                    f"{self.path} ends at byte {os.fstat(self._fd).st_size} but had {self.n_bytes} "
+                    "bytes when it was opened: it was truncated meanwhile, download it again"
                 )
             done += count
         self._check_unchanged(start)

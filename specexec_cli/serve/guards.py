@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.serve.api_errors import error_body
 
 MOST_BODY_BYTES = 8 << 20
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#*@]+")  # also those of apps and extensions
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/", "/health", "/page/")  # what a key is not asked for
 _HEADERS = {
@@ -34,7 +36,7 @@ class Access:
     """Who may ask.
 
     Raises:
-        ConfigError: no request could bring this key.
+        ConfigError: no request could bring this key, or no page can have such an origin.
     """
 
     host: str  # that the server listens on
@@ -49,6 +51,12 @@ class Access:
                 "carry: use printable ASCII in `api_key` or SPECEXEC_API_KEY"
             )
         origins = tuple(origin.strip().rstrip("/").lower() for origin in self.origins)
+        for origin in origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"`cors_origin` '{origin[:100]}' is no page's origin: name each page that may "
+                    "ask, as in https://chat.example"
+                )
         object.__setattr__(self, "origins", origins)
 
     @property

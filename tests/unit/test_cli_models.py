@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pexpect
 import pytest
+from cli_runner import run_cli
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
@@ -163,6 +165,17 @@ def test_mistakes_are_errors_of_ours(tmp_path: Path) -> None:
 
 
 # --- On a machine ---
+
+
+def test_a_user_without_a_home_is_told_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(user: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {user}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    refused = run_cli("models", "list")
+    assert refused.code == 2
+    assert "no home folder: set HOME" in refused.error
 
 
 def test_every_pair_says_where_it_runs_how_fast_and_what_is_to_be_fetched() -> None:

@@ -107,6 +107,15 @@ def test_origins_are_kept_as_browsers_write_them(named: str) -> None:
     assert "x-stainless-os" in asked.headers["access-control-allow-headers"]
 
 
+@pytest.mark.parametrize(
+    "named", ["*", "", "null", "chat.example", "https://*.example", "https://a.example/page"]
+)
+def test_origins_that_no_page_has_are_refused(named: str) -> None:
+    with pytest.raises(ConfigError, match=r"`cors_origin` .* is no page's origin"):
+        Access(host="127.0.0.1", origins=(named,))
+    Access(host="127.0.0.1", origins=("app://obsidian.md", "http://[::1]:3000", "HTTP://box.lan/"))
+
+
 @pytest.mark.parametrize("key", ["schlüssel", "key ", " key", "key\n", "a\tb", " "])
 def test_keys_that_no_request_can_bring_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="`api_key`"):

@@ -1,4 +1,5 @@
 import errno
+import mmap
 import os
 import signal
 import threading
@@ -250,6 +251,16 @@ def test_a_file_changed_while_streaming(
             path.write_bytes(path.read_bytes())
         with pytest.raises(StreamError, match=f"{path} (ends at byte|was changed while)"):
             passes(stream, weights, 3)
+
+
+def test_where_a_cut_file_ends_now_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(20_000))
+    file = reader.DirectFile(path, notice=lambda line: None)
+    os.truncate(path, 9_000)
+    with pytest.raises(StreamError, match="ends at byte 9000 but had 20000 bytes"):
+        file.read_into(memoryview(mmap.mmap(-1, 20_480)), 0, 20_480)
+    file.close()
 
 
 def test_a_bug_in_the_reader_is_not_swallowed(
