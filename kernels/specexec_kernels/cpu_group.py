@@ -66,6 +66,9 @@ def _form(rows: torch.dtype, weight: Weight) -> Form | None:
     pairs = rows == torch.bfloat16
     if isinstance(weight, PackedWeight):
         return cpu_rows.form_for(rows) if cpu_rows.supports(weight) else None
+    stored = weight.stored if isinstance(weight, Transposed) else weight
+    if rows not in (torch.float32, stored.dtype):
+        return None  # such a weight is rounded before it is multiplied
     if isinstance(weight, Transposed):
         fits = cpu_linear.takes(rows, weight.stored) and cpu_linear.fits_transposed(weight.stored)
         return cpu_half.HALF if fits else None

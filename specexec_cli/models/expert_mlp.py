@@ -235,7 +235,7 @@ def _biased(
     # packed weights' biases are added behind the rounding, others before it
     outputs = sums.to(dtype) if weights[0].packed else sums
     for bias, part in zip(biases, torch.split(outputs, list(sizes)), strict=True):
-        part += cast(Tensor, bias).to(outputs.dtype)
+        part += cast(Tensor, bias).to(dtype)
     return outputs.to(dtype)
 
 

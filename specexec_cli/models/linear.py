@@ -1,8 +1,9 @@
 """Linear layers that keep their weights in the file's dtype.
 
-Weights are streamed in the checkpoint's dtype and computed in the session's. Converting a whole
-matrix first would write it to memory in the wider dtype and read it back: on a CPU kernels take
-weights as they are (specexec_kernels.cpu_linear).
+Weights are streamed in the checkpoint's dtype and computed in the session's. Each weight is rounded
+to the dtype of the rows that it is multiplied by, so that it has the same value wherever it waits:
+a layer that stays was converted when it was loaded. What float32 rows are multiplied by is exact in
+its own dtype, and on a CPU kernels take it as it is (specexec_kernels.cpu_linear).
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from torch.nn import functional
 
 from specexec_cli.planning.memory import BLOCK_ROWS
 
+_SLAB_WEIGHTS = 1 << 21  # that are rounded at once, before they are multiplied from the cache
+_SLAB_OUTPUTS = 128  # a slab has a multiple of so many: whole strips of every kernel
+
 
 def mixed_linear(
     rows: Tensor, weight: Tensor, bias: Tensor | None, block_rows: int | None = None
 ) -> Tensor:
-    """rows @ weight.T + bias, computed in the dtype of `rows`.
+    """rows @ weight.T + bias, computed in the dtype of `rows`, to which both are rounded.
 
     Args:
         rows: (..., in_features) in the compute dtype.
@@ -35,19 +39,49 @@ def mixed_linear(
     Returns:
         (..., out_features) in the compute dtype.
     """
-    if cpu_linear.takes(rows.dtype, weight):
-        out = cpu_linear.product(rows.reshape(-1, rows.shape[-1]), weight)
+    if bias is not None:
+        bias = bias.to(rows.dtype)
+    if _takes(rows.dtype, weight):
+        out = _product(rows.reshape(-1, rows.shape[-1]), weight)
         if bias is not None:
             out += bias
         return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
-    if bias is not None:
-        bias = bias.to(rows.dtype)
     weight = weight.to(rows.dtype)
     if block_rows is None or rows.device.type == "cpu":
         return functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, rows.shape[-1])
     out = in_row_blocks(flat, block_rows, lambda own: functional.linear(own, weight, bias))
     return out.view(*rows.shape[:-1], weight.shape[0])
+
+
+def _multiplied(rows: torch.dtype, stored: torch.dtype) -> torch.dtype:
+    """The dtype of the values that rows are multiplied by."""
+    exact = rows == torch.float32 and stored in (torch.bfloat16, torch.float16)
+    return stored if exact else rows
+
+
+def _takes(rows: torch.dtype, weight: Tensor) -> bool:
+    """Whether the CPU kernels multiply rows of a dtype with a weight of any."""
+    if weight.device.type != "cpu" or not weight.is_contiguous():
+        return False
+    return cpu_linear.takes(rows, weight.new_empty(0, dtype=_multiplied(rows, weight.dtype)))
+
+
+def _rounded(weight: Tensor, rows: torch.dtype) -> Tensor:
+    """The values that rows of a dtype are multiplied by."""
+    dtype = _multiplied(rows, weight.dtype)
+    if weight.dtype == torch.float16 and dtype == torch.bfloat16:
+        weight = weight.float()  # exact, and PyTorch is slow at the direct way
+    return weight.to(dtype)
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """(rows, inputs) times (outputs, inputs) that `_takes` accepts -> (rows, outputs) float32."""
+    if weight.dtype == _multiplied(rows.dtype, weight.dtype):
+        return cpu_linear.product(rows, weight)
+    fitting = _SLAB_WEIGHTS // max(weight.shape[1], 1)
+    slabs = torch.split(weight, max(fitting // _SLAB_OUTPUTS, 1) * _SLAB_OUTPUTS)
+    return torch.cat([cpu_linear.product(rows, _rounded(slab, rows.dtype)) for slab in slabs], 1)
 
 
 class MixedLinear(nn.Module):
@@ -101,11 +135,12 @@ class TransposedLinear(MixedLinear):
 
     def forward(self, rows: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features)."""
-        if not cpu_linear.takes(rows.dtype, self.weight):
+        if not _takes(rows.dtype, self.weight):
             return mixed_linear(rows, self.weight.t(), self.bias, self.block_rows)
-        out = cpu_linear.transposed_product(rows.reshape(-1, self.in_features), self.weight)
+        weight = _rounded(self.weight, rows.dtype)
+        out = cpu_linear.transposed_product(rows.reshape(-1, self.in_features), weight)
         if self.bias is not None:
-            out += self.bias
+            out += self.bias.to(rows.dtype)
         return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
 
     def stored_weight(self) -> Transposed:

@@ -161,7 +161,8 @@ class StreamedModel:
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
             stays, on_gpu = tiers is None, device.type == "cuda"
             model = cls(
-                skeleton, device, dtype, dtype if converts_tables(stays, on_gpu) else None,
+                skeleton, device, dtype,
+                dtype if converts_tables(stays, on_gpu, dtype.itemsize) else None,
                 table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows, shared=shared,
             )  # fmt: skip
             if chunk_rows is not None:

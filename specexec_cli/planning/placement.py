@@ -12,7 +12,7 @@ from typing import Literal
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.memory import DoesNotFitError, Work, gpu_parts
+from specexec_cli.planning.memory import FLOAT32_BYTES, DoesNotFitError, Work, gpu_parts
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import (
@@ -48,7 +48,10 @@ def placement_table(
 ) -> tuple[Placed, ...]:
     """Every part of both models, the target's first, each from the embeddings to the head."""
     split = target.experts if plan.expert_bytes else None
-    rows = _rows("target", target.dense if split else target, plan.tiers, plan.stays, plan.on_gpu)
+    rows = _rows(
+        "target", target.dense if split else target, plan.tiers, plan.stays, plan.on_gpu,
+        work.item_bytes,
+    )  # fmt: skip
     if split is not None:
         rows[-1:-1] = [
             Placed(model="target", part="experts", index=index, tier="ssd", converted=False,
@@ -56,7 +59,8 @@ def placement_table(
             for index, size in enumerate(split.layers)
         ]  # fmt: skip
     if draft is not None:
-        own = _rows("draft", draft, ["resident"] * len(draft.layers), True, plan.on_gpu)
+        tiers: list[Tier] = ["resident"] * len(draft.layers)
+        own = _rows("draft", draft, tiers, True, plan.on_gpu, work.item_bytes)
         if work.shares_tables:  # its parts are the target's
             shared = {"embeddings", "head"} | ({"layer"} if work.shares_layers else set())
             own = [
@@ -75,8 +79,9 @@ def _rows(
     tiers: Sequence[Tier],
     stays: bool,
     on_gpu: bool,
+    item_bytes: int,
 ) -> list[Placed]:
-    converted = converts_tables(stays, on_gpu)
+    converted = converts_tables(stays, on_gpu, item_bytes)
     in_ram = table_in_ram(stays, on_gpu) and sizes.table
     return [
         Placed(
@@ -98,13 +103,17 @@ def _rows(
     ]  # fmt: skip
 
 
-def converts_tables(stays: bool, on_gpu: bool) -> bool:
+def converts_tables(stays: bool, on_gpu: bool, item_bytes: int) -> bool:
     """Whether embeddings and head are converted to the compute dtype when they are loaded.
 
     A GPU would otherwise convert the whole head in every pass, and in every captured draft step
-    anew. Beside layers that are streamed there is no memory to spare for it.
+    anew. Beside layers that are streamed there is no memory to spare for float32. A CPU multiplies
+    the head as it is stored, by rows of float32.
+
+    Args:
+        item_bytes: of the compute dtype.
     """
-    return stays and on_gpu
+    return on_gpu and (stays or item_bytes < FLOAT32_BYTES)
 
 
 def place(

@@ -6,7 +6,8 @@ import pytest
 import torch
 from specexec_kernels import cpu_half, cpu_jit, cpu_linear
 
-from specexec_cli.models.linear import mixed_linear
+from specexec_cli.models import linear
+from specexec_cli.models.linear import TransposedLinear, mixed_linear
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
@@ -73,3 +74,29 @@ def test_no_rows() -> None:
             assert mixed_linear(torch.zeros(1, 0, size, dtype=compute), weight, None).shape == (
                 1, 0, size,
             )  # fmt: skip
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_a_weight_is_rounded_to_the_dtype_of_its_rows(
+    stored: torch.dtype, compute: torch.dtype, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one that was converted when it was loaded, also where slabs of it are rounded."""
+    if not there:
+        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
+    monkeypatch.setattr(linear, "_SLAB_WEIGHTS", 256 * 96)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(700, 96, generator=generator, dtype=torch.float64).to(stored)
+    bias = torch.randn(700, generator=generator).to(stored)
+    turned = TransposedLinear(700, 96, bias=False)
+    for count in (1, 9):
+        rows = torch.randn(count, 96, generator=generator).to(compute)
+        expected = mixed_linear(rows, weight.to(compute), bias.to(compute))
+        assert torch.equal(mixed_linear(rows, weight, bias), expected)
+        rows = torch.randn(count, 700, generator=generator).to(compute)
+        found = []
+        for each in (weight, weight.to(compute)):
+            turned.weight = torch.nn.Parameter(each, requires_grad=False)
+            found.append(turned(rows))
+        assert torch.equal(*found)

@@ -194,6 +194,23 @@ def test_one_table_says_where_every_part_of_both_models_is(
     assert rows[-1].stored_bytes == 0, "the head is the table of embeddings"
 
 
+def test_a_gpu_looks_up_and_multiplies_tables_of_two_bytes_wherever_layers_wait(
+    tmp_path: Path,
+) -> None:
+    save_checkpoint(tmp_path, byte_llama())
+    modes: list[OffloadMode] = ["none", "ram"]
+    for offload in modes:
+        request = Request(
+            target=str(tmp_path),
+            method="autoregressive",
+            offload=offload,
+            dtype="bfloat16",
+            context_tokens=100,
+        )
+        rows = resolve(request, site(10**9, 8 * 10**9)).placement
+        assert [row.converted for row in rows if row.part != "layer"] == [True, True]
+
+
 def test_experts_that_come_one_by_one_are_rows_of_their_own() -> None:
     found = resolve(Request(pair="qwen3-30b-a3b"), site(32 * 10**9, 0))
     rows = [row for row in found.placement if row.model == "target"]
