@@ -16,6 +16,8 @@ from typing import ClassVar
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 CLOSED_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
+_MOST_NAME = 200  # of what is compared with names that are known
+_MOST_CHARACTERS, _BEGINNING, _END = 1000, 700, 250  # of a message
 # How PyTorch, cuBLAS, Triton and the allocator of a CPU say that memory ran out: but for
 # torch.OutOfMemoryError, which says it too, these are RuntimeErrors like any other. The last is
 # what PyTorch says instead inside the capture of a CUDA graph, where its search for memory to give
@@ -27,9 +29,18 @@ _SHORTAGES = (
 
 
 class SpecexecError(Exception):
-    """Base of every error shown to the user as one line."""
+    """Base of every error shown to the user as one line.
+
+    What a message quotes of a file, a hub or a request may be of any length and hold anything: the
+    middle of a long one is left out, and line breaks and a terminal's own codes are spelled out.
+    """
 
     exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str) -> None:
+        if len(message) > _MOST_CHARACTERS:
+            message = f"{message[:_BEGINNING]} [...] {message[-_END:]}"
+        super().__init__("".join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
 
 
 class ConfigError(SpecexecError):
@@ -94,6 +105,8 @@ class ClaimLostError(SpecexecError):
 
 def nearest(name: str, known: list[str]) -> str:
     """' Did you mean ...?' for the known name closest to `name`, or an empty string."""
+    if len(name) > _MOST_NAME:
+        return ""  # comparing takes quadratic time
     begun = re.sub(r"[:_/\s]+", "-", name.lower())  # llama3.3:70b, as other programs write it
     matches = [one for one in known if len(begun) > 2 and one.startswith(begun)]
     matches = matches or get_close_matches(name, known, n=1, cutoff=0.5)

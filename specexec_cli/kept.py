@@ -1,22 +1,53 @@
-"""What is kept in files between sessions: JSON that may since have been damaged in any way."""
+"""What is kept in files between sessions: written whole, and read back however damaged."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from specexec_cli import guarded
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
 _LARGEST_BYTES = 4_000_000  # some times what is ever written
+_LONGEST_NAME = 200  # of 255 bytes that file systems take, an ending not counted
 
 
 def file_name(*parts: str) -> str:
     """The parts, such as hub ids and folders, as one name that every file system takes."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts)).strip("-.")
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "--".join(parts)).strip("-.")
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """An empty file beside `path` that takes its place once the block has ended well.
+
+    Its name is this writer's own, so that two sessions never write into one file; where the block
+    fails, the file is removed and `path` stays as it was. Only the user may read it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    with tempfile.NamedTemporaryFile(
+        dir=path.parent, prefix=".", suffix=".partial", delete=False
+    ) as file:
+        partial = Path(file.name)
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: Any, indent: int | None = None) -> None:
@@ -26,24 +57,20 @@ def write_json(path: Path, value: Any, indent: int | None = None) -> None:
         OSError: the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(value, indent=indent) + "\n")
-    partial.replace(path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(value, indent=indent) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value in the file.
+    """The JSON value in a file that write_json wrote.
 
     Raises:
         ValueError: it is missing, cannot be read, or is not JSON.
     """
     try:
-        # a pipe would be waited for, and a file of any size read to its end
-        if not path.is_file() or path.stat().st_size > _LARGEST_BYTES:
-            raise ValueError(f"{path} is missing, or no file that was written here")
-        return json.loads(path.read_bytes().decode("utf-8"))
-    except (OSError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from error
+        return guarded.read_json(path, most_bytes=_LARGEST_BYTES)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def is_number(value: Any, lowest: float, highest: float) -> bool:

@@ -47,6 +47,7 @@ class FakeHub:
         bytes_per_s: of each download; None is as fast as it goes.
         breaks: how many downloads of a file break off in their middle.
         ranges: whether it heeds them; else every answer is the whole file.
+        lies: what stands in metadata in the place of what is right.
     """
 
     repos: Mapping[str, Mapping[str, bytes]]
@@ -54,12 +55,19 @@ class FakeHub:
     bytes_per_s: float | None = None
     breaks: dict[str, int] = field(default_factory=dict)
     ranges: bool = True
+    lies: dict[str, str] = field(default_factory=dict)
     asked: list[tuple[str, str, int]] = field(default_factory=list)  # (method, path, range begin)
     sent: dict[str, int] = field(default_factory=dict)  # body bytes by file
     url: str = ""
 
     def sha(self, repo: str) -> str:
         return hashlib.sha1(repo.encode()).hexdigest()
+
+    def told(self, text: str) -> str:
+        """Metadata as it is sent."""
+        for right, wrong in self.lies.items():
+            text = text.replace(right, wrong)
+        return text
 
     def downloads(self) -> list[str]:
         """Names of the files whose bodies were asked for."""
@@ -73,7 +81,7 @@ def running(hub: FakeHub) -> Iterator[FakeHub]:
     handler = type("Handler", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:
@@ -133,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _json(
         self, status: int, content: Any, body: bool, headers: Mapping[str, str] | None = None
     ) -> None:
-        data = json.dumps(content).encode()
+        data = self.hub.told(json.dumps(content)).encode()
         self._head(status, len(data), {"Content-Type": "application/json", **(headers or {})})
         if body:
             self.wfile.write(data)
@@ -141,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _head(self, status: int, length: int, headers: Mapping[str, str]) -> None:
         self.send_response(status)
         for key, value in {**headers, "Content-Length": str(length)}.items():
-            self.send_header(key, value)
+            self.send_header(key, self.hub.told(value))
         self.end_headers()
 
     def _file(self, name: str, data: bytes, sha: str, begin: int, body: bool) -> None:

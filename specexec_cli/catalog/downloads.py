@@ -23,6 +23,7 @@ from specexec_cli.catalog.hub import (
     gate,
     wanted_files,
 )
+from specexec_cli.catalog.hub_answers import watch_answers
 from specexec_cli.catalog.large_files import LargeFile, fetch_large, resumable
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import NotFetchedError, SpecexecError
@@ -64,6 +65,7 @@ def survey(entry: ModelEntry) -> Download:
     """
     from huggingface_hub import HfApi, errors
 
+    watch_answers()
     api, revision = HfApi(), entry.revision
     try:
         info = api.model_info(entry.repo, revision=revision, files_metadata=True)

@@ -6,14 +6,16 @@ code. huggingface_hub is imported where it is used, so that no command pays for 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from specexec_cli.catalog.hub_answers import watch_answers
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError, NotFetchedError, SpecexecError, UnknownModelError
 from specexec_cli.gguf.container import part_names
+from specexec_cli.guarded import read_json
 
 WANTED_FILES = [
     "config.json",
@@ -91,6 +93,7 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
         path = entry.folder / "config.json"
     else:
         offline = offline or constants.is_offline_mode()
+        watch_answers()
         try:
             path = Path(
                 hf_hub_download(
@@ -104,7 +107,7 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
         except Exception as error:  # whatever the hub, the network or the disk did: one line
             raise explain(error, entry, offline) from error
     try:
-        config = json.loads(path.read_bytes())
+        config = read_json(path)
     except OSError as error:
         raise UnknownModelError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
@@ -125,19 +128,24 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
         return None
     revision = entry.revision or "main"
     ref = cache / "refs" / revision
-    snapshot = cache / "snapshots" / (ref.read_text().strip() if ref.is_file() else revision)
+    try:
+        commit = ref.read_text("utf-8").strip() if ref.is_file() else revision
+        snapshot = cache / "snapshots" / commit
+        if not snapshot.is_dir():
+            return None
+    except (OSError, ValueError):  # damaged, or a revision that no file can have
+        return None
     if entry.file is not None:
         parts = [snapshot / name for name in gguf_parts(entry.file)]
         return parts[0] if all(part.is_file() for part in parts) else None
     names = {path.name for path in snapshot.glob("*.safetensors")}
     try:
-        index = json.loads((snapshot / "model.safetensors.index.json").read_bytes())
-        names = set(index["weight_map"].values())
-    except FileNotFoundError:
-        pass  # one file, no index
-    except (ValueError, KeyError, TypeError, AttributeError):
+        with suppress(FileNotFoundError):  # one file, no index
+            index = read_json(snapshot / "model.safetensors.index.json")
+            names = set(index["weight_map"].values())
+        complete = bool(names) and all((snapshot / name).is_file() for name in names)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # damaged: fetching it again mends it
-    complete = bool(names) and all((snapshot / name).is_file() for name in names)
     return snapshot if complete else None
 
 
@@ -156,6 +164,7 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
     from huggingface_hub import constants, snapshot_download
 
     offline = offline or constants.is_offline_mode()
+    watch_answers()
     try:
         return Path(
             snapshot_download(
@@ -208,6 +217,8 @@ def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError
     """One line for what huggingface_hub raised: what happened, and the mend."""
     from huggingface_hub import constants, errors
 
+    if isinstance(error, SpecexecError):
+        return error
     repo = entry.repo
     # the cache lookup that follows a failed request hides the failure behind its own
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None

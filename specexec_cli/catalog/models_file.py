@@ -5,7 +5,6 @@ It knows nothing of other files (registry.py merges them) and opens no checkpoin
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from specexec_cli.config import DTYPE_BYTES, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.gguf.container import part_names
+from specexec_cli.guarded import read_toml
 
 PACKAGE_PREFIX = "package:"
 
@@ -216,12 +216,12 @@ def read_models_file(path: Path) -> ModelsFile:
 def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
     """The entries of a file that was last written then and is so long."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = read_toml(path)
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
         ) from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     _reject_unknown(table, ("models", "pairs"), f"{path}:")
     models = {

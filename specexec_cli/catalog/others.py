@@ -7,14 +7,15 @@ llama.cpp and the hub's own tools huggingface_hub's cache.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import is_gguf, part_names
+from specexec_cli.guarded import read_json
 
 OLLAMA = "ollama:"  # begins the names of its models
 _MODEL = "application/vnd.ollama.image.model"  # mediaType of the weights among a manifest's layers
@@ -80,14 +81,12 @@ def _of_ollama() -> Iterator[FoundFile]:
 def _blob(manifest: Path, blobs: Path) -> tuple[Path, int] | None:
     """The GGUF file that a manifest names and its bytes, if both can be read."""
     try:
-        if manifest.stat().st_size > _LARGEST_MANIFEST_BYTES:
-            return None
-        layers = json.loads(manifest.read_bytes())["layers"]
+        layers = read_json(manifest, most_bytes=_LARGEST_MANIFEST_BYTES)["layers"]
         digest = next(str(each["digest"]) for each in layers if each["mediaType"] == _MODEL)
         blob = blobs / digest.replace(":", "-")
         # a digest may be no name that a file can have
         return (blob, blob.stat().st_size) if blob.parent == blobs and is_gguf(blob) else None
-    except (OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None  # another program's file: none of ours to judge
 
 
@@ -122,11 +121,14 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a model in all parts; None for later parts, incomplete ones, and what is none."""
+    """Bytes of a model in all parts; None for later parts, incomplete ones, and what is none.
+
+    Another program's file whose name makes no sense, such as x-00004-of-00003.gguf, is none.
+    """
     try:
         parts = [path.parent / name for name in part_names(path.name)]
         if _NO_MODEL in path.name or path != parts[0] or not is_gguf(path):
             return None
         return sum(part.stat().st_size for part in parts)
-    except OSError:
+    except (OSError, CheckpointError):
         return None

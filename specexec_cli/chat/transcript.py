@@ -23,8 +23,11 @@ from typing import Any
 
 from specexec_cli.chat.conversation import Conversation, Message
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
+from specexec_cli.kept import replacing
 
 FORMAT, VERSION = "specexec-chat", 1
+_HEADER_BYTES = 10_000  # more than any first line has
 
 
 class Transcript:
@@ -89,17 +92,15 @@ def save(path: Path, conversation: Conversation, target: str) -> None:
     """
     if path.exists() and not _is_transcript(path):
         raise ConfigError(f"{path} exists and is not a transcript: choose another name")
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        try:
-            for record in [header(target), *records(conversation)]:
-                _write_line(file, record)
-        finally:
-            os.close(file)
-        partial.replace(path)
+        with replacing(path) as partial:
+            file = os.open(partial, os.O_WRONLY | os.O_CLOEXEC)
+            try:
+                for record in [header(target), *records(conversation)]:
+                    _write_line(file, record)
+            finally:
+                os.close(file)
     except OSError as error:
-        partial.unlink(missing_ok=True)
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
 
 
@@ -129,7 +130,7 @@ def load(path: Path) -> Loaded:
         if not line and number == last:
             break
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             if number == last:
                 raise ValueError("its line break is missing")
             _apply(record, conversation, first=number == 0)
@@ -171,7 +172,7 @@ def _apply(record: Any, conversation: Conversation, *, first: bool) -> None:
 def _is_transcript(path: Path) -> bool:
     try:
         with path.open("rb") as file:
-            return bool(json.loads(file.readline())["format"] == FORMAT)
+            return bool(parse_json(file.readline(_HEADER_BYTES))["format"] == FORMAT)
     except (OSError, ValueError, TypeError, KeyError):
         return False
 

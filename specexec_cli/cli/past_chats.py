@@ -63,5 +63,5 @@ def end_of(messages: Sequence[Message]) -> list[str]:
 
 
 def _transcripts() -> Iterator[Path]:
-    paths = (state_folder() / "chats").glob("*.jsonl")
+    paths = (path for path in (state_folder() / "chats").glob("*.jsonl") if path.is_file())
     return iter(sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True))

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.errors import CheckpointError
-from specexec_cli.kept import read_json, write_json
+from specexec_cli.kept import read_json, replacing, write_json
 
 FEATURES = 12  # the signals, and the position
 SCHEMA = 2  # 1 counted positions from the beginning of the draft
@@ -66,11 +66,9 @@ class Classifier:
             OSError: the folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        weights = folder / "disco.safetensors"
-        partial = weights.with_suffix(".partial")
-        save_file(self.tensors, partial)
-        digest = hashlib.sha256(partial.read_bytes()).hexdigest()
-        partial.replace(weights)
+        with replacing(folder / "disco.safetensors") as partial:
+            save_file(self.tensors, partial)
+            digest = hashlib.sha256(partial.read_bytes()).hexdigest()
         text = {"schema": SCHEMA, **about, "threshold": self.threshold,
                 "max_length": self.max_length, "sha256": digest}  # fmt: skip
         write_json(folder / "disco.json", text, indent=2)

@@ -23,6 +23,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import StepResult
 from specexec_cli.engine.text import Engine, Running, TextRequest
 from specexec_cli.errors import ConfigError, SpecexecError, StreamError
+from specexec_cli.guarded import parse_json
 from specexec_cli.session.encoding import PromptEncoder
 
 _SAMPLING = {field.name for field in fields(SamplingConfig)}
@@ -78,10 +79,10 @@ def read_jobs(
             continue
         at = f"{where}, line {number}"
         try:
-            job = _job(json.loads(line), number, sampling, generation, chat)
+            job = _job(parse_json(line), number, sampling, generation, chat)
         except json.JSONDecodeError as error:
             raise ConfigError(f"{at}: not JSON: {error}") from error
-        except (ValueError, ConfigError, RecursionError) as error:
+        except (ValueError, ConfigError) as error:
             raise ConfigError(f"{at}: {error}") from error
         if job.id in jobs:
             raise ConfigError(
@@ -98,10 +99,6 @@ def _job(
 ) -> Job:
     if not isinstance(value, dict):
         raise ConfigError("a line must be a JSON object with a 'prompt' or 'messages'")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError("a text holds half of a character (a lone surrogate)") from error
     if unknown := sorted(value.keys() - _KEYS):
         raise ConfigError(f"unknown key '{unknown[0]}': known are {', '.join(sorted(_KEYS))}")
     own_id = value.get("id", number)
@@ -172,7 +169,7 @@ class ResultFile:
             kept = path.read_bytes() if path.exists() else b""
             whole = kept.rfind(b"\n") + 1
             for line in kept[:whole].decode("utf-8").split("\n")[:-1]:
-                self._take(json.loads(line), line, made_of)
+                self._take(parse_json(line), line, made_of)
             cut = kept[whole:]  # a line that a crash cut short is no line
             if cut[: len(_BEGINNING)] != _BEGINNING[: len(cut)]:
                 raise ValueError("it ends in something else than the beginning of a line")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.guarded import read_json
 
 
 def eos_token_ids(
@@ -23,8 +23,8 @@ def eos_token_ids(
     stored: Any = None
     if path.is_file():
         try:
-            stored = json.loads(path.read_text("utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+            stored = read_json(path).get("eos_token_id")
+        except (ValueError, AttributeError, OSError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     sources = (
         (path, stored),

@@ -23,6 +23,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf, shown
+from specexec_cli.guarded import parse_json
 
 # what llama.cpp does for these vocabularies (src/llama-vocab.cpp), as their makers' tokenizers do:
 # whole words that are tokens need no merges, and a text begins with the beginning-of-text token
@@ -145,6 +146,6 @@ def _without_invented(backend: Tokenizer, count: int) -> Tokenizer:
     Args:
         count: of the file's tokens.
     """
-    stored = json.loads(backend.to_str())
+    stored = parse_json(backend.to_str())
     stored["added_tokens"] = [each for each in stored["added_tokens"] if each["id"] < count]
     return Tokenizer.from_str(json.dumps(stored))

@@ -7,7 +7,6 @@ Knows no tensors: models.quant_checkpoint holds these claims against them.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 from specexec_kernels.formats import METHODS
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.guarded import read_json
 from specexec_cli.planning.packed_formats import PACKED_KINDS, PackedKind
 
 Notice = Callable[[str], None]
@@ -103,8 +103,8 @@ def _config_files(folder: Path, config: Mapping[str, Any]) -> list[tuple[Path, A
         if not path.is_file():
             continue
         try:
-            files.append((path, json.loads(path.read_text("utf-8"))))
-        except ValueError as error:
+            files.append((path, read_json(path)))
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     return files
 

@@ -6,7 +6,6 @@ checked, and given to linears.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,7 @@ from specexec_kernels.formats.base import Method, Part, Stored
 from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.guarded import read_json
 from specexec_cli.models.gguf_blocks import GgufBlocks
 from specexec_cli.models.quant_checkpoint import Packing, Quantization
 from specexec_cli.models.quant_config import Notice
@@ -27,6 +27,7 @@ from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
+_MOST_LOADED_BYTES = 4_000_000  # of a table, an index of groups or a state, some times theirs
 _MODELOPT_FILE = "hf_quant_config.json"
 
 
@@ -72,7 +73,7 @@ def _settings(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
     if not path.is_file():
         return path, {}
     try:
-        content = json.loads(path.read_text("utf-8"))
+        content = read_json(path)
     except (ValueError, OSError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     inside = content.get("quantization") if isinstance(content, dict) else None
@@ -141,6 +142,8 @@ class RowQuantization:
         tensors = {leaf: self.checkpoint[stored] for leaf, stored in self.packed[name].items()}
 
         def load(leaf: str) -> Tensor:
+            if tensors[leaf].n_bytes > _MOST_LOADED_BYTES:
+                raise ValueError(f"tensor '{tensors[leaf].name}' is too large: download it again")
             return next(iter(read_tensors([tensors[leaf]]).values()))
 
         shapes = {leaf: (tensor.dtype, tensor.shape) for leaf, tensor in tensors.items()}

@@ -5,7 +5,6 @@ Reads headers only, no weights, and each file once. Source of the format: https:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_cli.errors import CheckpointError
+from specexec_cli.guarded import parse_json, read_json
 
 ITEM_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
@@ -23,6 +23,7 @@ ITEM_BYTES = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+_MOST_DIMENSIONS, _MOST_SIZE = 64, 1 << 48  # of a tensor; PyTorch has the first limit too
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +104,8 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (ValueError, RecursionError, OSError) as error:
+        value = read_json(path)
+    except (ValueError, OSError) as error:
         raise CheckpointError(
             f"{path} is not a JSON object ({error}): download it again"
         ) from error
@@ -166,7 +167,10 @@ def read_header(path: Path) -> dict[str, TensorRange]:
         raise CheckpointError(f"no file {path}: download the checkpoint again") from None
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
-    header = _parse_json(raw, path)
+    try:
+        header = _object(parse_json(raw, unique_names=True), path)
+    except ValueError as error:
+        raise CheckpointError(_no_json(path, error)) from None
     header.pop("__metadata__", None)
     data_start = 8 + header_bytes
     tensors = [
@@ -209,9 +213,11 @@ def _nothing_found(folder: Path) -> str:
 def _read_index(path: Path) -> dict[str, TensorRange]:
     """Resolve a sharded checkpoint's index against its shards' own headers."""
     try:
-        weight_map = _parse_json(path.read_bytes(), path).get("weight_map")
+        weight_map = _object(read_json(path, unique_names=True), path).get("weight_map")
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise CheckpointError(_no_json(path, error)) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no 'weight_map': download the index again")
     shards: dict[str, dict[str, TensorRange]] = {}
@@ -224,7 +230,7 @@ def _read_index(path: Path) -> dict[str, TensorRange]:
             )
         if shard not in shards:
             shard_path = path.parent / shard
-            if not shard_path.is_file():
+            if not _is_there(shard_path):
                 raise CheckpointError(
                     f"no shard {shard_path}, named by {path.name}: download it again"
                 )
@@ -247,19 +253,11 @@ def _bad_length(path: Path, file_bytes: int, header_bytes: int) -> str:
     )
 
 
-def _parse_json(raw: bytes, path: Path) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name appears twice")
-        return result
+def _no_json(path: Path, error: ValueError) -> str:
+    return f"{path}: its JSON cannot be read ({error}); the file is damaged, download it again"
 
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path}: its JSON cannot be read ({error}); the file is damaged, download it again"
-        ) from None
+
+def _object(value: Any, path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: its JSON is not an object; download it again")
     return value
@@ -274,7 +272,7 @@ def _parse_entry(
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{where} has dtype {dtype!r}; known are {', '.join(ITEM_BYTES)}")
-    if not isinstance(shape, list) or not _are_counts(shape):
+    if not isinstance(shape, list) or not _are_sizes(shape):
         raise CheckpointError(f"{where} has shape {shape!r}, which is not a list of sizes")
     if not (isinstance(offsets, list) and _are_counts(offsets) and len(offsets) == 2) or (
         offsets[0] > offsets[1]
@@ -293,6 +291,18 @@ def _parse_entry(
             "the header is damaged, download it again"
         )
     return TensorRange(name, path, dtype, tuple(shape), start, stop)
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name longer than a file can have
+        return False
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    few = len(values) <= _MOST_DIMENSIONS
+    return few and _are_counts(values) and max(values, default=0) <= _MOST_SIZE
 
 
 def _are_counts(values: list[Any]) -> bool:

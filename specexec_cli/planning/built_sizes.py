@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from specexec_cli.errors import ConfigError, OutOfMemoryError, clear_shortage
+from specexec_cli.guarded import parse_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -68,7 +69,7 @@ def built(config: Mapping[str, Any]) -> BuiltModel:
 def _built(config_json: str) -> BuiltModel:
     from transformers import CONFIG_MAPPING
 
-    stored = json.loads(config_json)
+    stored = parse_json(config_json)
     try:
         model = empty_model(CONFIG_MAPPING[stored["model_type"]].from_dict(stored))
     except OutOfMemoryError:

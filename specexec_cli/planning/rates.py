@@ -5,19 +5,24 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.util
-import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from platform import node
+from typing import Any
 
 from platformdirs import user_cache_path
 
 from specexec_cli.device import cpu_info
+from specexec_cli.kept import is_number, read_json, write_json
 from specexec_cli.planning.arithmetic import FlopsByRows
 
 _VERSION_DIGITS = 12  # of the kernels' digest
+# What a file may say; beyond, it is damaged.
+_LEAST, _MOST = 1.0, 1e18  # bytes or operations a second
+_MOST_ROWS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +73,7 @@ def save_rates(rates: Rates, path: Path) -> None:
     Raises:
         OSError: the folder cannot be written.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(asdict(rates), indent=2) + "\n")
-    partial.replace(path)
+    write_json(path, asdict(rates), indent=2)
 
 
 def load_rates(path: Path) -> Rates | None:
@@ -80,24 +82,50 @@ def load_rates(path: Path) -> Rates | None:
     What was measured with another CPU, torch or kernels is left out, and so is another host's disk.
     """
     try:
-        rates = Rates(**json.loads(path.read_text()))
-        flops = {
-            name: tuple((int(rows), float(rate)) for rows, rate in points)
-            for name, points in (rates.flops or {}).items()
-        }
-        numbers = (rates.ssd_bytes_per_s, rates.memory_bytes_per_s, rates.link_bytes_per_s)
-        usable = all(number is None or float(number) > 0 for number in numbers)
-    except (OSError, ValueError, TypeError):  # a cache: what cannot be read is measured again
+        rates = _checked(read_json(path))
+    except (ValueError, TypeError):  # a cache: what cannot be read is measured again
         return None
-    if not usable:
-        return None
-    rates = replace(rates, flops=flops)
     here = new_rates()
     if rates.host != here.host:
         rates = replace(rates, host=here.host, ssd_bytes_per_s=None, link_bytes_per_s=None)
     if rates.cpu != here.cpu:
         rates = replace(rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None)
     return rates
+
+
+def _checked(value: Any) -> Rates:
+    """The rates that save_rates described.
+
+    Raises:
+        ValueError, TypeError: they are none.
+    """
+    rates = Rates(**value)
+    speeds = rates.ssd_bytes_per_s, rates.memory_bytes_per_s, rates.link_bytes_per_s
+    if not all(speed is None or is_number(speed, _LEAST, _MOST) for speed in speeds):
+        raise ValueError("no memory, disk or link is so fast")
+    if not all(type(word) is str for word in (rates.host, rates.cpu, rates.measured)):
+        raise ValueError("it is of no machine")
+    if rates.flops is None:
+        return rates
+    if type(rates.flops) is not dict:
+        raise ValueError("no rates by arithmetic")
+    return replace(rates, flops={name: _points(points) for name, points in rates.flops.items()})
+
+
+def _points(value: Any) -> FlopsByRows:
+    """The rates of one arithmetic.
+
+    Raises:
+        ValueError, TypeError: they are none, or not by rising rows.
+    """
+    points = tuple((rows, rate) for rows, rate in value)
+    if not all(type(rows) is int and 1 <= rows <= _MOST_ROWS for rows, _ in points):
+        raise ValueError("rates of no number of rows")
+    if any(this[0] >= following[0] for this, following in pairwise(points)):
+        raise ValueError("rows do not rise")
+    if not all(is_number(rate, _LEAST, _MOST) for _, rate in points):
+        raise ValueError("no arithmetic is so fast")
+    return points
 
 
 def keep_flops(path: Path, name: str, points: FlopsByRows) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from specexec_cli.guarded import parse_json
 from specexec_cli.serve.api_errors import ApiError
 
 MOST_CHOICES = 16  # texts of one request
@@ -186,9 +187,9 @@ def parsed(kind: type[_B], raw: bytes) -> _B:
         ApiError: it is not JSON, or not what this kind of request may hold; names the field.
     """
     try:
-        found = json.loads(raw)
+        found = parse_json(raw)
         json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
     try:
         return kind.model_validate(found)

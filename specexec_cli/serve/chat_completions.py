@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from starlette.requests import Request
 
 from specexec_cli.core import StepResult
 from specexec_cli.engine.text import Running
+from specexec_cli.guarded import parse_json
 from specexec_cli.serve import answers
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.bodies import ChatBody, ChatMessage, CompletionBody, NamedTool, Tool
@@ -49,8 +49,8 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def _arguments(text: str) -> Any:
     """Templates write arguments as JSON themselves, so they want the object."""
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        return parse_json(text)
+    except ValueError:
         return text
 
 

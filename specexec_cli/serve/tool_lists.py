@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specexec_cli.guarded import parse_json
 from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.tools import (
     Call,
@@ -70,8 +71,8 @@ class MistralDialect(Dialect):
 
 def _listed(piece: str, known: set[str]) -> list[Call | None]:
     try:
-        calls = json.loads(piece)
-    except (ValueError, RecursionError):
+        calls = parse_json(piece)
+    except ValueError:
         return [None]
     return [_call(each, known) for each in calls] or [None]
 

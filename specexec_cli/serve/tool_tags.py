@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specexec_cli.guarded import parse_json
 from specexec_cli.serve.bodies import Tool
 from specexec_cli.serve.tools import (
     Call,
@@ -131,8 +132,8 @@ def _read(value: str, schema: Any) -> Any:
     if schema.get("type") == "boolean" and value.strip() in _LITERALS:
         return _LITERALS[value.strip()]
     try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
+        found = parse_json(value)
+    except ValueError:
         return value
     # where a string may stand as well, what is no null is one: templates write both alike
     return value if _may_be_text(schema) and found is not None else found

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specexec_cli.guarded import parse_json
 from specexec_cli.serve.bodies import Tool
 
 # a mark as a grammar in llguidance's dialect of Lark has it: a special token, or its letters
@@ -100,8 +101,8 @@ def all_or_none(calls: Sequence[Call | None]) -> list[Call]:
 def read_object(text: str) -> dict[str, Any] | None:
     """A JSON object; None where the text is none."""
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return None
     return found if isinstance(found, dict) else None
 

@@ -56,7 +56,11 @@ def test_dropped_messages_are_gone(tmp_path: Path) -> None:
     assert contents(load(path).conversation) == [("user", TURN[0]["content"])]
 
 
-@pytest.mark.parametrize("rest", [b'{"role": "assi', b"\xff\xfe", b"[]\n", b'{"role": "x"}\n'])
+@pytest.mark.parametrize(
+    "rest",
+    [b'{"role": "assi', b"\xff\xfe", b"[]\n", b'{"role": "x"}\n', b"[" * 100_000 + b"\n",
+     b'{"drop": [1' + b"0" * 5000 + b", 2]}\n"],
+)  # fmt: skip
 def test_a_broken_last_line_is_left_out_and_cut_off(tmp_path: Path, rest: bytes) -> None:
     path = written(tmp_path / "chat.jsonl")
     whole = path.read_bytes()
@@ -82,9 +86,10 @@ def test_every_cut_of_a_transcript_gives_its_whole_lines(tmp_path: Path) -> None
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     path = written(tmp_path / "chat.jsonl")
     lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(lines[0] + b"oops\n" + lines[2])
-    with pytest.raises(ConfigError, match=r"chat\.jsonl, line 2 is broken"):
-        load(path)
+    for broken in (b"oops", b"[" * 100_000):
+        path.write_bytes(lines[0] + broken + b"\n" + lines[2])
+        with pytest.raises(ConfigError, match=r"chat\.jsonl, line 2 is broken"):
+            load(path)
 
 
 @pytest.mark.parametrize("content", ["hello\nworld\n", '{"format": "other", "version": 1}\n', "[]"])

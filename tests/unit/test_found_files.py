@@ -29,7 +29,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "llama.cpp"
     folder.mkdir()
     for name in ("a-Q4_K_M.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf",
-                 "mmproj-a.gguf", "c-00001-of-00002.gguf"):  # fmt: skip
+                 "mmproj-a.gguf", "c-00001-of-00002.gguf", "e-00004-of-00003.gguf"):  # fmt: skip
         (folder / name).write_bytes(GGUF)
     (folder / "d.gguf").write_bytes(b"not one")
     snapshot = tmp_path / "hub" / "models--bartowski--Tiny-GGUF" / "snapshots" / "abc"

@@ -319,6 +319,11 @@ def test_cached_snapshot_wants_every_shard(tmp_path: Path, monkeypatch: pytest.M
     assert cached_snapshot(replace(ENTRY, revision="refs/pr/5")) == snapshot
     assert cached_snapshot(replace(ENTRY, revision=SHA)) == snapshot
     assert cached_snapshot(replace(ENTRY, revision="refs/pr/6")) is None
-    for damage in ("{", "[]", '{"weight_map": []}', '{"weight_map": null}'):
+    long = '{"weight_map": {"x": "' + "x" * 300 + '"}}'
+    for damage in ("{", "[]", '{"weight_map": []}', '{"weight_map": null}', "[" * 100_000, long,
+                   '{"weight_map": {"x": 5}}', '{"weight_map": {"x": [5]}}'):  # fmt: skip
         index.write_text(damage)
+        assert cached_snapshot(ENTRY) is None
+    for damage in (b"\xff", b"x" * 300, b""):
+        (repo / "refs" / "main").write_bytes(damage)
         assert cached_snapshot(ENTRY) is None

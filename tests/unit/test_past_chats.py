@@ -40,7 +40,10 @@ def test_the_last_chat_goes_on_and_all_are_listed(state: Path) -> None:
     assert listed[-1] == f"{first}  2 turns  What does dict.get do?"
     assert listed[0].endswith("1 turn  And list.append?")
     (state / "broken.jsonl").write_text("no\n")
-    assert "(cannot be read: " in run_cli("chat", "--list").out
+    (state / "deep.jsonl").write_text("[" * 100_000)
+    (state / "gone.jsonl").symlink_to(state / "nowhere")
+    os.mkfifo(state / "pipe.jsonl")
+    assert run_cli("chat", "--list").out.count("(cannot be read: ") == 2
     both = chat("--continue", "--resume", str(first))
     assert both.error == "give either --continue or --resume, not both"
 

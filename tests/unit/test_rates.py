@@ -104,13 +104,18 @@ def test_the_kernels_version_follows_their_sources(
 
 @pytest.mark.parametrize(
     "change",
-    [{"flops": {"float32": [1]}}, {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"new": 1}],
-)
+    [
+        {"flops": {"float32": [1]}}, {"flops": [1]}, {"flops": {"float32": [[2, 1e9], [1, 1e9]]}},
+        {"flops": {"float32": [[1, float("nan")]]}}, {"flops": {"float32": [[1, 10**30]]}},
+        {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"cpu": 1}, {"new": 1},
+    ],
+)  # fmt: skip
 def test_damaged_rates_are_measured_again(kept: Path, change: dict[str, object]) -> None:
     kept.write_text(json.dumps({**json.loads(kept.read_text()), **change}))
     assert load_rates(kept) is None
-    kept.write_text("{")
-    assert load_rates(kept) is None
+    for text in ("{", "[" * 100_000, "[]", "1" * 5000):
+        kept.write_text(text)
+        assert load_rates(kept) is None
 
 
 @pytest.mark.parametrize("product_s", [1e-6, 0.001, 0.01, 0.05])

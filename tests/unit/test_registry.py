@@ -99,6 +99,9 @@ def test_relative_folders_are_relative_to_the_file(
     ("text", "parts"),
     [
         ("[models.a]\nrepo = \n", ["extra.toml", "not valid TOML", "line 2"]),
+        ("a = " + "[" * 3000, ["extra.toml", "not valid TOML", "nested"]),
+        ("a = " + "1" * 3900, ["extra.toml", "not valid TOML", "40 digits"]),
+        (f"[models.a]\n{'x' * 3900} = 1", ["extra.toml: [models.a]", "unknown key", "Known keys"]),
         ("[model.a]\n", ["unknown key 'model'", "Did you mean 'models'?"]),
         ("models = 3\n", ["'models' must hold entries", "[models.NAME]"]),
         ("[models]\na = 3\n", ["[models.a]", "must be a table", "3"]),

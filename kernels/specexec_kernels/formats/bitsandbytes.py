@@ -115,11 +115,12 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     if leaf is None:
         return None
     try:
-        state = json.loads(bytes(stored.load(leaf).tolist()))
+        # each value of it is checked below, and the guarded reader is the other package's
+        state = json.loads(bytes(stored.load(leaf).tolist()))  # noqa: TID251
         run, shape = _whole(state["blocksize"]), list(state["shape"])
         nested = _whole(state.get("nested_blocksize", 0))
         offset = _finite(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"its quant_state cannot be read ({error}): download it again") from None
     if shape != [stored.outputs, stored.inputs]:
         raise ValueError(f"its quant_state says {shape}: are all files of the same model?")

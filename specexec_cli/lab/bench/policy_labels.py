@@ -15,6 +15,7 @@ import numpy as np
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.drafting.scoring import TOP, DraftScorer, signals
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
 from specexec_cli.lab.bench.runner import BenchPrompt
 from specexec_cli.lab.training import Costs, Text
 from specexec_cli.sampling import Sampler
@@ -43,7 +44,7 @@ class LabelsFile:
             os.truncate(path, len(whole) + 1 if whole else 0)
             for number, line in enumerate(whole.decode("utf-8", "replace").splitlines(), 1):
                 try:
-                    record = json.loads(line)
+                    record = parse_json(line)
                     text = Text(np.array(record["signals"], dtype=np.float64).reshape(-1, TOP + 1),
                                 np.array(record["accepted"], dtype=bool),
                                 np.array(record["conformity"], dtype=np.float64))  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any
 
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
 
 # Keys under which an object may hold the list of records.
 _LIST_KEYS = ("data", "rows", "prompts", "examples")
@@ -49,7 +50,7 @@ def _is_one_document(text: str) -> bool:
         return True
     first_line, _, rest = text.partition("\n")
     try:
-        json.loads(first_line)
+        parse_json(first_line)
     except ValueError:
         return True
     return not rest.strip()
@@ -59,16 +60,18 @@ def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
-                yield f"{path}, line {number}", json.loads(line)
+                yield f"{path}, line {number}", parse_json(line)
             except ValueError as error:
                 raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
 
 
 def _document(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
+        value = parse_json(text)
+    except JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
     if isinstance(value, dict):
         value = next(
             (value[key] for key in _LIST_KEYS if isinstance(value.get(key), list)), [value]

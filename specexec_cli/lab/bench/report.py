@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
 from specexec_cli.lab.bench.coverage import Coverage
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.environment import environment
@@ -63,7 +64,7 @@ def _machine_readable(
         if not summaries:
             raise ConfigError("these results hold no run; coverage is printed with -o json or md")
         return render(summaries, form, notes)
-    return json.dumps({**json.loads(render(summaries, form, notes)), "coverage": list(coverages)})
+    return json.dumps({**parse_json(render(summaries, form, notes)), "coverage": list(coverages)})
 
 
 def _origin(row: Row) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import parse_json
 from specexec_cli.lab.bench.schema import problems
 
 Row = dict[str, Any]
@@ -37,7 +38,7 @@ def read_results(path: Path) -> list[Row]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:
             if number == len(lines):  # no newline behind it: it was being written
                 break
@@ -68,7 +69,7 @@ class ResultsFile:
             if not tail.strip():
                 return
             try:
-                json.loads(tail)
+                parse_json(tail)
             except ValueError:
                 file.truncate(len(whole) + len(newline))
             else:

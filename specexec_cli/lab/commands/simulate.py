@@ -11,6 +11,7 @@ import typer
 
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.errors import ConfigError
+from specexec_cli.guarded import read_json
 
 app = typer.Typer(
     cls=PanelGroup,
@@ -135,7 +136,7 @@ def _numbers(given: dict[str, float | None], measured: Path | None) -> dict[str,
     found: dict[str, float] = {}
     if measured is not None:
         try:
-            content = json.loads(measured.read_text(encoding="utf-8"))
+            content = read_json(measured)
             found = {
                 "target_ms": float(content["target"]["tpot_ms"]),
                 "draft_ms": float(content["draft"]["tpot_ms"]),
