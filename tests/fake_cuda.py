@@ -440,6 +440,7 @@ def fake_cuda(*, triton: bool = False, pins_bytes: int | None = None) -> Iterato
             "current_device": lambda: 0,
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
+            "get_device_name": lambda device=None: "stand-in",
             "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES + 1),
             "max_memory_allocated": lambda device=None: runtime.memory.peak,
             "synchronize": lambda device=None: None,

@@ -53,6 +53,15 @@ def uses_triton(device: torch.device) -> bool:
     return device.type == "cuda" and triton_obstacle(device) is None
 
 
+def rounding(device: torch.device) -> tuple[str, ...]:
+    """What decides how results are rounded on `device`, besides their dtype and the inputs."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), "Triton" if uses_triton(device) else "PyTorch"
+    native = [str(dtype) for dtype in (torch.bfloat16, torch.float16) if cpu_jit.has_matmul(dtype)]
+    pairs = "tiles" if cpu_jit.has_tiles() else "pairs" if cpu_jit.has_dot() else "single"
+    return torch.backends.cpu.get_cpu_capability(), str(cpu_jit.lanes()), pairs, *native
+
+
 def quantized_matmul(
     x: Tensor,
     weight: PackedWeight,

@@ -57,7 +57,10 @@ def generate(
     generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
     drawn = sampling.config()
     if as_lines:
+        from specexec_cli.engine.jobs import place_of_texts
+
         _check_lines(prompt, file, as_json, stats)
+        output = place_of_texts(output) if output is not None else None
         text = read_prompt(None, file)
         jobs = jobs_of(text, file or "standard input", drawn, generation, chat)
         text, most_tokens = longest(jobs)

@@ -53,7 +53,8 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
     tell = notice if shown else (lambda line: None)
     with open_session(request, notice=tell, progress=bar) as session:
         bar.close()
-        made_of = _made_of(session, jobs)
+        models = session.text_identity()
+        made_of = {job.id: job.made_of(models) for job in jobs}
         results = ResultFile(output, made_of) if output is not None else None
         left = [job for job in jobs if results is None or job.id not in results.done]
         if shown and len(left) < len(jobs):
@@ -108,12 +109,6 @@ class _InOrder:
 
 def _rate(tokens: int, started: float) -> str:
     return f"{tokens / max(time.perf_counter() - started, 1e-9):.1f} tokens/s"
-
-
-def _made_of(session: TextSession, jobs: Sequence[Job]) -> dict[str | int, str]:
-    target, settings = session.pair.target, session.settings
-    models = [target.repo, target.revision or "", settings["dtype"], settings["device"]]
-    return {job.id: job.made_of(models) for job in jobs}
 
 
 def _line(

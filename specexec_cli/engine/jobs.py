@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import queue
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -51,13 +52,13 @@ class Job:
             return encoder.encode(self.prompt)
         return encoder.encode_chat(self.prompt)
 
-    def made_of(self, models: Sequence[str]) -> str:
+    def made_of(self, models: str) -> str:
         """What the text follows from, as one word: the same word, the same text.
 
         Args:
-            models: what it is computed with, such as the target's name and the dtype.
+            models: what it is computed with, see session/identity.py.
         """
-        parts = [self.prompt, asdict(self.sampling), asdict(self.generation), *models]
+        parts = [self.prompt, asdict(self.sampling), asdict(self.generation), models]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -151,18 +152,39 @@ def _tell(running: Running, ended: queue.SimpleQueue[Running]) -> None:
         ended.put(running)
 
 
+def place_of_texts(path: Path) -> Path:
+    """The file that a path leads to, links followed: it is replaced there, and no link ever is.
+
+    Raises:
+        ConfigError: a device, a pipe or a folder is there.
+    """
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return path.resolve()  # a link may lead to what is not there yet
+    except OSError as error:
+        raise ConfigError(f"cannot write texts to {path}: {error.strerror}") from error
+    if stat.S_ISREG(mode):
+        return path.resolve()
+    kind = "a folder" if stat.S_ISDIR(mode) else "no file but a device or a pipe"
+    raise ConfigError(
+        f"cannot write texts to {path}: it is {kind}. Name a file, or leave out `--output` and "
+        "send standard output there"
+    )
+
+
 class ResultFile:
     """The lines of texts that have ended, in a file that outlives this run.
 
     Args:
-        path: appended to; what stands there counts as done.
+        path: appended to, see place_of_texts; what stands there counts as done.
         made_of: of each job's id, its `made_of`.
     Raises:
         ConfigError: the file cannot be used, or holds texts of other prompts or settings.
     """
 
     def __init__(self, path: Path, made_of: Mapping[str | int, str]) -> None:
-        self._path = path
+        self._path = path = place_of_texts(path)
         self._ids = list(made_of)
         self._lines: dict[str | int, str] = {}
         try:

@@ -35,6 +35,7 @@ from specexec_cli.loading import Prepared
 from specexec_cli.models.text import TextStream
 from specexec_cli.sampling import Constraint
 from specexec_cli.session.encoding import PromptEncoder
+from specexec_cli.session.identity import text_identity
 
 Steps = Generator[StepResult, None, None]
 
@@ -77,6 +78,7 @@ class TextSession(PromptEncoder, ABC):
 
     def __init__(self, found: Prepared, window: int, settings: Mapping[str, str]) -> None:
         super().__init__(found.tokenizer, found.pair.target.name)
+        self._found = found
         self.pair = found.pair
         self.settings = settings
         self.eos_ids = found.eos_ids
@@ -155,6 +157,10 @@ class TextSession(PromptEncoder, ABC):
         """
         assert self.pair.draft is not None
         return load_classifier(self.pair_folder, self.pair.target.repo, self.pair.draft.repo)
+
+    def text_identity(self) -> str:
+        """One word for all that texts follow from besides prompt, sampling and limits."""
+        return text_identity(self._found)
 
     def cost_prior(self) -> CostModel | None:
         """What is known of the cost of iterations before the first one: nothing.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
@@ -217,6 +219,50 @@ def test_another_file_is_left_as_it_is(tmp_path: Path, content: str) -> None:
     with pytest.raises(ConfigError, match="holds something else"):
         ResultFile(path, {1: "a"})
     assert path.read_bytes() == content.encode("latin-1")
+
+
+def test_a_link_stays_and_its_target_has_the_texts(tmp_path: Path) -> None:
+    """Also one that leads to a file which is not there yet, in another folder."""
+    place, link = tmp_path / "elsewhere" / "texts.jsonl", tmp_path / "link"
+    place.parent.mkdir()
+    link.symlink_to(place)
+    for number in (2, 1):
+        file = ResultFile(link, {1: "a", 2: "b"})
+        file.add({"id": number, "made_of": {1: "a", 2: "b"}[number]})
+        file.close()
+        assert link.is_symlink()
+    assert [json.loads(line)["id"] for line in place.read_text().splitlines()] == [1, 2]
+    assert sorted(tmp_path.rglob("*")) == [place.parent, place, link]
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "terminal", "link to a pipe"])
+def test_what_is_no_file_is_refused_before_a_model_is_loaded(
+    kind: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, ends = tmp_path / "texts.jsonl", os.openpty()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "terminal":
+        path = Path(os.ttyname(ends[1]))
+    else:
+        os.mkfifo(path)
+    if kind.startswith("link"):
+        path = Path(shutil.move(path, tmp_path / "pipe"))
+        (tmp_path / "link").symlink_to(path)
+        path = tmp_path / "link"
+    before = path.lstat()
+    monkeypatch.setattr("specexec_cli.session.open_session", None)
+    ran = run_cli("generate", "-f", prompts, "--jsonl", "-o", path, "-q")
+    assert ran.code == 2
+    assert (
+        f"cannot write texts to {path}: it is {'a folder' if kind == 'folder' else 'no file'}"
+        in (ran.error)
+    )
+    with pytest.raises(ConfigError, match="leave out `--output`"):
+        ResultFile(path, {1: "a"})
+    assert (path.lstat().st_ino, path.lstat().st_mode) == (before.st_ino, before.st_mode)
+    for end in ends:
+        os.close(end)
 
 
 def test_options_that_contradict(prompts: Path, tmp_path: Path) -> None:
