@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 import signal
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.serve.app import create_app
+from specexec_cli.serve.connections import Connection, NoRoom, most_connections
 from specexec_cli.serve.guards import Access
 from specexec_cli.serve.service import Service
 
 _GRACE_S = 10  # for streams to take their last words, once their texts have ended
+_ACCEPTED = 64  # connections that the event loop takes before it looks at those it has
+_WAITING = 2048  # connections that the system holds until then
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -45,6 +52,11 @@ def listen(host: str, port: int) -> socket.socket:
     return found
 
 
+def _not_cancelled(record: logging.LogRecord) -> bool:
+    """Whether a line of the log is about something else than requests cut off by the end."""
+    return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, which at its end also ends the texts that its streams wait for.
 
@@ -58,18 +70,44 @@ class Server(uvicorn.Server):
         self.interrupted = False  # by Ctrl-C
         self._service = service
         self._ready = ready
+        now = service.engine.figures()
+        protocol: Any = partial(Connection, most=most_connections(now.slots + now.most_waiting))
         super().__init__(
             uvicorn.Config(
-                create_app(service, access), lifespan="off", log_level="warning",
-                access_log=False, server_header=False, ws="none",
-                timeout_graceful_shutdown=_GRACE_S,
+                create_app(service, access), lifespan="off", access_log=False, server_header=False,
+                # warnings are of what strangers send, and would fill the log
+                log_level="error", http=protocol, ws="none", backlog=_ACCEPTED,
+                timeout_graceful_shutdown=_GRACE_S + 5,
             )
         )  # fmt: skip
+        logging.getLogger("uvicorn.error").addFilter(_not_cancelled)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """See uvicorn."""
+        asyncio.get_running_loop().set_exception_handler(NoRoom(self._connections))
         await super().startup(sockets)
+        for address in sockets or []:
+            address.listen(_WAITING)
         self._ready()
+
+    async def on_tick(self, counter: int) -> bool:
+        """See uvicorn, which calls it ten times a second."""
+        if counter % 10 == 0:
+            for connection in self._connections():
+                connection.check()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """See uvicorn, which would cancel what still waits for its client."""
+        asyncio.get_running_loop().call_later(_GRACE_S, self._leave)
+        await super().shutdown(sockets)
+
+    def _leave(self) -> None:
+        for connection in self._connections():
+            connection.transport.abort()
+
+    def _connections(self) -> list[Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, Connection)]
 
     def stop(self) -> None:
         """Ends texts, streams and the server; from any thread, and from a signal's handler."""
