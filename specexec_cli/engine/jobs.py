@@ -12,9 +12,10 @@ import hashlib
 import json
 import os
 import queue
+import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from specexec_cli.core import StepResult
 from specexec_cli.engine.text import Engine, Running, TextRequest
 from specexec_cli.errors import ConfigError, SpecexecError, StreamError
 from specexec_cli.guarded import parse_json
+from specexec_cli.kept import replacing
 from specexec_cli.session.encoding import PromptEncoder
 
 _SAMPLING = {field.name for field in fields(SamplingConfig)}
@@ -256,12 +258,10 @@ class ResultFile:
         if not self._lines:
             return
         ordered = [self._lines[each] for each in self._ids if each in self._lines]
-        partial = self._path.with_name(self._path.name + ".partial")
-        try:
+        with replacing(self._path) as partial:
             partial.write_text("".join(line + "\n" for line in ordered), encoding="utf-8")
-            partial.replace(self._path)
-        finally:
-            partial.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):  # somebody removed it meanwhile
+                shutil.copymode(self._path, partial)
 
 
 def run_jobs(

@@ -211,7 +211,16 @@ def test_what_cannot_be_put_in_order_leaves_the_file_and_nothing_beside_it(
 
 
 @pytest.mark.parametrize(
-    "content", ["nonsense\n", "[1]\n", '{"id": {}}\n', "\xff\n", "my notes, without an end"]
+    "content",
+    [
+        "[" * 100_000 + "\n",
+        '{"id": ' * 100_000 + "\n",
+        "nonsense\n",
+        "[1]\n",
+        '{"id": {}}\n',
+        "\xff\n",
+        "my notes, without an end",
+    ],
 )
 def test_another_file_is_left_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "other"
@@ -231,7 +240,9 @@ def test_a_link_stays_and_its_target_has_the_texts(tmp_path: Path) -> None:
         file.add({"id": number, "made_of": {1: "a", 2: "b"}[number]})
         file.close()
         assert link.is_symlink()
+        place.chmod(0o640)
     assert [json.loads(line)["id"] for line in place.read_text().splitlines()] == [1, 2]
+    assert place.stat().st_mode & 0o777 == 0o640
     assert sorted(tmp_path.rglob("*")) == [place.parent, place, link]
 
 
