@@ -202,10 +202,10 @@ def _timed_passes(settings: Settings, model: StreamedModel, rows: int) -> tuple[
     """Seconds, processor seconds and bytes of a pass, the mean of two behind an untimed one."""
     assert model.source is not None
     tokens = PassRows.chain(torch.randint(model.vocab_size, (rows,)).tolist(), 0)
-    model.forward(tokens, model.new_cache(), [rows - 1])
+    model.forward(tokens, model.new_state(), [rows - 1])
     before, start, processor_s = model.source.bytes_streamed, settings.now(), time.process_time()
     for _ in range(2):
-        model.forward(tokens, model.new_cache(), [rows - 1])
+        model.forward(tokens, model.new_state(), [rows - 1])
     elapsed_s, processor_s = settings.now() - start, time.process_time() - processor_s
     return elapsed_s / 2, processor_s / 2, (model.source.bytes_streamed - before) // 2
 

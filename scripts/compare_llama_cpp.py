@@ -52,7 +52,7 @@ def ours(path: Path, tokens: list[int]) -> np.ndarray:
         read_checkpoint(path), device=torch.device("cpu"), dtype=torch.float32, tiers="ram"
     )
     rows = PassRows.chain(tokens, 0)
-    return model.forward(rows, model.new_cache(), range(len(tokens))).numpy()
+    return model.forward(rows, model.new_state(), range(len(tokens))).numpy()
 
 
 def prompt(path: Path, rows: int) -> list[int]:

@@ -188,7 +188,7 @@ def _check_sizes(model: StreamedModel, folder: Path) -> None:
         stored = sum({each.name: each.n_bytes for each in tensors.values()}.values())
         if stored != sizes.layers[index]:
             raise NotConforming(f"layer {index} has {stored} bytes, not {sizes.layers[index]}")
-    cache = model.new_cache()
+    cache = model.new_state()
     model.forward(PassRows.chain([WORDS.start], 0), cache, [0])
     elements = sum(
         part.shape[1] * part.shape[3]
@@ -213,7 +213,7 @@ def _check_experts(folder: Path) -> None:
             )  # fmt: skip
             if slots:
                 _check_expert_sizes(model, sizes)
-            cache, words = model.new_cache(), _words(np.random.default_rng(3), 40)
+            cache, words = model.new_state(), _words(np.random.default_rng(3), 40)
             found = [model.forward(PassRows.chain(words[:37], 0), cache, range(37))]
             for place in range(37, 40):
                 rows = PassRows.chain([words[place]], place)
@@ -243,7 +243,7 @@ def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
     prompt = _words(np.random.default_rng(2), 30)
     with torch.no_grad():
         expected = own(input_ids=torch.tensor([prompt])).logits[0]
-    found = model.forward(PassRows.chain(prompt, 0), model.new_cache(), range(len(prompt)))
+    found = model.forward(PassRows.chain(prompt, 0), model.new_state(), range(len(prompt)))
     model.close()
     possible = expected > RULED_OUT
     likeness = torch.cosine_similarity(found[possible], expected[possible], dim=0)

@@ -46,7 +46,7 @@ def counted(model: StreamedModel, ids: list[int], rows: int, passes: int) -> dic
         if number == 1:
             before = {name: getattr(store, name, 0) for name in COUNTS}
         start = number * rows % (len(ids) - rows)
-        model.forward(PassRows.chain(ids[start : start + rows], 0), model.new_cache(), [0])
+        model.forward(PassRows.chain(ids[start : start + rows], 0), model.new_state(), [0])
     after = {name: getattr(store, name, 0) for name in COUNTS}
     return {name: (after[name] - before[name]) / (passes - 1) for name in COUNTS}
 

@@ -63,7 +63,7 @@ def recorded(folder: Path, tokens: int, decode: int) -> Trace:
         ids = ids if decode else ids[: tokens - done]
         if done >= tokens:
             break
-        cache = model.new_cache()
+        cache = model.new_state()
         logits = model.forward(PassRows.chain(ids, 0), cache, [len(ids) - 1])
         for place in range(len(ids), len(ids) + decode):
             logits = model.forward(PassRows.chain([int(logits.argmax())], place), cache, [0])

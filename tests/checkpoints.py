@@ -216,13 +216,13 @@ def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> Stre
 
 def chain_logits(model: StreamedModel, tokens: list[int]) -> Tensor:
     """(len(tokens), vocab) in one pass from an empty cache."""
-    return model.forward(PassRows.chain(tokens, 0), model.new_cache(), range(len(tokens)))
+    return model.forward(PassRows.chain(tokens, 0), model.new_state(), range(len(tokens)))
 
 
 def assert_fresh(model: StreamedModel, cache: SlotCache, tokens: list[int]) -> None:
     """The cache holds exactly the rows a prefill of `tokens` would write."""
     assert cache.length == len(tokens)
-    fresh = model.new_cache()
+    fresh = model.new_state()
     if tokens:
         model.forward(PassRows.chain(tokens, 0), fresh, [])
     for ours, expected in zip(cache.layers, fresh.layers, strict=True):

@@ -25,7 +25,7 @@ from specexec_cli.verify.verifier import LocalTarget
 
 @dataclass
 class SlotList:
-    """A cache of (token, position) instead of keys and values."""
+    """A model's state of (token, position) for each slot, in place of keys and values."""
 
     slots: list[tuple[int, int]] = field(default_factory=list)
 
@@ -36,14 +36,17 @@ class SlotList:
     def reserve(self, slots: int) -> None:
         pass
 
-    def crop(self, length: int) -> None:
+    def crop(self, length: int) -> int:
         del self.slots[length:]
+        return self.length
 
-    def copy_rows(self, other: SlotList, length: int) -> None:
+    def copy(self, other: SlotList, length: int) -> int:
         assert length <= other.length
         self.slots = other.slots[:length]
+        return length
 
-    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
+    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
+        kept = [*path, *below]
         assert list(kept) == sorted(set(kept)), "kept slots rise"
         assert all(prefix_len <= slot < len(self.slots) for slot in kept)
         self.slots[prefix_len:] = [self.slots[slot] for slot in kept]
@@ -71,7 +74,7 @@ class SlotToy:
     def vocab_size(self) -> int:
         return self.model.vocab_size
 
-    def new_cache(self) -> SlotList:
+    def new_state(self) -> SlotList:
         return SlotList()
 
     def close(self) -> None:

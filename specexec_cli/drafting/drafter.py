@@ -43,6 +43,7 @@ from specexec_cli.drafting.suffix import Repetitions, merged
 from specexec_cli.drafting.tree_rows import TreeRows
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.shared_cache import SharedCache
 from specexec_cli.models.streamed import StreamedModel
@@ -91,12 +92,19 @@ class ModelDrafter:
         self._vocab_size = min(target_vocab_size, model.vocab_size)
         self.tokens: list[int] = []
         self._shared = shared
-        self._cache = model.new_cache() if shared is None else SharedCache(shared.cache)
-        self._cache.planned_slots = slots + 1  # captured steps have one for padding
         captured = model.device.type == "cuda" and model.capturable
-        if shared is not None and captured:
-            shared.cache.let_steps_read()
-        self._steps = StepRunner(model, self._cache, capture=True) if captured else None
+        if shared is None:
+            self._state = model.new_state()
+        else:
+            assert isinstance(shared.state, SlotCache), "plans share a state only where all attend"
+            self._state = SharedCache(shared.state)
+            if captured:
+                shared.state.let_steps_read()
+        self._state.planned_slots = slots + 1  # captured steps have one for padding
+        self._steps = None
+        if captured:
+            assert isinstance(self._state, SlotCache), "a model that can be captured attends"
+            self._steps = StepRunner(model, self._state, capture=True)
         self._context: Sequence[int] = ()
         self._longest, self._seen_before = 0, False  # of the present tree
         self._reset_tree()
@@ -234,7 +242,8 @@ class ModelDrafter:
         if self._shared is not None and not went_on:
             self._share(self._shared.tokens, whole=True)
         else:
-            self._cache.compact(prefix_len, [prefix_len + slot for slot in [*path, *kept]])
+            slots = [prefix_len + slot for slot in path], [prefix_len + slot for slot in kept]
+            self._state.commit(prefix_len, *slots)
             self.tokens += tokens[: len(path)]
             if self._shared is not None:
                 self._share(self._shared.tokens, whole=False)
@@ -248,14 +257,13 @@ class ModelDrafter:
         """
         self._reset_tree()
         self.tokens.clear()
-        self._cache.crop(0)
-        self._cache.copy_rows(other._cache, length)
-        self.tokens = other.tokens[:length]
+        self._state.crop(0)
+        self.tokens = other.tokens[: self._state.copy(other._state, length)]
 
     def forget(self) -> None:
         """Empties its cache; what was learned stays, and so do captured steps."""
         self.tokens.clear()
-        self._cache.crop(0)
+        self._state.crop(0)
         self._repetitions.forget()
         self._reset_tree()
 
@@ -277,10 +285,9 @@ class ModelDrafter:
         if self._shared is not None:
             self._share(self._shared.tokens, whole=True)
             return
-        del self.tokens[self._cache.length :]  # growth that ran out of memory has emptied it
+        del self.tokens[self._state.length :]  # growth that ran out of memory has emptied it
         common = common_prefix(self.tokens, context[:-1])
-        del self.tokens[common:]
-        self._cache.crop(common)
+        del self.tokens[self._state.crop(common) :]
 
     def _share(self, tokens: Sequence[int], whole: bool) -> None:
         """Reads the rows of these committed tokens from the target's cache.
@@ -288,11 +295,11 @@ class ModelDrafter:
         Args:
             whole: own rows are dropped, not only those of these tokens.
         """
-        assert isinstance(self._cache, SharedCache)
+        assert isinstance(self._state, SharedCache)
         if whole:
-            self._cache.crop(0)
+            self._state.crop(0)
             self.tokens = list(tokens)
-        self._cache.share(len(tokens))
+        self._state.share(len(tokens))
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """Runs a frontier through the draft model, unless it has been; see search.Expand."""
@@ -319,14 +326,14 @@ class ModelDrafter:
                 self._slots[node] = slot
         return self._slots.get(node) in self._rows.utilities
 
-    def rows_of(self, frontier: Frontier) -> tuple[PassRows, SlotCache, Sequence[int]]:
+    def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
         """What the draft model is to be given: rows, their cache, and the rows of the frontier."""
         if frontier.ids[0] != ROOT:
             rows = self._tree_rows(frontier)
-            return rows, self._cache, range(len(rows.tokens))
+            return rows, self._state, range(len(rows.tokens))
         pending = list(self._context[len(self.tokens) :])
         rows = PassRows.chain(embeddable(pending, self.model.vocab_size), len(self.tokens))
-        return rows, self._cache, range(len(pending) - 1, len(pending))
+        return rows, self._state, range(len(pending) - 1, len(pending))
 
     def fed(self) -> None:
         """The rows of the whole context have been through the draft model."""
@@ -370,6 +377,7 @@ class ModelDrafter:
             pending=0,
             tree_mask=mask,
             tree_positions=self._rows.positions,
+            parents=len(self.tokens) + np.array(parents),  # ROOT is -1: the last committed row
         )
 
 

@@ -10,7 +10,7 @@ from specexec_cli.core import DraftTree, StepResult
 
 if TYPE_CHECKING:
     from specexec_cli.drafting.learned import Learned
-    from specexec_cli.models.kv_cache import SlotCache
+    from specexec_cli.models.layer_state import ModelState
     from specexec_cli.sampling import Sampler
 
 
@@ -37,7 +37,7 @@ class Committed(Protocol):
     tokens: list[int]  # whose rows are in the cache
 
     @property
-    def cache(self) -> SlotCache:
+    def state(self) -> ModelState:
         """Keys and values of the target's layers."""
 
 

@@ -52,7 +52,7 @@ class CachedModel:
     def __init__(self, model: StreamedModel) -> None:
         self.model = model
         self.tokens: list[int] = []  # whose rows are in the cache
-        self.cache = model.new_cache()
+        self.cache = model.new_state()
         self.rows_run = 0
         self._stale: Stale = _never
         for layer in model.skeleton.layers:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specexec_cli.device import free_ram_bytes
 from specexec_cli.errors import ConfigError
-from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
@@ -90,8 +90,8 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
     longest = model.context_length
     widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
     moments: dict[str, Tensor] = {}
-    first = [model.new_cache() for _ in "12"]
-    caches = [model.new_cache() for _ in pieces]
+    first = [model.new_state() for _ in "12"]
+    states = [model.new_state() for _ in pieces]
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: object, args: tuple[Any, ...]) -> None:
@@ -100,21 +100,21 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
 
         return hook
 
-    def release(caches: Sequence[SlotCache], index: int) -> None:
-        for cache in caches:
-            if len(cache.layers) == len(stored):  # else later layers read what this one wrote
-                cache.layers[index].release()
+    def release(states: Sequence[ModelState], index: int) -> None:
+        for state in states:
+            if len(state.layers) == len(stored):  # else later layers read what this one wrote
+                state.layers[index].release()
 
     def behind(index: int) -> None:
         done(index, moments)
         moments.clear()
-        release(caches, index)
+        release(states, index)
 
     stored = model.skeleton.layer_tensors
     try:
         # a first pass of several texts may begin anew in the midst, so it is a short one
         model.on_layer = partial(release, first)
-        model.forward_together([(PassRows.chain([0], 0), cache, [0]) for cache in first])
+        model.forward_together([(PassRows.chain([0], 0), state, [0]) for state in first])
         for layer, tensors in zip(model.skeleton.layers, stored, strict=True):
             for path, module in layer.layer.named_modules():  # type: ignore[union-attr]
                 if isinstance(module, MixedLinear) and module.in_features <= widest:
@@ -122,8 +122,8 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
         model.on_layer = behind
         model.forward_together(
             [
-                (PassRows.chain(embeddable(piece[:longest], model.vocab_size), 0), cache, [0])
-                for piece, cache in zip(pieces, caches, strict=True)
+                (PassRows.chain(embeddable(piece[:longest], model.vocab_size), 0), state, [0])
+                for piece, state in zip(pieces, states, strict=True)
             ]
         )
     finally:

@@ -1,4 +1,4 @@
-"""Key/value cache whose slots are ours to reorder: slot is not position.
+"""Keys and values of layers that attend, in slots that are ours to reorder: slot is not position.
 
 A draft node's row sits at slot prefix + index while its rotary position is prefix + depth. After
 acceptance the accepted rows move to the front and the rest are dropped. Sliding-window layers keep
@@ -8,22 +8,24 @@ branch may be inside that of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from specexec_kernels import dispatch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
+from specexec_cli.models.layer_state import Ints, LayerState, ModelState
 from specexec_cli.planning.memory import STEP_SLOTS
 
 _GROWTH_SLOTS = 256  # an unreserved cache grows by this many, not by every pass
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(LayerState):
     """Keys and values of one layer, (1, heads, capacity, head_dim) each, filled up to `length`."""
+
+    row_dim = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,10 +71,15 @@ class SlotLayer(CacheLayerMixin):
         self.keys = self.values = torch.empty(0)
         self.moves += 1
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Appends (1, heads, n, head_dim) rows; returns every filled row."""
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
+        """Appends keys and values, (1, heads, n, head_dim) each.
+
+        Whom a row attends to is in the mask, so the parents are of no use here.
+
+        Returns:
+            every filled row of both.
+        """
+        key_states, value_states = rows
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if self.write_slots is not None:
@@ -87,36 +94,46 @@ class SlotLayer(CacheLayerMixin):
         self.length = stop
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
+    def commit(self, prefix_len: int, slots: Tensor, path_len: int) -> None:
+        """Moves the rows of `slots` to the places behind the first `prefix_len`; see LayerState."""
+        if len(slots):
+            self.compact(prefix_len, slots)
+        else:
+            self.crop(prefix_len)
+
+    def crop(self, length: int) -> None:
+        """Drops every slot from `length` on."""
+        self.cut(length)
+
     def compact(self, prefix_len: int, kept: Tensor) -> None:
-        """Keeps the first `prefix_len` slots and then `kept`, (n,) slots in rising order."""
+        """Keeps the buffers' first `prefix_len` rows and then `kept`, (n,) in rising order."""
         for rows in (self.keys, self.values):
             dispatch.compact_kv(rows[0], kept, prefix_len)
         self.cut(prefix_len + int(kept.shape[0]))
 
     def cut(self, length: int) -> None:
-        """Drops every slot from `length` on; a dropped row may hold what is no number."""
+        """Drops the buffers' rows from `length` on; a dropped row may hold what is no number."""
         if self.zeroed and length < self.length:
             self.keys[:, :, length : self.length].zero_()
             self.values[:, :, length : self.length].zero_()
         self.length = min(self.length, length)
 
-    def copy_rows(self, other: SlotLayer, length: int) -> None:
+    def copy(self, other: SlotLayer, length: int) -> None:
         """Takes the first `length` rows of the same layer of another text in place of its own."""
         self.length = 0
         if length:
-            self.update(other.keys[:, :, :length], other.values[:, :, :length])
+            self.run(other.keys[:, :, :length], other.values[:, :, :length])
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Total slots after `query_length` more rows, and the first slot."""
-        return self.length + query_length, 0
+    def reserve(self, slots: int) -> None:
+        """The next growth goes to at least this many slots."""
+        self.reserved = slots
 
-    def get_seq_length(self) -> int:
-        """Filled slots."""
-        return self.length
-
-    def get_max_length(self) -> int:
-        """-1: the cache grows as needed."""
-        return -1
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        if not self.is_initialized:
+            return 0
+        return sum(part.numel() * part.element_size() for part in (self.keys, self.values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,21 +156,15 @@ class StepPlaces:
         return self.others + self.own
 
 
-class SlotCache(Cache):
-    """One SlotLayer per decoder layer."""
+class SlotCache(ModelState):
+    """The state of a model all of whose layers attend, so that captured draft steps can read it."""
 
     layers: list[SlotLayer]
 
     def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[SlotLayer() for _ in range(num_layers)])
+        super().__init__([SlotLayer() for _ in range(num_layers)])
         self.zeroed_capacity = 0
-        self.planned_slots = 0  # that memory is planned for; doubling does not go beyond
         self.read_by_steps = False  # see let_steps_read
-
-    @property
-    def length(self) -> int:
-        """Slots filled in every layer; between passes all layers have filled the same."""
-        return min(layer.length for layer in self.layers)
 
     def reserve(self, slots: int) -> None:
         """The next growth of every layer goes to at least this many slots.
@@ -163,8 +174,8 @@ class SlotCache(Cache):
         """
         if self.read_by_steps:
             slots = self.zeroed_capacity_for(slots, STEP_SLOTS)
+        super().reserve(slots)
         for layer in self.layers:
-            layer.reserved = slots
             if self.read_by_steps and layer.is_initialized and layer.keys.shape[2] < slots:
                 layer.grow(slots)
 
@@ -225,8 +236,7 @@ class SlotCache(Cache):
     def release(self) -> None:
         """Drops every row and gives all buffers back: the cache is as new."""
         self.zeroed_capacity = 0
-        for layer in self.layers:
-            layer.release()
+        super().release()
 
     @contextmanager
     def writing_to(self, slots: Tensor) -> Iterator[None]:
@@ -244,32 +254,3 @@ class SlotCache(Cache):
         """Takes the next `count` slots as filled."""
         for layer in self.layers:
             layer.length += count
-
-    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
-        """Keeps the first `prefix_len` slots followed by the slots `kept`, which must rise."""
-        if not kept:
-            self.crop(prefix_len)
-            return
-        slots = torch.tensor(kept, device=self.layers[0].device)
-        for layer in self.layers:
-            layer.compact(prefix_len, slots)
-
-    def copy_rows(self, other: SlotCache, length: int) -> None:
-        """Takes the first `length` rows of another text's cache in place of its own."""
-        for own, theirs in zip(self.layers, other.layers, strict=True):
-            own.copy_rows(theirs, length)
-
-    def crop(self, length: int) -> None:
-        """Drops every slot from `length` on; also those an aborted pass left in some layers."""
-        for layer in self.layers:
-            layer.cut(length)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for keys and values."""
-        return sum(
-            part.numel() * part.element_size()
-            for layer in self.layers
-            if layer.is_initialized
-            for part in (layer.keys, layer.values)
-        )

@@ -30,7 +30,8 @@ class PassRows:
     After the pass the cache holds `prefix_len` slots, the pending rows, and `tree_mask.shape[1]`
     tree slots, the last len(tokens) - pending of them written by this pass (a drafter adds its
     tree in several passes). Every row attends to the whole prefix; pending rows attend causally;
-    a node attends to all pending rows and to the tree slots `tree_mask` marks.
+    a node attends to all pending rows and to the tree slots `tree_mask` marks. `parents` says the
+    same to layers that keep a state instead: it follows from the state behind the parent's row.
     """
 
     tokens: Sequence[int]  # (rows,)
@@ -39,6 +40,7 @@ class PassRows:
     pending: int
     tree_mask: NDArray[np.bool_]  # (rows - pending, tree slots), True = attend
     tree_positions: NDArray[np.int64]  # (tree slots,)
+    parents: NDArray[np.int64]  # (rows,) the slot behind which each row stands, -1 for none
 
     @classmethod
     def chain(cls, tokens: Sequence[int], prefix_len: int) -> PassRows:
@@ -50,6 +52,7 @@ class PassRows:
             pending=len(tokens),
             tree_mask=np.zeros((0, 0), dtype=bool),
             tree_positions=np.zeros(0, dtype=np.int64),
+            parents=np.arange(prefix_len - 1, prefix_len - 1 + len(tokens)),
         )
 
     def first_seen(self, start: int, stop: int, span: Span) -> NDArray[np.int64]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer, StepPlaces
+from specexec_cli.models.layer_state import Ints
 
 
 class _SharedLayer(SlotLayer):
@@ -29,11 +30,9 @@ class _SharedLayer(SlotLayer):
         self.others = 0  # slots of the other layer that a captured step is given
         self._first = first
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
         """Appends (1, heads, n, head_dim) rows; returns every row, in memory for this layer."""
-        keys, values = super().update(key_states, value_states)
+        keys, values = super().append(rows, parents)
         count = self.shared if self.write_slots is None else self.others
         if not count:
             return keys, values
@@ -43,13 +42,18 @@ class _SharedLayer(SlotLayer):
             torch.cat([self._first.values[:, :, first], values], dim=2),
         )
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Total slots after `query_length` more rows, and the first slot."""
-        return self.get_seq_length() + query_length, 0
-
     def get_seq_length(self) -> int:
         """Filled slots, shared ones included."""
         return self.shared + self.length
+
+    def reachable(self, length: int) -> int:
+        """The most slots, of these, that `crop` can go back to."""
+        return min(length, self.get_seq_length())
+
+    def crop(self, length: int) -> None:
+        """Drops every slot from `length` on; shared ones are no longer read."""
+        self.cut(max(0, length - self.shared))
+        self.shared = min(self.shared, length)
 
 
 class SharedCache(SlotCache):
@@ -87,11 +91,6 @@ class SharedCache(SlotCache):
         with super().writing_to(slots):
             yield
 
-    @property
-    def length(self) -> int:
-        """Slots filled in every layer, shared ones included."""
-        return min(layer.get_seq_length() for layer in self.layers)
-
     def share(self, length: int) -> None:
         """From now on the first `length` slots are the target's; own rows of them are let go.
 
@@ -107,18 +106,13 @@ class SharedCache(SlotCache):
         for layer in self.layers:
             layer.shared = length
 
-    def compact(self, prefix_len: int, kept: Sequence[int]) -> None:
-        """Keeps the first `prefix_len` slots followed by the slots `kept`, which must rise."""
-        if not kept:
+    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
+        """See ModelState; what is kept lies behind the shared slots."""
+        first = self.layers[0]
+        slots = torch.tensor([slot - first.shared for slot in (*path, *below)], dtype=torch.int64)
+        if not len(slots):
             self.crop(prefix_len)
             return
-        first = self.layers[0]
-        slots = torch.tensor([slot - first.shared for slot in kept], device=first.device)
+        slots = slots.to(first.device)
         for layer in self.layers:
             layer.compact(prefix_len - layer.shared, slots)
-
-    def crop(self, length: int) -> None:
-        """Drops every slot from `length` on."""
-        for layer in self.layers:
-            layer.cut(max(0, length - layer.shared))
-            layer.shared = min(layer.shared, length)

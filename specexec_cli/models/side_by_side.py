@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.kv_cache import SlotLayer
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 
 
@@ -107,9 +109,9 @@ class SideBySide:
 
 
 class _TextsLayer(CacheLayerMixin):
-    """One layer of the caches of all texts in a pass."""
+    """One layer's keys and values of all texts in a pass."""
 
-    def __init__(self, layers: Sequence[SlotLayer], rows: SideBySide) -> None:
+    def __init__(self, layers: Sequence[Any], rows: SideBySide) -> None:
         super().__init__()
         self._layers = layers
         self._rows = rows
@@ -160,7 +162,24 @@ class _TextsLayer(CacheLayerMixin):
         return -1
 
 
-def joint_cache(caches: Sequence[SlotCache], rows: SideBySide) -> Cache:
+class _TextsState(_TextsLayer):
+    """One layer's states of all texts in a pass, where the layer does not attend."""
+
+    def run(self, *rows: Tensor) -> Tensor:
+        """See LayerState: each row goes to its own text's state; the outputs of all rows."""
+        dim, first, found = self._layers[0].row_dim, 0, []
+        for piece in self._rows.now:
+            own = (part.narrow(dim, first, piece.count) for part in rows)
+            found.append(self._layers[piece.text].run(*own))
+            first += piece.count
+        return torch.cat(found, dim=dim)
+
+
+def joint_state(states: Sequence[ModelState], rows: SideBySide) -> Cache:
     """What transformers takes for the cache of the pass: it hands rows to their texts' own."""
-    each = zip(*(cache.layers for cache in caches), strict=True)
-    return Cache(layers=[_TextsLayer(layers, rows) for layers in each])
+    return Cache(
+        layers=[
+            (_TextsLayer if isinstance(layers[0], SlotLayer) else _TextsState)(layers, rows)
+            for layers in zip(*(state.layers for state in states), strict=True)
+        ]
+    )

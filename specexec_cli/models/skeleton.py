@@ -19,6 +19,7 @@ from transformers import (
 from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
+from specexec_cli.models.layer_state import LAYER_STATES
 from specexec_cli.models.linear import MixedLinear, with_mixed_linears
 from specexec_cli.models.quant_checkpoint import Packing, replace_linears
 from specexec_cli.models.quantized import parameter_name
@@ -77,7 +78,7 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
 def _unknown_attention(config: PretrainedConfig) -> str | None:
     """What a config asks for that conformance runs of its type may not have met."""
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYER_KINDS:
+        if kind not in LAYER_KINDS and kind not in LAYER_STATES:
             return f"layers of kind '{kind}'"
     if getattr(config, "alibi", False):
         return "biases by distance (ALiBi) in place of positions"

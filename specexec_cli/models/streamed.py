@@ -21,8 +21,9 @@ from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
-from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.layer_sources import open_experts, open_source
+from specexec_cli.models.layer_state import ModelState, state_kind
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
@@ -33,7 +34,7 @@ from specexec_cli.models.resident_parts import (
     load_resident,
 )
 from specexec_cli.models.row_checkpoint import read_packing
-from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_cache
+from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
@@ -255,65 +256,79 @@ class StreamedModel:
         """Whether a CUDA graph can hold a pass.
 
         Not where Python picks the experts to run, nor where rotary frequencies follow the longest
-        position, which Python reads from the GPU.
+        position, which Python reads from the GPU; nor where a layer keeps a state of another kind.
         """
+        config = self.skeleton.config
+        if any(state_kind(config, layer.index) is not None for layer in self._layers):
+            return False
         return not any(
             isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
             for module in self.skeleton.model.modules()
         )
 
-    def new_cache(self) -> SlotCache:
-        """An empty cache for this model."""
-        return SlotCache(sum(layer.writes_cache for layer in self._layers))
+    def new_state(self) -> ModelState:
+        """What the layers keep of a text that has no tokens yet."""
+        config = self.skeleton.config
+        kinds = [state_kind(config, layer.index) for layer in self._layers if layer.writes_cache]
+        if all(kind is None for kind in kinds):
+            return SlotCache(len(kinds))
+        return ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
 
     @torch.no_grad()
-    def forward(self, rows: PassRows, cache: SlotCache, logit_rows: Sequence[int]) -> Tensor:
-        """One pass over all layers; appends every row to the cache.
+    def forward(self, rows: PassRows, state: ModelState, logit_rows: Sequence[int]) -> Tensor:
+        """One pass over all layers; appends every row to the state.
 
         Args:
             logit_rows: rows whose logits are wanted.
         Returns:
             (len(logit_rows), vocab) logits in float32, whatever the compute dtype.
         Raises:
-            StreamError: weights could not be read; the cache may then hold part of the rows and
+            StreamError: weights could not be read; the state may then hold part of the rows and
                 is to be cropped by the caller.
         """
-        return self._pass(SideBySide([rows], self._turns), cache, logit_rows)
+        state.begin(rows)
+        return self._pass(SideBySide([rows], self._turns), state, logit_rows)
 
     @torch.no_grad()
     def forward_together(
-        self, texts: Sequence[tuple[PassRows, SlotCache, Sequence[int]]]
+        self, texts: Sequence[tuple[PassRows, ModelState, Sequence[int]]]
     ) -> list[Tensor]:
-        """One pass over the rows of several texts; appends each row to its own text's cache.
+        """One pass over the rows of several texts; appends each row to its own text's state.
 
         On a CPU a row's bits are its own, so each text's logits are those of a pass by itself.
 
         Args:
-            texts: of each its rows, its cache, and the rows whose logits are wanted, as for
+            texts: of each its rows, its state, and the rows whose logits are wanted, as for
                 `forward`.
         Returns:
             of each text, (wanted, vocab) logits in float32.
         Raises:
-            StreamError: as for `forward`, about all caches.
+            StreamError: as for `forward`, about all states.
         """
-        parts, caches, wanted = zip(*texts, strict=True)
-        before = [cache.length for cache in caches]
+        parts, states, wanted = zip(*texts, strict=True)
+        before = [state.length for state in states]
         logit_rows, first = [], 0
         for rows, own in zip(parts, wanted, strict=True):
             logit_rows += [first + row for row in own]
             first += len(rows.tokens)
-        together = SideBySide(parts, self._turns)
         try:
-            logits = self._pass(together, joint_cache(caches, together), logit_rows)
+            logits = self._pass_together(parts, states, logit_rows)
         except KeysTouchedError:  # found out once, in the first pass of several texts
             self._turns = True
-            for cache, length in zip(caches, before, strict=True):
-                cache.crop(length)
+            for state, length in zip(states, before, strict=True):
+                state.crop(length)
             if self.source is not None:
                 self.source.restart()
-            together = SideBySide(parts, self._turns)
-            logits = self._pass(together, joint_cache(caches, together), logit_rows)
+            logits = self._pass_together(parts, states, logit_rows)
         return list(torch.split(logits, [len(own) for own in wanted]))
+
+    def _pass_together(
+        self, parts: Sequence[PassRows], states: Sequence[ModelState], logit_rows: Sequence[int]
+    ) -> Tensor:
+        for rows, state in zip(parts, states, strict=True):
+            state.begin(rows)
+        together = SideBySide(parts, self._turns)
+        return self._pass(together, joint_state(states, together), logit_rows)
 
     def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
         self.context.begin(rows)

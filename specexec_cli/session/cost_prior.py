@@ -72,7 +72,7 @@ def measured_prior(
         chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
         draft_first_s, draft_row_s = _arithmetic(
             draft, decision.draft.sizes, len(chain.tokens),
-            lambda: draft.forward(chain, draft.new_cache(), [0]),
+            lambda: draft.forward(chain, draft.new_state(), [0]),
         )  # fmt: skip
         step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
     if of_few_s > stream_s:  # each row of a mixture brings its own experts: none hides behind it

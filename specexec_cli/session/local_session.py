@@ -48,7 +48,7 @@ class LocalSession(TextSession):
         super().__init__(found, target.model.context_length, found.settings)
         self.link_bytes_per_s = found.decision.link_bytes_per_s
         self._target = target
-        self._target.cache.planned_slots = found.decision.work.slots
+        self._target.state.planned_slots = found.decision.work.slots
         self._draft = draft
         self._decision = found.decision
         self._measured_cost: CostModel | None = None
@@ -247,7 +247,7 @@ class LocalSession(TextSession):
         self._end_generation()
         rows = PassRows.chain(embeddable(tokens[:-1], self._draft.vocab_size), 0)
         wanted = range(first - 1, len(tokens) - 1)
-        return self._draft.forward(rows, self._draft.new_cache(), wanted)
+        return self._draft.forward(rows, self._draft.new_state(), wanted)
 
     def _target_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         self.forget()

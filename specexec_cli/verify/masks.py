@@ -46,4 +46,8 @@ def verification_rows(pending: list[int], tree: DraftTree, prefix_len: int) -> P
         pending=len(pending),
         tree_mask=ancestor_matrix(tree.parents),
         tree_positions=positions,
+        parents=np.concatenate(
+            # a child of the root, -1, stands behind the last pending row
+            [np.arange(prefix_len - 1, root_position), root_position + 1 + tree.parents]
+        ),
     )

@@ -1,4 +1,4 @@
-"""A target server: one target model, its KV cache, and one pass per verification."""
+"""A target server: one target model, its state, and one pass per verification."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
-from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
@@ -35,7 +35,7 @@ class TargetServer(Protocol):
         """Keeps the accepted nodes of the last verification, drops the rest."""
 
     def crop(self, length: int) -> None:
-        """Forgets every committed token from `length` on."""
+        """Forgets every committed token from `length` on; `tokens` says what is left."""
 
     @property
     def bytes_streamed(self) -> int:
@@ -52,7 +52,7 @@ class LocalTarget:
     def __init__(self, model: StreamedModel) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self._cache = model.new_cache()
+        self._state = model.new_state()
         self._pending: list[int] = []
         self._tree = DraftTree.empty()
 
@@ -67,9 +67,9 @@ class LocalTarget:
         return self.model.read_s
 
     @property
-    def cache(self) -> SlotCache:
-        """Keys and values of its committed tokens, and behind them of the last pass's tree."""
-        return self._cache
+    def state(self) -> ModelState:
+        """What its layers keep of the committed tokens, and behind them of the last pass's tree."""
+        return self._state
 
     @property
     def tree_nodes(self) -> int:
@@ -78,7 +78,7 @@ class LocalTarget:
 
     def reserve(self, slots: int) -> None:
         """Makes room for `slots` cache rows at the next growth."""
-        self._cache.reserve(slots)
+        self._state.reserve(slots)
 
     def verify(
         self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
@@ -102,13 +102,13 @@ class LocalTarget:
 
     def begin(
         self, pending: Sequence[int], tree: DraftTree
-    ) -> tuple[PassRows, SlotCache, Sequence[int]]:
+    ) -> tuple[PassRows, ModelState, Sequence[int]]:
         """What a pass is to be given: rows, the cache for them, and the rows whose logits count."""
         # a caller that failed or was interrupted before commit() left its rows behind
-        self._cache.crop(len(self.tokens))
+        self._state.crop(len(self.tokens))
         self._pending, self._tree = list(pending), tree
         rows = verification_rows(self._pending, tree, len(self.tokens))
-        return rows, self._cache, range(len(self._pending) - 1, len(rows.tokens))
+        return rows, self._state, range(len(self._pending) - 1, len(rows.tokens))
 
     def copy_rows(self, other: LocalTarget, length: int) -> None:
         """Takes the first `length` committed tokens from another text on the same model.
@@ -117,19 +117,20 @@ class LocalTarget:
             length: at most what the other has committed; this one is emptied first.
         """
         self.crop(0)
-        self._cache.copy_rows(other._cache, length)
-        self.tokens = other.tokens[:length]
+        self.tokens = other.tokens[: self._state.copy(other._state, length)]
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keeps pending rows and accepted nodes in the cache, drops the rest of the tree."""
         tree_start = len(self.tokens) + len(self._pending)
-        self._cache.compact(tree_start, [tree_start + node for node in nodes])
+        self._state.commit(tree_start, [tree_start + node for node in nodes])
         self.tokens += [*self._pending, *(int(self._tree.tokens[node]) for node in nodes)]
 
     def crop(self, length: int) -> None:
-        """Forgets every committed token from `length` on."""
-        del self.tokens[length:]
-        self._cache.crop(len(self.tokens))
+        """Forgets every committed token from `length` on, and those before it that are needed to.
+
+        A recurrent layer may have to begin anew: `tokens` says what is left.
+        """
+        del self.tokens[self._state.crop(min(length, len(self.tokens))) :]
 
     def recover(self) -> None:
         """Reads anew what was read ahead with an error, perhaps long ago: the disk may be back."""

@@ -64,7 +64,7 @@ def assert_close(ours: Tensor, expected: Tensor) -> None:
 
 def two_passes(model: StreamedModel, tokens: list[int], first: int, tree: DraftTree) -> Tensor:
     """The tokens in two passes, the second with a tree behind them."""
-    cache = model.new_cache()
+    cache = model.new_state()
     model.forward(PassRows.chain(tokens[:first], 0), cache, [])
     rows = verification_rows(tokens[first:], tree, first)
     root = len(tokens) - first - 1
@@ -188,7 +188,7 @@ def test_prompts_longer_than_2048_tokens(name: str, tmp_path: Path) -> None:
     expected = expected_logits(own, tokens, tree)
     assert_close(two_passes(model, tokens, 2060, tree), expected)
     rows = verification_rows(tokens, tree, 0)  # prompt and tree in one pass
-    ours = model.forward(rows, model.new_cache(), range(len(tokens) - 1, len(rows.tokens)))
+    ours = model.forward(rows, model.new_state(), range(len(tokens) - 1, len(rows.tokens)))
     assert_close(ours, expected)
     model.close()
 

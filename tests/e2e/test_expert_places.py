@@ -192,7 +192,7 @@ def test_an_aborted_pass_leaves_every_slot_right(
             number += 1
             assert number < 200, "a pass never sees a failure"
             try:
-                model.forward(PassRows.chain(random_tokens(9), 0), model.new_cache(), [0])
+                model.forward(PassRows.chain(random_tokens(9), 0), model.new_state(), [0])
             except StreamError:
                 failed += 1
                 assert model.source is not None

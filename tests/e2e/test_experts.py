@@ -35,7 +35,7 @@ MIXTURES = ["mixtral", "qwen2-moe", "qwen3-moe", "qwen3-moe-mixed"]
 
 def logits_of_a_text(model: StreamedModel) -> list[Tensor]:
     """Of a prompt, of single tokens behind it, and of a tree."""
-    cache, tokens, tree = model.new_cache(), random_tokens(40), random_tree(9, seed=2)
+    cache, tokens, tree = model.new_state(), random_tokens(40), random_tree(9, seed=2)
     logits = [model.forward(PassRows.chain(tokens[:20], 0), cache, range(20))]
     for place in range(20, 30):
         logits.append(model.forward(PassRows.chain([tokens[place]], place), cache, [0]))
@@ -153,12 +153,12 @@ def test_chunks_of_a_prompt_read_an_expert_once_where_a_layer_fits(
     store = model.experts
     assert store is not None
     once = sum(store.files.n_bytes(key) for key in range(len(store.files)))
-    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_state(), [0])
     assert store.touched > 5 * len(store.files), "every chunk asks anew"
     assert store.bytes_read <= once
     # later passes read ahead, and what is expected of a later layer may have to give way once
     before = store.bytes_read
-    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_state(), [0])
     assert store.bytes_read - before <= 1.5 * once
     model.close()
 
@@ -187,7 +187,7 @@ def test_a_pass_that_needs_everything_reads_each_layer_at_once(tmp_path: Path) -
         first, last = (store.files.pieces(key, 0) for key in (keys[0], keys[-1]))
         file_bytes = last[-1].extent.path.stat().st_size
         n_bytes += min(last[-1].extent.stop, file_bytes) - first[0].extent.start
-    model.forward(PassRows.chain(random_tokens(70), 0), model.new_cache(), [0])
+    model.forward(PassRows.chain(random_tokens(70), 0), model.new_state(), [0])
     assert (store.touched, store.reads, store.bytes_read) == (3 * experts, 3, n_bytes)
     assert n_bytes < sum(map(store.files.n_bytes, range(3 * experts)))
     model.close()
@@ -210,7 +210,7 @@ def test_packed_weights_are_looked_at_once_while_they_stay(
     monkeypatch.setattr(expert_mlp, "Group", Counted)
     model = open_float32(packed, expert_bytes=1 << 24)
     assert model.experts is not None
-    cache, tokens = model.new_cache(), random_tokens(30)
+    cache, tokens = model.new_state(), random_tokens(30)
     model.forward(PassRows.chain(tokens, 0), cache, [0])
     assert len(looked) == len(model.experts.scores.counts[model.experts.scores.counts > 0])
     before = len(looked)
@@ -224,7 +224,7 @@ def test_a_row_does_not_depend_on_what_others_choose(tmp_path: Path) -> None:
     """The sum over a row's experts has one order, whichever arrives first."""
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
     model = open_float32(tmp_path, expert_bytes=2 * slot_bytes(tmp_path))
-    cache = model.new_cache()
+    cache = model.new_state()
     alone = model.forward(PassRows.chain([5], 0), cache, [0])
     for last in range(6, 20):
         cache.crop(0)

@@ -46,12 +46,12 @@ def path_to(tree: DraftTree, node: int) -> list[int]:
 def passes(model: StreamedModel) -> Tensor:
     """Logits of a prompt, then of a tree behind it, then of a token behind one of its paths."""
     tokens, tree = random_tokens(31), random_tree(17, seed=1)
-    cache = model.new_cache()
+    cache = model.new_state()
     found = [model.forward(PassRows.chain(tokens[:20], 0), cache, [19])]
     rows = verification_rows(tokens[20:], tree, 20)
     found.append(model.forward(rows, cache, range(len(rows.tokens))))
     path = path_to(tree, int(tree.depths.argmax()))
-    cache.compact(31, [31 + node for node in path])
+    cache.commit(31, [31 + node for node in path])
     found.append(model.forward(PassRows.chain([5], 31 + len(path)), cache, [0]))
     return torch.cat(found).cpu()
 
@@ -167,7 +167,7 @@ def test_in_two_bytes_the_head_keeps_its_float32_sums(
             lambda module, args, output: between.append(output.cpu())
         )
         for first in (0, 9):
-            cache = model.new_cache()
+            cache = model.new_state()
             rows = PassRows.chain(tokens, 0)
             found = model.forward(rows, cache, range(first, len(tokens))).cpu()
             assert found.dtype == between[-1].dtype == torch.float32
@@ -237,5 +237,5 @@ def test_a_pass_that_does_not_fit_is_one_line(
         )
         monkeypatch.setattr(model.skeleton.model, "forward", full)
         with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*`budget`"):
-            model.forward(PassRows.chain(random_tokens(9), 0), model.new_cache(), [8])
+            model.forward(PassRows.chain(random_tokens(9), 0), model.new_state(), [8])
         model.close()

@@ -167,7 +167,7 @@ def test_the_text_is_that_of_plain_decoding(case, sessions, plain) -> None:
     assert passes <= plain_passes
     if draft in ("separate", "self") and policy == "fixed":
         assert passes < plain_passes, "drafts were accepted"
-    assert_fresh(session._target.model, session._target.cache, session._target.tokens)
+    assert_fresh(session._target.model, session._target.state, session._target.tokens)
 
 
 def test_overlapped_drafting_happened_in_the_cases(sessions, late) -> None:
@@ -210,7 +210,7 @@ def test_own_rows_of_a_shared_cache_equal_a_fresh_prefill(
     assert any(kept) == overlap
     assert max(len(step.tokens) for step in steps) > 1
     assert max(compared) > 4, "rows of nodes"
-    assert_fresh(target.model, target.cache, target.tokens)
+    assert_fresh(target.model, target.state, target.tokens)
     target.close()
     draft.close()
 
@@ -221,7 +221,7 @@ def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget, share: float) 
     Args:
         share: of a row's largest number, by which it may differ.
     """
-    cache, nodes = drafter._cache, drafter._rows._nodes
+    cache, nodes = drafter._state, drafter._rows._nodes
     assert isinstance(cache, SharedCache)
     shared, context = cache.layers[0].shared, list(drafter._context)
     assert context[:shared] == list(target.tokens)
@@ -229,7 +229,7 @@ def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget, share: float) 
         return 0
     assert cache.length == len(context) + len(nodes)
     for slot in (ROOT, *range(len(nodes))):
-        fresh = SharedCache(target.cache)
+        fresh = SharedCache(target.state)
         fresh.share(shared)
         tokens = [*context[shared:], *drafter._rows.path(slot)]
         drafter.model.forward(PassRows.chain(tokens, shared), fresh, [])

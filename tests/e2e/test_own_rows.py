@@ -59,7 +59,7 @@ def rows_asked_for(found: set[tuple[str, int]]) -> Iterator[None]:
 def passes_of_many_sizes(model: StreamedModel) -> None:
     for count in (1, 65, 2 * BLOCK_ROWS + 3):
         rows = PassRows.chain(random_tokens(count), 0)
-        model.forward(rows, model.new_cache(), [*range(min(count, 9))])
+        model.forward(rows, model.new_state(), [*range(min(count, 9))])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -92,7 +92,7 @@ def test_a_draft_model_computes_no_more_rows_than_it_has(tmp_path: Path) -> None
             read_checkpoint(tmp_path), device=CUDA, dtype=torch.float16, tiers=None, own_rows=False
         )
         with rows_asked_for(found):
-            model.forward(PassRows.chain(random_tokens(5), 0), model.new_cache(), [0, 4])
+            model.forward(PassRows.chain(random_tokens(5), 0), model.new_state(), [0, 4])
     assert found == {("product", 5), ("product", 2), ("mean", 5)}
 
 
@@ -118,7 +118,7 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
     tokens = random_tokens(65)
 
     def run(parts: list[int], tree_nodes: int) -> tuple[Tensor, list[Tensor]]:
-        cache, logits, start = model.new_cache(), [], 0
+        cache, logits, start = model.new_state(), [], 0
         for count in parts:
             own = tokens[start : start + count]
             rows = PassRows.chain(own, start)
@@ -176,7 +176,7 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
                 chunk_rows=chunk_rows,
             )  # fmt: skip
             converted.clear()
-            logits.append(model.forward(prompt, model.new_cache(), [0, 600, 699]).cpu())
+            logits.append(model.forward(prompt, model.new_state(), [0, 600, 699]).cpu())
             counts.append(len(converted))
             model.close()
     linears = len(TIERS) * 7

@@ -122,7 +122,7 @@ def test_the_counting_script_finds_differences() -> None:
 
 def one_by_one(model: StreamedModel, tokens: list[int], first: int) -> Tensor:
     """The last logits when all tokens from `first` on have passes of their own."""
-    cache = model.new_cache()
+    cache = model.new_state()
     logits = model.forward(PassRows.chain(tokens[:first], 0), cache, [first - 1])
     for index in range(first, len(tokens)):
         logits = model.forward(PassRows.chain(tokens[index : index + 1], index), cache, [0])
@@ -195,7 +195,7 @@ def assert_rows_bits_are_their_own(folder: Path, dtype: torch.dtype, context: li
     )
     try:
         rows = verification_rows(context, tree, 0)
-        together = model.forward(rows, model.new_cache(), range(36, len(rows.tokens)))
+        together = model.forward(rows, model.new_state(), range(36, len(rows.tokens)))
         assert torch.equal(chain_logits(model, context)[-1], together[0])
         for leaf in sorted(set(range(29)) - set(tree.parents.tolist()))[::3]:
             path, node = [], leaf

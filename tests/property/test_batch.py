@@ -106,9 +106,9 @@ class Bench:
     def _check(self, text: BatchText) -> None:
         """Between passes a cache holds committed tokens in order, and nothing else."""
         assert text.seat.target.tokens == text.context[: len(text.seat.target.tokens)]
-        pairs = [(text.seat.target.tokens, text.seat.target._cache)]
+        pairs = [(text.seat.target.tokens, text.seat.target._state)]
         if text.seat.drafter is not None:  # which may hold another text's still
-            pairs.append((text.seat.drafter.tokens, text.seat.drafter._cache))
+            pairs.append((text.seat.drafter.tokens, text.seat.drafter._state))
         for tokens, cache in pairs:
             expected = [(token, at) for at, token in enumerate(tokens)]
             assert cache.slots == expected  # type: ignore[attr-defined]

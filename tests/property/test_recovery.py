@@ -137,10 +137,10 @@ class Conversation:
         prompt = [*(self.session.context or PROMPT), *TURN]
         assert self.say(prompt) == self.expected(prompt)
         target, drafter = self.session._target, self.session._drafter
-        assert_fresh(target.model, target._cache, target.tokens)
+        assert_fresh(target.model, target._state, target.tokens)
         if drafter is not None:
-            drafter._cache.crop(len(drafter.tokens))  # behind them is what was found ahead
-            assert_fresh(drafter.model, drafter._cache, drafter.tokens)
+            drafter._state.crop(len(drafter.tokens))  # behind them is what was found ahead
+            assert_fresh(drafter.model, drafter._state, drafter.tokens)
 
 
 def sample(found: Sequence[Point], all_of: Sequence[str], every: int) -> list[Point]:
@@ -346,5 +346,5 @@ def test_a_session_on_a_gpu(
         conversation.begin()
         conversation.say(PROMPT)
         assert session._drafter is not None
-        assert session._drafter._cache.zeroed_capacity > 14, "fourteen slots have been outgrown"
+        assert session._drafter._state.zeroed_capacity > 14, "fourteen slots have been outgrown"
         break_everywhere(conversation, kind, all_of, every, seen)

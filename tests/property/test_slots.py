@@ -34,11 +34,11 @@ def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) 
     But for nodes that were found ahead: the next passes look at them through their masks.
     """
     ahead = drafter._kept
-    for tokens, cache in ((target.tokens, target._cache), (drafter.tokens, drafter._cache)):
+    for tokens, cache in ((target.tokens, target._state), (drafter.tokens, drafter._state)):
         assert tokens == context[: len(tokens)]
         slots = cache.slots  # type: ignore[attr-defined]
         assert slots[: len(tokens)] == [(token, at) for at, token in enumerate(tokens)]
-        whole = ahead is not None and cache is drafter._cache
+        whole = ahead is not None and cache is drafter._state
         assert len(slots) - len(tokens) == (len(ahead) if ahead is not None and whole else 0)
         assert (len(tokens) < len(context)) != whole, "or else the last token is run again"
 

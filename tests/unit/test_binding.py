@@ -26,7 +26,7 @@ def in_memory(model: StreamedModel, index: int) -> set[str]:
 
 def run(model: StreamedModel) -> torch.Tensor:
     rows = PassRows.chain(random_tokens(3), 0)
-    return model.forward(rows, model.new_cache(), [2])
+    return model.forward(rows, model.new_state(), [2])
 
 
 def test_tensors_are_put_into_their_places_and_taken_out_again() -> None:

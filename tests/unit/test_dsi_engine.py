@@ -58,7 +58,7 @@ def models(pair) -> Iterator[list[StreamedModel]]:
 
 
 def assert_cache_is_a_fresh_prefill(cached: CachedModel) -> None:
-    fresh = cached.model.new_cache()
+    fresh = cached.model.new_state()
     assert cached.cache.length == len(cached.tokens)
     if not cached.tokens:
         return

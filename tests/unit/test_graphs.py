@@ -41,7 +41,7 @@ def drafter_of(model: StreamedModel, stepping: bool) -> ModelDrafter:
     if not stepping:
         drafter._steps = None
     elif model.device.type == "cpu":  # on a GPU that is the drafter's own choice
-        drafter._steps = StepRunner(model, drafter._cache, capture=False)
+        drafter._steps = StepRunner(model, drafter._state, capture=False)
     return drafter
 
 
@@ -77,7 +77,7 @@ def test_steps_draft_the_same_trees(
     with_steps, without = opened(tmp_path), opened(tmp_path)
     stepping = drafter_of(with_steps, stepping=True)
     assert_same_trees(stepping, drafter_of(without, stepping=False), rounds=4)
-    assert stepping._cache.capacity == 112
+    assert stepping._state.capacity == 112
     assert stepping._steps is not None
     buckets = set(stepping._steps._steps)
     assert {1, 8} <= buckets, "a bonus token and a batch of five have buckets of their own"
@@ -125,7 +125,7 @@ def assert_goes_on(stepping: ModelDrafter, context: list[int]) -> None:
     assert ours.tokens.tolist() == expected.tokens.tolist()
     assert ours.parents.tolist() == expected.parents.tolist()
     stepping.commit([0], [int(ours.tokens[0]), 1])
-    assert_fresh(stepping.model, stepping._cache, stepping.tokens)
+    assert_fresh(stepping.model, stepping._state, stepping.tokens)
 
 
 def out_of_memory(*args: object) -> Tensor:
@@ -167,7 +167,7 @@ def test_buffers_that_cannot_double(
         with pytest.raises(torch.OutOfMemoryError):
             stepping.grow(context, 6)
     assert made == at + 1
-    assert {layer.keys.numel() for layer in stepping._cache.layers} == {0}
+    assert {layer.keys.numel() for layer in stepping._state.layers} == {0}
     assert_goes_on(stepping, context)
 
 
@@ -235,13 +235,13 @@ def test_a_step_uploads_once(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         stepping = drafter_of(opened(tmp_path, "cuda"), stepping=True)
         assert stepping._steps is not None
         stepping.grow(random_tokens(9), 6)
-        length = stepping._cache.length
+        length = stepping._state.length
         with monkeypatch.context() as patch:
             patch.setattr(fake, "_perform", noted)
             for tokens, wanted in (([5, 6, 7], [0, 2]), ([8], [0])):
-                rows = PassRows.chain(tokens, stepping._cache.length)
+                rows = PassRows.chain(tokens, stepping._state.length)
                 assert stepping._steps.forward(rows, wanted).shape[0] == len(wanted)
-        assert stepping._cache.length == length + 4
+        assert stepping._state.length == length + 4
     assert [len(shape) for shape in uploads] == [1, 1]
 
 

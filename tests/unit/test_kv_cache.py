@@ -70,13 +70,13 @@ def test_the_target_s_cache(model: StreamedModel, reserve: int) -> None:
         iterate(target, context, rng, seed)
         assert target.tokens == context[: len(target.tokens)]
         assert len(target.tokens) == len(context) - 1, "all but the bonus token"
-        assert_fresh(model, target._cache, target.tokens)
+        assert_fresh(model, target._state, target.tokens)
     target.crop(6)  # a new prompt that shares six tokens
-    assert_fresh(model, target._cache, context[:6])
+    assert_fresh(model, target._state, context[:6])
     context = [*context[:6], *random_tokens(9, seed=7)]
     for seed in range(5, 7):
         iterate(target, context, rng, seed)
-    assert_fresh(model, target._cache, target.tokens)
+    assert_fresh(model, target._state, target.tokens)
 
 
 def failing_at(layer: int, error: type[BaseException]) -> Callable[[int], None]:
@@ -98,9 +98,9 @@ def test_the_target_s_cache_after_an_aborted_pass(
     with pytest.raises(error):
         target.verify(context[len(target.tokens) :], random_tree(9, 2))
     model.on_layer = lambda index: None
-    assert_fresh(model, target._cache, target.tokens)
+    assert_fresh(model, target._state, target.tokens)
     iterate(target, context, rng, 3)
-    assert_fresh(model, target._cache, target.tokens)
+    assert_fresh(model, target._state, target.tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -116,10 +116,10 @@ def test_the_draft_model_s_cache(model: StreamedModel, temperature: float) -> No
         drafter.commit(path, tokens)
         context += tokens
         assert drafter.tokens == context[: len(drafter.tokens)]
-        assert_fresh(model, drafter._cache, drafter.tokens)
+        assert_fresh(model, drafter._state, drafter.tokens)
     drafter.grow(random_tokens(8, seed=9), 5)  # another prompt altogether
     drafter.commit([], [3])
-    assert_fresh(model, drafter._cache, random_tokens(8, seed=9))
+    assert_fresh(model, drafter._state, random_tokens(8, seed=9))
 
 
 def test_compaction_by_the_kernel_of_a_gpu(
@@ -138,7 +138,7 @@ def test_compaction_by_the_kernel_of_a_gpu(
     target, rng, context = LocalTarget(model), np.random.default_rng(0), random_tokens(11)
     for seed in range(3):
         iterate(target, context, rng, seed)
-        assert_fresh(model, target._cache, target.tokens)
+        assert_fresh(model, target._state, target.tokens)
     assert max(moved) > 1
 
 
@@ -167,7 +167,7 @@ def test_the_draft_model_s_cache_after_an_aborted_search(
     assert again.tokens.tolist() == expected.tokens.tolist()
     assert again.parents.tolist() == expected.parents.tolist()
     drafter.commit([0], [int(again.tokens[0]), 1])
-    assert_fresh(model, drafter._cache, drafter.tokens)
+    assert_fresh(model, drafter._state, drafter.tokens)
 
 
 @settings(max_examples=150, deadline=None)
@@ -200,7 +200,7 @@ def test_slots_move_as_in_a_list(operations):
         elif name == "compact":
             prefix = min(values[0], len(rows))
             kept = sorted(slot for slot in values[1] if prefix <= slot < len(rows))
-            cache.compact(prefix, kept)
+            cache.commit(prefix, kept)
             rows[prefix:] = [rows[slot] for slot in kept]
         else:
             cache.reserve(values[0])
@@ -325,7 +325,7 @@ def test_rows_that_are_dropped_hide_no_nan_from_steps_that_read_them() -> None:
     for layer in cache.layers:
         layer.keys[:, :, 7:12] = layer.values[:, :, 7:12] = torch.nan
         layer.keys[:, :, 9] = layer.values[:, :, 9] = 9.0
-    cache.compact(7, [9])
+    cache.commit(7, [9])
     cache.crop(6)
     for layer in cache.layers:
         assert torch.equal(layer.keys[:, :, :6], numbered(0, 6))
@@ -449,8 +449,7 @@ def test_layers_that_an_aborted_pass_left_ahead_are_cropped_alike() -> None:
     fill(cache, 0, 6)
     cache.layers[0].update(numbered(6, 10), numbered(6, 10))
     assert cache.length == 6
-    cache.crop(8)
-    assert [layer.length for layer in cache.layers] == [8, 6, 6]
-    cache.crop(6)
-    cache.compact(2, [])
+    assert cache.crop(8) == 6
+    assert [layer.length for layer in cache.layers] == [6, 6, 6]
+    cache.commit(2, [])
     assert [layer.length for layer in cache.layers] == [2, 2, 2]

@@ -100,7 +100,7 @@ def test_a_tree_that_comes_in_several_passes(parents, prefix_len, steps, chunk, 
         rows = PassRows(
             tokens=tree.tokens[old:new].tolist(), positions=positions[old:new].tolist(),
             prefix_len=prefix_len, pending=0, tree_mask=matrix[old:new, :new],
-            tree_positions=positions[:new],
+            tree_positions=positions[:new], parents=prefix_len + parents[old:new],
         )  # fmt: skip
         for start in range(0, new - old, chunk):
             stop = min(start + chunk, new - old)
