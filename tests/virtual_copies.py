@@ -3,7 +3,7 @@
 A 70B target in GPTQ whose draft model is a 7B in 4 bits, under the virtual clock of
 virtual_time.py: the program's own copier and readers run, and only devices are models. One byte
 here stands for SCALE of the target's. `python tests/virtual_copies.py` prints the table of
-docs/experiments.md.
+docs/measured.md.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Rows are summed over each block of inputs too, where a format has offsets. In one call, since as a
 dozen operations of PyTorch it took as long as the product of a small matrix, and since PyTorch's
-threads go on looking for work for a while, on the cores that the product needs
-(docs/experiments.md). Threads claim chunks of rows.
+threads go on looking for work for a while, on the cores that the product needs. Threads claim
+chunks of rows.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from specexec_kernels.formats.base import PackedFormat
 # Positions in the int64 argument array; behind them two for each part: its address, its columns
 COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, SCRATCH, PARTS = range(11)
 TILE_INPUTS = 128  # at least, of a tile in the L1 cache
-# Codes that go down the inputs lie in lines, each for one or more inputs (docs/experiments.md):
+# Codes that go down the inputs lie in lines, each for one or more inputs:
 TILE_LINES = 64  # that a tile reads side by side; a CPU follows no more of them in memory
 WIDE_OUTPUTS = 8192  # the most of a claim: long parts of a line are read faster
 

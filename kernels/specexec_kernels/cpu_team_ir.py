@@ -2,7 +2,7 @@
 
 A kernel's threads claim its strips one by one, so whoever is awake can do them all. OpenMP's rule
 is another: a region ends when every thread of it has come and is done, and where a thread sleeps or
-another program has its core each product waits for it (docs/experiments.md).
+another program has its core each product waits for it (docs/tried.md, "Threads that spin").
 
 Helpers wait for a launch, enter while it is open, and leave when no strip is left to claim. The
 thread that launches computes too, then closes the launch and waits for helpers that are inside. A

@@ -11,8 +11,8 @@ HQQ leaves the scale as it began. Zero points of a GPTQ checkpoint are whole num
 alone can mend little: here scale = sum(w * (code - zero)) / sum((code - zero)^2) is fitted too, by
 least squares, beginning at several ranges of the group, for in few bits the best range leaves the
 largest weights out. HQQ's other half, errors counted by their 0.7th power so that outliers weigh
-less, made the weights and the text worse here (docs/experiments.md). What is kept is the least
-squared error that was met, round-to-nearest's included.
+less, made the weights and the text worse here (docs/tried.md). What is kept is the least squared
+error that was met, round-to-nearest's included.
 """
 
 from __future__ import annotations

@@ -39,5 +39,5 @@ class Head(nn.Module):
             return logits
         # A GPU multiplies operands of two bytes and sums in float32. With rows in float32 it would
         # convert the whole head in every pass, and what rounding the rows takes from the logits is
-        # far below what the layers before took (docs/experiments.md).
+        # far below what the layers before took.
         return self.linear.wide(rows.to(self.dtype))

@@ -1,8 +1,8 @@
 """Which experts are worth keeping: shares of what routing asked for. Knows no bytes, no torch.
 
 An expert's worth is how large a share of the rows were routed to it, where each row counts a little
-less than the next one, plus the same share with rows that are forgotten soon. What was measured of
-other rules is told in docs/experiments.md, "Which experts to keep".
+less than the next one, plus the same share with rows that are forgotten soon. docs/tried.md,
+"Mixtures", has the rules that were worse.
 """
 
 from __future__ import annotations

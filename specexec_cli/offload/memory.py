@@ -1,7 +1,7 @@
 """Private anonymous memory on huge pages: what O_DIRECT reads fast into. Knows no tensors.
 
 With 4 KiB pages the kernel splits an 8 MB read into hundreds of small requests; on 2 MiB pages it
-is a few large ones, worth a factor of three on an NVMe disk (docs/experiments.md).
+is a few large ones, worth a factor of three on an NVMe disk.
 """
 
 from __future__ import annotations

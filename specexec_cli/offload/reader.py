@@ -19,9 +19,9 @@ from specexec_cli.offload.store import TensorRange
 
 BLOCK_BYTES = 4096  # offsets, lengths and addresses of O_DIRECT reads are multiples of it
 MAX_GAP_BYTES = 256 << 10  # reading through a smaller gap is cheaper than another request
-PIECE_BYTES = 8 << 20  # one read; see docs/experiments.md
+PIECE_BYTES = 8 << 20  # one read; 2 to 32 MB are as fast on the disks that were tried
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
-READER_THREADS = 2  # one reads while the other books its piece; see docs/experiments.md
+READER_THREADS = 2  # one reads while the other books its piece: 8.5 GB/s from the page cache
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all

@@ -21,12 +21,12 @@ from specexec_cli.planning.speed import TokensPerPass
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 
-# Tokens per pass of copies by their bits: docs/experiments.md, "The target at low bits as its own
-# draft model", code at a temperature of 0.7, code, and all prompts, greedy. SubSpec's copies in 4
-# bits bring 28 of Qwen2.5-7B (arXiv:2509.18344).
+# Tokens per pass of copies by their bits, measured on the demo target with 64 nodes: code at a
+# temperature of 0.7, code, and all prompts, greedy. SubSpec's copies in 4 bits bring 28 of
+# Qwen2.5-7B (arXiv:2509.18344).
 _TOKENS_PER_PASS = {4: (10.4, 15.0, 17.2), 3: (7.7, 11.8, 15.0), 2: (4.1, 6.1, 8.0)}
-# By which share they would rise if all layers were the target's own: "Own copies beside a GPU"
-# there, where up to three quarters are. In 4 bits there is next to nothing to gain.
+# By which share they would rise if all layers were the target's own, from what up to three quarters
+# of them brought (docs/measured.md). In 4 bits there is next to nothing to gain.
 _GAIN_OF_EXACT_LAYERS = {4: 0.05, 3: 0.24, 2: 0.57}
 _FORMAT_VERSION = 2  # of what is kept: another one is never read
 

@@ -105,7 +105,7 @@ def activation_bytes(model: ModelBytes, work: Work) -> int:
     Where a latent is cached in the place of keys and values (DeepSeek-V2), the layer that attends
     has those of all slots beside it.
 
-    Measured on a 0.6B Llama (docs/experiments.md): within 2 % of the peak of the whole process.
+    Measured on a 0.6B Llama: within 2 % of the peak of the whole process (docs/measured.md).
     """
     between = 3 * work.pass_rows * model.hidden * FLOAT32_BYTES
     inside = _rows_in_a_layer(model, work, _most_rows_in_a_layer(work))

@@ -2,7 +2,7 @@
 
 How unevenly a model's rows choose is not known before it runs, so every figure is a pair: for
 experts that are all chosen equally often, and for the skew that fine-grained mixtures were seen to
-have, where 27 % of the experts hold 80 % of the choices (docs/experiments.md, "Expert caches").
+have, where 27 % of the experts hold 80 % of the choices.
 """
 
 from __future__ import annotations

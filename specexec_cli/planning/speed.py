@@ -23,7 +23,8 @@ UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
 # A pair's figure holds for the texts it was measured on: SpecExec's pairs commit 0.5 to 0.6 as many
 # tokens on WikiText-2 as on chat (tables 1 and 2).
 _HARD_TEXT, _EASY_TEXT = 0.55, 1.15
-# Starting the operations of one layer, whatever its size: docs/experiments.md, "Predicted speeds".
+# Starting the operations of one layer, whatever its size. On a CPU the demo target's 8 layers took
+# 12 to 16 ms when nothing else ran; a GPU's is a guess.
 _CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
 # Of a draft step on a GPU, which starts as one graph: between two of its kernels, of which a layer
 # has about twenty, a GPU takes one or two microseconds. Reasoned, not measured.
@@ -51,9 +52,8 @@ class TokensPerPass:
     def of_nodes(self, nodes: int, budget: int) -> TokensPerPass:
         """With trees of fewer nodes than the budget that the figures are of.
 
-        Each doubling is taken to bring as much as the one before: docs/experiments.md, "SpecInfer
-        against SpecExec as printed", has 2.2 tokens with 16 nodes and 0.2 to 0.4 more with each
-        doubling, up to 2048.
+        Each doubling is taken to bring as much as the one before: docs/measured.md, "The papers",
+        has 2.2 tokens with 16 nodes and 0.2 to 0.4 more with each doubling, up to 2048.
         """
         share = math.log2(1 + nodes) / math.log2(1 + budget)
         low, typical, high = (

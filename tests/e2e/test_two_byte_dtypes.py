@@ -42,7 +42,7 @@ PROMPTS = (
     "<|user|>What does os.path.join do?<|end|><|assistant|>",
 )
 SAMPLINGS = (SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.8, seed=3))
-# Logits of one row in passes of other rows are up to 0.2 apart in bfloat16 (docs/experiments.md),
+# Logits of one row in passes of other rows are up to 0.2 apart in bfloat16 by PyTorch's sums,
 # and float16 has 8 times its precision. The gap is that of two of them.
 NEAR_TIE = {"bfloat16": 0.4, "float16": 0.05}
 

@@ -144,7 +144,7 @@ def test_files_of_one_repository_share_no_runs() -> None:
 def test_every_figure_of_the_registry_names_its_source() -> None:
     for pair in load_registry().pairs.values():
         if pair.tokens_per_pass is not None:
-            assert "arXiv" in pair.source or "docs/experiments.md" in pair.source, pair.name
+            assert "arXiv" in pair.source or "docs/measured.md" in pair.source, pair.name
 
 
 def test_runs_are_kept_and_damage_is_no_run(tmp_path: Path) -> None:

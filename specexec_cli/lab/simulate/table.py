@@ -20,7 +20,8 @@ LOOKAHEADS = (1, 5, 10)  # each method at its best; DSI where SERVERS suffice
 SERVERS = 7
 TOKENS = 50
 # What a restart costs the published simulation beyond its waits, milliseconds of SI and of DSI:
-# measured by running that program, see docs/experiments.md. Its own machine is not known.
+# measured by running that program beside this one with the same draws (docs/papers.md). The machine
+# of the published figures is not known.
 RESTART_MS = (12.1, 22.5)
 
 
