@@ -296,8 +296,7 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
     if plan.ssd_bytes:
         small = target.total_bytes < _SMALL_BYTES
         probe = probe_ssd(target.files, _SMALL_SSD_PROBE_S if small else _SSD_PROBE_S)
-        if probe.bytes_per_s > 0:  # on a very busy machine a short probe may end with nothing read
-            found["ssd"] = Setting(probe.bytes_per_s, "measured")
+        found["ssd"] = Setting(probe.bytes_per_s, "measured")
     return found
 
 

@@ -121,12 +121,14 @@ def _read_for(
     def read(buffer: HugeBuffer) -> None:
         nonlocal total
         try:
-            while time.perf_counter() < deadline and not errors:
+            while not errors:
                 with lock:
                     file, start, stop = take()
                 count = file.read_into(buffer.view[: stop - start], start, stop)
                 with lock:
                     total += count
+                if time.perf_counter() >= deadline:  # each reads one piece at least
+                    return
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error.with_traceback(None))
 
