@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from conformance_bits import WIDENED, check_bits
 from conformance_configs import NO_OPTIONS, VARIANTS, WORDS, tiny_config
 from conformance_logits import RULED_OUT, NotConforming, compare, expected_logits
 from conformance_report import untried_kinds
@@ -71,6 +72,18 @@ def check_variant(model_type: str, folder: Path, options: Mapping[str, Any]) -> 
         raise NotConforming(f"with {told}: {error}") from error
 
 
+def check_own_bits(model_type: str, folder: Path) -> None:
+    """Tries whether a row of a type has bits of its own, with heads of sizes that models have.
+
+    Args:
+        folder: an empty one.
+    """
+    with _registered(model_type):
+        for widen in WIDENED:
+            _save(model_type, folder / str(widen), noise=0.0, widen=widen)
+            check_bits(folder / str(widen), WORDS)
+
+
 def _check_saved(
     model_type: str, own: PreTrainedModel, folder: Path, options: Mapping[str, Any]
 ) -> None:
@@ -105,7 +118,9 @@ def _save(
     with torch.no_grad():
         weights = [*model.parameters(), *_stored_biases(model)]
         for weight in weights:
-            weight.normal_(std=_STD / widen**0.5)  # sums of more products come to as much
+            # sums of more products come to as much, and norms of wide rows to as much as real ones
+            weight.normal_(std=_STD / widen**0.5)
+            weight += float(widen > 1 and weight.ndim == 1)
         for weight in weights:
             weight += noise * torch.randn_like(weight)
     model.tie_weights()

@@ -46,7 +46,7 @@ _SMALL: list[tuple[str, int]] = [
 # names of widths of heads and of rows
 _WIDTHS = (
     r"(.*_)?head_dim|head_size|kv_channels|rotary_dim|(out_)?hidden_size|n_embd|d_model"
-    r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|mrope_section"
+    r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|mrope_section|intermediate_size"
 )
 _COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 

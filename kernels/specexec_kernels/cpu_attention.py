@@ -21,21 +21,23 @@ _STORED: dict[torch.dtype, ScaleType] = {
     torch.bfloat16: "bfloat16",
 }
 _TILES = (1, 4, 8)  # query rows of a tile
-_MOST_VECTORS = 32  # of a head: 256 dimensions in registers of 8
 _NO_SINKS = torch.empty(0)
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel reads keys and values (kv_heads, slots, dimensions of a head)."""
-    lanes = cpu_jit.lanes()
+    """Whether the kernel reads keys and values (kv_heads, slots, dimensions of a head) in place."""
     return values.dtype == keys.dtype and all(
         each.device.type == "cpu"
         and each.dtype in _STORED
         and each.stride(2) == 1
-        and each.shape[2] % lanes == 0
-        and each.shape[2] // lanes <= _MOST_VECTORS
+        and each.shape[2] % cpu_jit.lanes() == 0
         for each in (keys, values)
     )
+
+
+def _in_whole_vectors(heads: Tensor) -> Tensor:
+    """(heads, rows or slots, dimensions), and zeros behind them that fill a vector."""
+    return torch.nn.functional.pad(heads, (0, -heads.shape[2] % cpu_jit.lanes()))
 
 
 def attend(
@@ -51,7 +53,7 @@ def attend(
 
     Args:
         queries: (heads, rows, head_dim); consecutive heads share a key/value head.
-        keys: (kv_heads, slots, head_dim) that `supports` accepts, finite.
+        keys: (kv_heads, slots, head_dim), finite; they are copied unless `supports` accepts them.
         values: (kv_heads, slots, value_dim), likewise.
         mask: (rows, slots) bool, True = attend; every row sees a slot.
         scale: of the scores; 1 / sqrt(head_dim) unless told.
@@ -61,6 +63,13 @@ def attend(
         (rows, heads, value_dim) in the dtype of `queries`. A row's bits depend on the slots that it
         sees, in their order, alone.
     """
+    scale = 1 / math.sqrt(queries.shape[2]) if scale is None else scale
+    dimensions = values.shape[2]
+    if not supports(keys, values):
+        dtype = torch.promote_types(keys.dtype, values.dtype)
+        read = dtype if dtype in _STORED else torch.float32
+        keys, values = (_in_whole_vectors(each.to(read)).contiguous() for each in (keys, values))
+        queries = _in_whole_vectors(queries)
     (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
     size = next((size for size in _TILES if size >= each), _TILES[-1])
@@ -83,7 +92,6 @@ def attend(
     out = torch.empty(kv_heads, tiles * size, value_dim)
     threads = max(1, min(torch.get_num_threads(), kv_heads * tiles))
     scores = torch.empty(threads, size, padded)
-    scale = 1 / math.sqrt(head_dim) if scale is None else scale
     values_of = {
         Arg.COUNTER: 0,
         Arg.THREADS: 0,
@@ -108,7 +116,7 @@ def attend(
     }
     table = array("q", [values_of[arg] for arg in Arg])
     cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * tiles)
-    attended = out[:, :each].reshape(heads, rows, value_dim)
+    attended = out[:, :each, :dimensions].reshape(heads, rows, dimensions)
     return attended.transpose(0, 1).to(queries.dtype)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -119,7 +119,15 @@ class Half:
         return cpu_team.strips_at_once(weight.shape[0] // spec.strip) if spec.transposed else 1
 
 
+class Chained(Half):
+    """Sums that are one chain over the inputs, in which zeros may stand anywhere."""
+
+    def spec(self, rows: int, weight: Tensor | Transposed) -> KernelSpec:
+        return replace(super().spec(rows, weight), chained=True)
+
+
 HALF = Half()
+CHAINED = Chained()
 
 
 def chunk_rows(rows: int) -> int:

@@ -7,7 +7,8 @@ every chunk of rows, whose sums live in registers (the register tiling of Goto a
 to memory. Weights of two bytes are transposed two at a time, as the 32-bit words they pair up to.
 
 Each output of a row is summed in an order that depends on neither the other rows nor their number:
-the same row gives the same bits in every pass.
+the same row gives the same bits in every pass. Each block of inputs has a sum of its own, which is
+added to those before; chained, the inputs are one sum, in which zeros may stand anywhere.
 
 Knows nothing of torch or thread pools.
 """
@@ -33,7 +34,7 @@ class Arg(IntEnum):
     COUNTER = 0  # next strip to claim; set to 0 before a call
     WEIGHT = auto()  # (outputs, inputs), or (inputs, outputs), row-major, in the stored dtype
     X = auto()  # float32 (chunks, inputs, rows)
-    OUT = auto()  # float32 (chunks * rows, outputs), added to
+    OUT = auto()  # float32 (chunks * rows, outputs), zeros before a call
     CHUNKS = auto()
     INPUTS = auto()  # a multiple of the lanes times the weights of a word; transposed: of UNROLL
     OUTPUTS = auto()  # a multiple of the strip
@@ -49,6 +50,7 @@ class KernelSpec:
     vectors: int  # of outputs in a strip
     lanes: int
     transposed: bool = False  # the weight is stored as (inputs, outputs)
+    chained: bool = False  # all inputs are one sum
 
     @property
     def strip(self) -> int:
@@ -155,7 +157,16 @@ class Kernel(Emitter):
         """Add the block's products with a chunk of rows to OUT."""
         b, spec = self.b, self.spec
         start = b.add(b.mul(chunk, self.arg[Arg.INPUTS]), first)
-        none = [ir.Constant(self.vector, [0.0] * self.lanes)] * (spec.rows * spec.vectors)
+        cells = [(m, v) for m in range(spec.rows) for v in range(spec.vectors)]
+
+        def place(m: int, v: int) -> Any:
+            """Where in OUT a vector of a row's outputs is."""
+            row = b.add(b.mul(chunk, I64(spec.rows)), I64(m))
+            at = b.add(b.mul(row, self.arg[Arg.OUTPUTS]), output)
+            return b.add(at, I64(v * self.lanes))
+
+        def before(m: int, v: int) -> Any:
+            return self.load(self.arg[Arg.OUT], place(m, v), self.vector)
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
             sums = list(sums)
@@ -175,14 +186,11 @@ class Kernel(Emitter):
                         sums[i] = self.fma(weight, x, sums[i])
             return sums
 
-        sums = self.loop(I64(0), b.sub(last, first), UNROLL, none, step)
-        for m in range(spec.rows):
-            row = b.add(b.mul(chunk, I64(spec.rows)), I64(m))
-            at = b.add(b.mul(row, self.arg[Arg.OUTPUTS]), output)
-            for v in range(spec.vectors):
-                place = b.add(at, I64(v * self.lanes))
-                before = self.load(self.arg[Arg.OUT], place, self.vector)
-                self.store(b.fadd(before, sums[m * spec.vectors + v]), self.arg[Arg.OUT], place)
+        begun = [before(m, v) if spec.chained else self.constant(0.0) for m, v in cells]
+        sums = self.loop(I64(0), b.sub(last, first), UNROLL, begun, step)
+        for (m, v), found in zip(cells, sums, strict=True):
+            whole = found if spec.chained else b.fadd(before(m, v), found)
+            self.store(whole, self.arg[Arg.OUT], place(m, v))
         return []
 
 

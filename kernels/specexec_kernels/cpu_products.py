@@ -172,6 +172,30 @@ def products(
     return _in_order(found, takes)
 
 
+def batched_product(form: Form, x: Tensor, weights: Sequence[Any]) -> Tensor:
+    """Each matrix of rows times a weight of its own, in one launch.
+
+    Args:
+        x: (weights, rows, inputs).
+        weights: alike but for their values.
+    Returns:
+        (weights, rows, outputs) float32.
+    """
+    count, rows, inputs = x.shape
+    call = _call(form, rows, weights[0])
+    chunks = -(-rows // call.spec.rows)
+    padded = torch.nn.functional.pad(x.to(form.dtype), (0, 0, 0, chunks * call.spec.rows - rows))
+    launch = _Launch()
+    sums = _with_each(
+        launch, form, call, form.arrange(padded.reshape(-1, inputs), call.spec),
+        range(0, count * chunks, chunks), [chunks] * count,
+        [[Placed(weight)] for weight in weights],
+    )  # fmt: skip
+    launch.run()
+    flat = form.flat(sums, call.spec, weights[0])
+    return flat.view(count, -1, flat.shape[1])[:, :rows]
+
+
 def _in_order(
     found: Sequence[tuple[Any, Sequence[int], Tensor]], takes: Sequence[Sequence[int]]
 ) -> Tensor:
@@ -204,11 +228,33 @@ def _enqueue(
     weights: Sequence[Sequence[Placed]],
 ) -> Tensor:
     """The groups whose rows are as many as one kernel takes; where their results will be."""
-    spec, alike, each = call.spec, weights[0][0].weight, len(weights[0])
+    spec = call.spec
     chunks = [-(-len(takes[group]) // spec.rows) for group in groups]
+    arranged, firsts_of_x = _arranged(form, spec, x, [takes[group] for group in groups], chunks)
+    return _with_each(
+        launch, form, call, arranged, firsts_of_x, chunks, [weights[group] for group in groups]
+    )
+
+
+def _with_each(
+    launch: _Launch,
+    form: Form,
+    call: _Call,
+    arranged: Mapping[int, Tensor],
+    firsts_of_x: Sequence[int],
+    chunks: Sequence[int],
+    weights: Sequence[Sequence[Placed]],
+) -> Tensor:
+    """Chunks of rows times the weights of each group; where their results will be.
+
+    Args:
+        arranged: all rows as the kernel reads them.
+        firsts_of_x: of each group, its first chunk among them.
+        chunks: of each group, how many.
+    """
+    spec, alike, each = call.spec, weights[0][0].weight, len(weights[0])
     firsts = [end - count for end, count in zip(accumulate(chunks), chunks, strict=True)]
     in_all = sum(chunks)
-    arranged, firsts_of_x = _arranged(form, spec, x, [takes[group] for group in groups], chunks)
     sums = form.sums(each * in_all, spec, alike)
     out_address, out_bytes = sums.data_ptr(), _item_bytes(sums)
     out_place, chunks_place = form.places
@@ -217,8 +263,8 @@ def _enqueue(
     ]
     # a line of arguments for each weight, one group's after another's
     lines: list[int] = []
-    for number, group in enumerate(groups):
-        for place_of_weight, placed in enumerate(weights[group]):
+    for number, group in enumerate(weights):
+        for place_of_weight, placed in enumerate(group):
             line = list(call.values)
             for place, address in placed.at(form):
                 line[place] = address

@@ -34,7 +34,6 @@ NAME = "specexec_tree"
 DENSE = "specexec_dense"
 _CPU_NAME = "specexec_cpu"
 _SCORE_BYTES = 16 * 1024 * 1024  # of a step's scores, up to which its slots are shared out
-_WIDE_BYTES = 16 * 1024 * 1024  # of keys and values that are held in float64 at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,15 +179,11 @@ def _cpu_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """As _attention, each row as if it were alone, with the mask as bool."""
-    if cpu_attention.supports(key[0], value[0]):
-        attended = cpu_attention.attend(
-            query[0], key[0], value[0], attention_mask[0, 0], scaling,
-            kwargs.get("softcap") or None, kwargs.get("s_aux"),
-        )  # fmt: skip
-        return attended[None], None
-    if _is_plain(key, value, kwargs):
-        return _wide(_grouped, query, key, value, attention_mask, scaling), None
-    return _wide(_written_out, query, key, value, attention_mask, scaling, kwargs), None
+    attended = cpu_attention.attend(
+        query[0], key[0], value[0], attention_mask[0, 0], scaling,
+        kwargs.get("softcap") or None, kwargs.get("s_aux"),
+    )  # fmt: skip
+    return attended[None], None
 
 
 def _is_plain(key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
@@ -236,38 +231,6 @@ def _softmax(scores: Tensor, mask: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
         scores = torch.cat([scores, column], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=wide)[..., :slots]
-
-
-def _wide(
-    attend: Callable[..., Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float | None,
-    kwargs: Mapping[str, Any] = MappingProxyType({}),
-) -> Tensor:
-    """Attention in float64, rounded once, at its end, for heads that the kernel does not read.
-
-    Passes with other rows group the same sums in other ways. In float64 they differ by so little
-    that the rounded results are the same.
-    """
-    heads = query.shape[1]
-    kv_heads, slots, head_dim = key.shape[1:]
-    group = heads // kv_heads
-    together = max(1, _WIDE_BYTES // (2 * slots * head_dim * 8))  # key and value heads
-    parts = []
-    for first in range(0, kv_heads, together):
-        last = min(first + together, kv_heads)
-        own = slice(group * first, group * last)
-        queries = query[:, own].double()
-        keys, values = key[:, first:last].double(), value[:, first:last].double()
-        sinks = kwargs.get("s_aux")
-        further = (
-            () if not kwargs else ({**kwargs, "s_aux": None if sinks is None else sinks[own]},)
-        )
-        parts.append(attend(queries, keys, values, mask, scaling, *further))
-    return torch.cat(parts, dim=2).to(query.dtype)
 
 
 def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:

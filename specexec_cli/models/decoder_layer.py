@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.binding import Binding
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.own_bits import hold_bits
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
 from specexec_cli.models.quantized import QuantizedLinear
@@ -65,7 +65,8 @@ class DecoderLayer(nn.Module):
         self._plus_one = skeleton.restored.plus_one
         self._model = [skeleton.model]  # in a list, so that it is no submodule
         self._scale_queries_by_position()
-        replace_activations(layer)
+        if context.device.type == "cpu":
+            hold_bits(layer)
         # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
         self._kept = _parameters(layer, _is_linear)
         self._wide = _parameters(layer, is_norm)

@@ -20,7 +20,8 @@ from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
-from specexec_cli.models.linear import MixedLinear, TransposedLinear, with_fixed_sigmoid
+from specexec_cli.models.linear import MixedLinear, TransposedLinear
+from specexec_cli.models.own_bits import with_own_bits
 from specexec_cli.models.quantized import QuantizedLinear
 
 Linear = MixedLinear | QuantizedLinear
@@ -265,7 +266,7 @@ class _OwnGate(nn.Module):
         self._interleaved = interleaved
         for name in list(fused._parameters):
             fused.register_parameter(name, None)
-        self._gate = with_fixed_sigmoid(type(fused)._apply_gate)  # type: ignore[attr-defined]
+        self._gate = with_own_bits(type(fused)._apply_gate)  # type: ignore[attr-defined]
 
     def forward(self, *parts: Tensor) -> Tensor:
         both = torch.stack(parts, -1).flatten(-2) if self._interleaved else torch.cat(parts, dim=-1)

@@ -8,19 +8,14 @@ its own dtype, and on a CPU kernels take it as it is (specexec_kernels.cpu_linea
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType, ModuleType
-from typing import Any, cast
+from typing import cast
 
 import torch
-from specexec_kernels import cpu_activation, cpu_linear
+from specexec_kernels import cpu_linear
 from specexec_kernels.cpu_half import Transposed
 from specexec_kernels.row_blocks import in_row_blocks
 from torch import Tensor, nn
 from torch.nn import functional
-
-from specexec_cli.planning.memory import BLOCK_ROWS
 
 _SLAB_WEIGHTS = 1 << 21  # that are rounded at once, before they are multiplied from the cache
 _SLAB_OUTPUTS = 128  # a slab has a multiple of so many: whole strips of every kernel
@@ -150,68 +145,3 @@ class TransposedLinear(MixedLinear):
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
         raise NotImplementedError("experts alone are transposed, and their sums are rounded")
-
-
-class _With:
-    """A module of Python of which some names stand for something else."""
-
-    def __init__(self, module: ModuleType, **names: Any) -> None:
-        self.__dict__.update(names)
-        self._module = module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """functional.linear, as modelling code calls it."""
-    return mixed_linear(rows, weight, bias, BLOCK_ROWS)
-
-
-_FUNCTIONAL = _With(functional, linear=_linear)
-_NN = _With(nn, functional=_FUNCTIONAL)
-# what modelling code reaches functional.linear by -> what it reaches mixed_linear by
-_LINEARS = {functional: _FUNCTIONAL, nn: _NN, torch: _With(torch, nn=_NN)}
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """torch.sigmoid, as modelling code calls it."""
-    return cpu_activation.apply("sigmoid", x) if cpu_activation.supports(x) else torch.sigmoid(x)
-
-
-_SIGMOIDS = {torch: _With(torch, sigmoid=_sigmoid)}
-
-
-def with_mixed_linears(module: nn.Module) -> Callable[..., Any]:
-    """The forward of a module that multiplies by functional.linear, as transformers' routers do.
-
-    It multiplies by mixed_linear: a row's choice of experts must not depend on how PyTorch rounds
-    in passes with other rows. It is a copy of the function that sees other globals, since a mode of
-    PyTorch's, which could tell calls apart as well, stays behind where Ctrl-C comes within it.
-    """
-    # inside the dispatch between implementations of experts, of which the eager one is wanted
-    return MethodType(_seeing(inspect.unwrap(type(module).forward), _LINEARS), module)
-
-
-def with_fixed_sigmoid(function: FunctionType) -> FunctionType:
-    """A function of modelling code that computes an element's sigmoid as if it were alone.
-
-    PyTorch's rounds what does not fill a vector otherwise than the rest.
-    """
-    return _seeing(function, _SIGMOIDS)
-
-
-def _seeing(function: Callable[..., Any], stand_ins: Mapping[ModuleType, _With]) -> FunctionType:
-    """A copy of a function for which some modules are others."""
-    assert isinstance(function, FunctionType), "modelling code is Python"
-    seen = {
-        name: stand_ins[value]
-        for name, value in function.__globals__.items()
-        if isinstance(value, ModuleType) and value in stand_ins
-    }
-    copy = FunctionType(
-        function.__code__, {**function.__globals__, **seen}, function.__name__,
-        function.__defaults__, function.__closure__,
-    )  # fmt: skip
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy

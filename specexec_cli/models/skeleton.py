@@ -20,7 +20,9 @@ from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
 from specexec_cli.models.layer_state import LAYER_STATES
-from specexec_cli.models.linear import MixedLinear, with_mixed_linears
+from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.modelling_code import attends_by_interface
+from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.quant_checkpoint import Packing, replace_linears
 from specexec_cli.models.quantized import parameter_name
 from specexec_cli.models.restored import Restored, restore
@@ -123,6 +125,9 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     layers_path, layers = decoder_layers(model, config.num_hidden_layers)
     for index, layer in enumerate(layers):
         _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint, leaves)
+    for part in model.modules():
+        if not isinstance(part, PreTrainedModel):
+            use_own_bits(part)
     plain = names.plain
     if quantization is not None:
         modules = {
@@ -162,8 +167,8 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
             f"{checkpoint.config_path} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
-    if model._supports_attention_backend:
-        text = model.config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
+    if attends_by_interface(decoder_layers(model, text.num_hidden_layers)[1]):
         text._attn_implementation = attention.DENSE
     return model
 
@@ -184,8 +189,6 @@ def _replace_modules(
         elif has_separable_experts(module):
             replacement = _apart(module, f"{prefix}{name}", names, checkpoint, leaves)
         else:
-            if _multiplies(module):
-                module.forward = with_mixed_linears(module)
             continue
         parent, _, leaf = name.rpartition(".")
         setattr(layer.get_submodule(parent), leaf, replacement)
@@ -235,9 +238,3 @@ def _apart(
             "transposed, the other is not. Are all files of the same model?"
         )
     return per_expert(fused, transposed=lie.pop())
-
-
-def _multiplies(module: nn.Module) -> bool:
-    """Whether it has matrices of its own, as routers and fused experts have."""
-    own = module.parameters(recurse=False)
-    return not isinstance(module, nn.Embedding) and any(weight.ndim > 1 for weight in own)

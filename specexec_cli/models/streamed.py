@@ -24,6 +24,7 @@ from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.layer_sources import open_experts, open_source
 from specexec_cli.models.layer_state import ModelState, state_kind
+from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
@@ -372,6 +373,7 @@ class StreamedModel:
         self, tokens: Tensor, positions: Tensor, cache: Cache, logit_rows: Tensor | None
     ) -> Tensor:
         self._head.rows = logit_rows
+        leave_mode()
         with clear_shortage(f"it ran out in a pass of {tokens.shape[1]} rows"):
             output = self.skeleton.model(
                 input_ids=tokens,

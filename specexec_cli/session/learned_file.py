@@ -36,12 +36,9 @@ class LearnedFile:
         learned.load(self._path, self._machine)
 
     def save(self, learned: Learned, run: Run) -> None:
-        """Keeps it for later sessions, and what this one reached.
-
-        What iterations cost beside other busy programs is not kept: a later session may be alone.
-        """
+        """Keeps it for later sessions, and what this one reached."""
         try:
-            learned.save(self._path, self._machine, costs_too=not run.busy)
+            learned.save(self._path, self._machine)
             keep_run(self._runs, run)
         except OSError as error:
             self._notice(

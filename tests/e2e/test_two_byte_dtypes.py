@@ -16,13 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCAB, chain_logits, random_tokens, random_tree, save_checkpoint
-from specexec_kernels import cpu_jit
+from specexec_kernels import cpu_attention, cpu_jit
 from torch import Tensor
 from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, PretrainedConfig
 
 import specexec_cli
 from specexec_cli.config import DtypeName, SamplingConfig
-from specexec_cli.models import attention
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -177,7 +176,7 @@ OTHER_ATTENTION: dict[str, PretrainedConfig] = {
 def test_a_row_has_the_same_bits_in_other_attention(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(attention, "_wide")  # the kernel attends, nothing else
+    monkeypatch.delattr(cpu_attention, "_in_whole_vectors")  # keys are read where they lie
     own = save_checkpoint(tmp_path, OTHER_ATTENTION[name], dtype=torch.bfloat16)
     tokens = random_tokens(37)
     last = assert_rows_bits_are_their_own(tmp_path, dtype, tokens)

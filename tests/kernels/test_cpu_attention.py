@@ -192,13 +192,35 @@ def test_scores_far_apart() -> None:
     assert torch.equal(found, values[0][best].transpose(0, 1))
 
 
-def test_what_is_not_supported() -> None:
-    keys = torch.zeros(2, 8, 16)
-    assert cpu_attention.supports(keys, keys)
-    assert not cpu_attention.supports(keys.double(), keys.double())
-    assert not cpu_attention.supports(keys, keys.half())
-    assert not cpu_attention.supports(keys[..., :2], keys[..., :2])
-    assert not cpu_attention.supports(keys, torch.zeros(2, 8, 32)[..., ::2])
+def test_what_is_not_read_in_place_is_copied() -> None:
+    """Other dtypes, dimensions that fill no vector or lie apart, and heads of any size."""
+    queries, keys, values, mask = inputs(torch.float32, 16, 8, 4, 5, 40)
+    short = [part[..., :6] for part in (queries, keys, values)]
+    cases = [
+        (queries, keys.double(), values.double()),
+        (queries, keys, values.half()),
+        (*short,),
+        (queries, keys, torch.stack([values, values], -1)[..., 0]),
+        (queries, keys, values[..., :9]),
+    ]
+    for own, *both in cases:
+        assert not cpu_attention.supports(*both)
+        found = cpu_attention.attend(own, *both, mask)
+        expected = exact(own, *both, mask, own.shape[2] ** -0.5)
+        assert found.shape == expected.shape
+        assert (found.double() - expected).abs().max() < 4e-6
     assert not cpu_attention.supports(keys.to("meta"), keys.to("meta"))
-    wide = torch.zeros(1, 2, 32 * cpu_jit.lanes() * 2)
-    assert not cpu_attention.supports(wide, wide)
+    wide = inputs(torch.float32, 64 * cpu_jit.lanes(), 2, 1, 3, 20)
+    assert cpu_attention.supports(*wide[1:3])
+    error = cpu_attention.attend(*wide).double() - exact(*wide, wide[0].shape[2] ** -0.5)
+    assert error.abs().max() < 4e-6
+
+
+@pytest.mark.parametrize("head_dim", [6, 24])
+def test_a_row_of_short_heads_has_the_same_bits_alone(head_dim: int) -> None:
+    queries, keys, values, mask = inputs(torch.bfloat16, head_dim, 8, 4, 5, 40)
+    together = cpu_attention.attend(queries, keys, values, mask)
+    for row in range(5):
+        seen = mask[row]
+        one, own = queries[:, row : row + 1], (keys[:, seen], values[:, seen])
+        assert torch.equal(cpu_attention.attend(one, *own, seen[None, seen])[0], together[row])

@@ -7,12 +7,18 @@ import torch
 from specexec_kernels.formats.fp4 import Fp4
 from torch import Tensor, nn
 
-from specexec_cli.models.activation import replace_activations
 from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.quantized import QuantizedLinear
 
 EXPERTS, HIDDEN, INNER = 7, 64, 96
+
+
+def _silu() -> nn.Module:
+    found = nn.SiLU()
+    use_own_bits(found)
+    return found
 
 
 def block(dtype: torch.dtype, up: torch.dtype | None = None) -> PerExpert:
@@ -26,8 +32,7 @@ def block(dtype: torch.dtype, up: torch.dtype | None = None) -> PerExpert:
             weight = torch.randn(outputs, inputs).to((up if name == "up" else None) or dtype)
             linears[name].weight = nn.Parameter(weight, requires_grad=False)
         experts.append(linears)
-    found = PerExpert(experts, _ActTimesUp(nn.SiLU()))
-    replace_activations(found)
+    found = PerExpert(experts, _ActTimesUp(_silu()))
     return found
 
 
@@ -74,8 +79,7 @@ def test_packed_experts_with_biases(count: int, computed: torch.dtype) -> None:
         nn.ModuleDict({"gate": packed(seed), "up": packed(seed + 10), "down": packed(seed + 20)})
         for seed in range(4)
     )
-    moe = PerExpert(experts, _ActTimesUp(nn.SiLU()))
-    replace_activations(moe)
+    moe = PerExpert(experts, _ActTimesUp(_silu()))
     rows = torch.randn(count, HIDDEN).to(computed)
     weights, index = torch.rand(count, 4).topk(2, dim=-1)
     known = [moe.weights_of(number) for number in range(4)]
