@@ -76,6 +76,40 @@ def usable_cores() -> int:
     return cores
 
 
+def all_cores() -> int:
+    """Cores of the machine, whether or not this process may run on them."""
+    return os.cpu_count() or 1
+
+
+def user_seconds() -> float | None:
+    """Seconds that all cores together have spent on programs since the machine began.
+
+    Time that a virtual machine's cores were taken from it is among them; the kernel's own is not,
+    for it also works for those who read from a disk. None where the system does not tell (macOS).
+    """
+    found = re.match(r"cpu +(\d+) (\d+)(?: \d+){5} (\d+)", _read(Path("/proc/stat")))
+    if found is None:
+        return None
+    user, nice, steal = (int(ticks) for ticks in found.groups())
+    return (user + nice + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def disk_bytes(folder: Path) -> int | None:
+    """Bytes that the disk of a folder has read and written since the machine began.
+
+    None where the system does not tell, or the folder is not on one disk.
+    """
+    try:
+        device = folder.stat().st_dev
+    except OSError:
+        return None
+    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    if (place / "partition").is_file():
+        place = place.resolve().parent
+    counts = _read(place / "stat").split()
+    return 512 * (int(counts[2]) + int(counts[6])) if len(counts) > 6 else None
+
+
 def total_ram_bytes() -> int:
     """Physical memory, or the smallest limit set on this process."""
     return min([physical_ram_bytes(), *(limit for limit, _ in _memory_limits())])

@@ -7,10 +7,10 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +33,8 @@ from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.probe import probe_ssd
-from specexec_cli.planning.rates import keep_flops, load_rates, rates_file
+from specexec_cli.planning.quiet import QuietCheck
+from specexec_cli.planning.rates import load_rates, new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
@@ -44,7 +45,6 @@ Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
 
 _ROCM = "torch {} is built for ROCm, and AMD's GPUs are not supported"
-_UNDISTURBED = 0.9  # of the time that a calibration takes, in which its thread computes
 _LINK_PROBE_BYTES = 64 << 20
 _SSD_PROBE_S = 0.3
 _SMALL_SSD_PROBE_S = 0.05  # of files that are read faster than a long probe takes
@@ -188,7 +188,7 @@ def prepare(
             tokenizers[folder] = load_tokenizer(folder)
         return tokenizers[folder]
 
-    site = this_site([pick_device(name) for name in devices or [request.device]], copies)
+    site = this_site([pick_device(name) for name in devices or [request.device]], copies, notice)
     request = with_best_draft(request, site, notice, copy_obstacle)
     _check_before_download(request, site)
     decision = resolve(
@@ -231,11 +231,14 @@ def _check_before_download(request: Request, site: Site) -> None:
         check_own_copy(known, models_file=request.models_file)
 
 
-def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
+def this_site(
+    devices: Sequence[torch.device], copies: int = 1, notice: Notice = lambda text: None
+) -> Site:
     """This machine as one copy of the target sees it: what the fullest device has room for.
 
     Args:
         copies: of the target, in turns on each of the devices.
+        notice: told where something is measured beside other programs, and so not kept.
     """
     device, vram_bytes = devices[0], 0
     if device.type == "cuda":
@@ -256,22 +259,27 @@ def this_site(devices: Sequence[torch.device], copies: int = 1) -> Site:
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
         measure=lambda target, plan: _measured(target, plan, device),
-        calibrate=_calibrate if device.type == "cpu" else None,
+        calibrate=partial(_calibrate, notice) if device.type == "cpu" else None,
     )
 
 
-def _calibrate(dtype: str, packed_bits: int) -> FlopsByRows:
+def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> FlopsByRows:
     """Measures one kind of arithmetic on this CPU, and keeps the result for later runs.
 
     Not where other programs took the CPU meanwhile: this session runs beside them, a later one
     perhaps alone.
     """
-    began_s, worked_s = time.perf_counter(), time.thread_time()
-    points = probe_arithmetic(dtype, packed_bits)
-    took_s, worked_s = time.perf_counter() - began_s, time.thread_time() - worked_s
-    if worked_s >= _UNDISTURBED * took_s:
-        with suppress(OSError):  # a cache: what cannot be kept is measured again
-            keep_flops(rates_file(), arithmetic_name(dtype, packed_bits), points)
+    name = arithmetic_name(dtype, packed_bits)
+    with QuietCheck(computes=True) as check:
+        points = probe_arithmetic(dtype, packed_bits)
+    if check.disturbance:
+        notice(
+            f"{check.disturbance} while arithmetic in {name} was measured: what was found is used "
+            "for this run and not kept"
+        )
+        return points
+    with suppress(OSError):  # a cache: what cannot be kept is measured again
+        save_rates(replace(new_rates(), flops={name: points}), rates_file())
     return points
 
 
@@ -288,8 +296,7 @@ def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[s
     if plan.ssd_bytes:
         small = target.total_bytes < _SMALL_BYTES
         probe = probe_ssd(target.files, _SMALL_SSD_PROBE_S if small else _SSD_PROBE_S)
-        if probe.bytes_per_s > 0:  # on a very busy machine a short probe may end with nothing read
-            found["ssd"] = Setting(probe.bytes_per_s, "measured")
+        found["ssd"] = Setting(probe.bytes_per_s, "measured")
     return found
 
 

@@ -47,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+@pytest.fixture(scope="session", autouse=True)
+def others_unseen() -> Iterator[None]:
+    """What runs beside the tests decides nothing: by default measurements count as undisturbed."""
+    from specexec_cli.planning import quiet
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quiet, "user_seconds", lambda: None)
+        yield
+
+
 SHARED = Path(__file__).parents[2] / "shared"
 
 

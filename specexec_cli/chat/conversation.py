@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from specexec_cli.models.template_worker import SPELLED
+
 Role = Literal["user", "assistant"]
 
 
@@ -128,10 +130,12 @@ def splice(
     tail = text[len(generated.before) + len(reply) :]
     ending = tail.lstrip()
     marker = max((m for m in special_tokens if m and ending.startswith(m)), key=len, default=None)
-    if marker is None or text.count(marker) != tokens.count(special_tokens[marker]):
+    # what a message spells out is text, and has other tokens
+    told, behind = (SPELLED.sub("", each) for each in (text, tail))
+    if marker is None or told.count(marker) != tokens.count(special_tokens[marker]):
         return None
     token = special_tokens[marker]
-    at = [index for index, one in enumerate(tokens) if one == token][-tail.count(marker)]
+    at = [index for index, one in enumerate(tokens) if one == token][-behind.count(marker)]
     if generated.ended and generated.tokens[-1] == token:
         return [*generated.tokens, *tokens[at + 1 :]]
     if ending != tail:  # white space before the marker would need tokens of its own

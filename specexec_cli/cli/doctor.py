@@ -24,14 +24,14 @@ SCHEMA = 1
 def doctor(as_json: options.Json = False) -> None:
     """Look at this machine and measure its disk, memory and arithmetic; takes some seconds.
 
-    What is measured is kept for `specexec plan`.
+    What is measured is kept for `specexec plan`, unless other programs were busy meanwhile.
     """
     from specexec_cli.cli.doctor_report import examine, slow_parts
 
     report = examine(_tell_step if sys.stderr.isatty() and not as_json else lambda step: None)
     slow = slow_parts(report)
     try:
-        save_rates(report.rates, rates_file())
+        save_rates(report.kept_rates, rates_file())
     except OSError as error:
         slow.append(f"The measured rates cannot be kept in {rates_file()}: {error.strerror}.")
     if as_json:

@@ -27,7 +27,8 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.arithmetic import PACKED_BITS, arithmetic_name, knee_rows
+from specexec_cli.planning.arithmetic import PACKED_BITS, FlopsByRows, arithmetic_name, knee_rows
+from specexec_cli.planning.quiet import QuietCheck
 from specexec_cli.planning.rates import Rates, new_rates
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
@@ -36,6 +37,9 @@ LITTLE_DISK_BYTES = 20_000_000_000
 HUB_TIMEOUT_S = 4.0
 # A 7B model in 16-bit weights, the yardstick of the advice.
 _7B_BYTES, _7B_WEIGHTS = 13_000_000_000, 6_476_000_000
+
+# What is measured at once.
+_DISK, _CPU, _LINK = "the disk", "memory and arithmetic", "the link to the GPU"
 
 Step = Callable[[str], None]
 
@@ -61,19 +65,41 @@ class Report:
     hub: str  # its address
     hub_error: str  # empty if reachable
     rates: Rates
+    # what was measured while other programs worked -> what they took
+    disturbed: dict[str, str] = field(default_factory=dict)
     kernels: dict[str, str] = field(default_factory=dict)  # operation -> what runs it here
     triton_obstacle: str | None = None  # why the GPU does without Triton's kernels
+
+    @property
+    def kept_rates(self) -> Rates:
+        """The rates without those that were measured while other programs worked."""
+        none: dict[str, Any] = {}
+        for name in self.disturbed:
+            none |= dict.fromkeys(_RATES_OF[name])
+        return replace(self.rates, **none)
+
+
+# what is measured at once -> fields of Rates
+_RATES_OF = {
+    _DISK: ("ssd_bytes_per_s",),
+    _CPU: ("memory_bytes_per_s", "flops"),
+    _LINK: ("link_bytes_per_s",),
+}
 
 
 def examine(step: Step) -> Report:
     """Look at everything and measure the links; `step` is told what is being measured."""
     from huggingface_hub import constants
 
-    step("the disk")
+    checks: dict[str, QuietCheck] = {}
+    step(_DISK)
     cache = Path(constants.HF_HUB_CACHE)
-    disk_rate, direct, disk_error = _measure_disk(_existing(cache))
-    step("memory and arithmetic")
-    memory, flops, link, sees_gpu = _measure_compute()
+    checks[_DISK] = QuietCheck(_existing(cache))
+    disk_rate, direct, disk_error = _measure_disk(_existing(cache), checks[_DISK])
+    step(_CPU)
+    checks[_CPU], checks[_LINK] = QuietCheck(computes=True), QuietCheck()
+    memory, flops = _measure_cpu(checks[_CPU])
+    link, sees_gpu = _measure_link(checks[_LINK])
     step("the hub")
     hub_error = "offline mode is set" if constants.is_offline_mode() else ask(constants.ENDPOINT)
     return Report(
@@ -98,6 +124,9 @@ def examine(step: Step) -> Report:
             new_rates(), ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory,
             link_bytes_per_s=link, flops=flops,
         ),
+        disturbed={
+            name: check.disturbance for name, check in checks.items() if check.disturbance
+        },
         **_kernels(sees_gpu),
     )  # fmt: skip
 
@@ -125,35 +154,44 @@ def _kernels(gpu: bool) -> dict[str, Any]:
     }
 
 
-def _measure_disk(folder: Path) -> tuple[float | None, bool | None, str]:
+def _measure_disk(folder: Path, check: QuietCheck) -> tuple[float | None, bool | None, str]:
+    """Read rate, whether O_DIRECT works, and what prevented either."""
     from specexec_cli.planning.probe import probe_folder
 
     try:
-        found = probe_folder(folder)
+        with check:
+            found = probe_folder(folder)
     except SpecexecError as error:  # a full or read-only disk is a finding, not a failure
         return None, None, with_mend(error)
+    check.own_bytes = found.n_bytes
     return found.bytes_per_s, found.direct, ""
 
 
-def _measure_compute() -> tuple[
-    float, dict[str, tuple[tuple[int, float], ...]], float | None, bool
-]:
-    """Memory rate, arithmetic by its name, host to GPU rate, GPU there."""
+def _measure_cpu(check: QuietCheck) -> tuple[float, dict[str, FlopsByRows]]:
+    """Memory rate, and arithmetic by its name."""
+    from specexec_cli.models import arithmetic_probe
+    from specexec_cli.planning.probe import probe_memory
+
+    with check:
+        flops = {
+            arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
+            for name in ("float32", "bfloat16")
+            for bits in (0, *PACKED_BITS)
+        }
+        return probe_memory(), flops
+
+
+def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
+    """Rate from RAM to the GPU, and whether there is one."""
     import torch
 
     from specexec_cli.loading import sees_cuda
-    from specexec_cli.models import arithmetic_probe
     from specexec_cli.planning.link_probe import probe_link
-    from specexec_cli.planning.probe import probe_memory
 
-    flops = {
-        arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
-        for name in ("float32", "bfloat16")
-        for bits in (0, *PACKED_BITS)
-    }
-    sees_gpu = sees_cuda()
-    link = probe_link(torch.device("cuda", 0)) if sees_gpu else None
-    return probe_memory(), flops, link, sees_gpu
+    if not sees_cuda():
+        return None, False
+    with check:
+        return probe_link(torch.device("cuda", 0)), True
 
 
 def ask(address: str) -> str:
@@ -198,10 +236,13 @@ def _slow_compute(report: Report) -> list[str]:
             f"Triton's kernels do not run on the GPU ({report.triton_obstacle}): PyTorch stands in "
             "for them, and 4-bit weights are unpacked before every product."
         )
-    if report.load > 1.5 * report.cpu.cores:
+    if report.disturbed:
+        told = ", ".join(
+            f"{what} while {name} was measured" for name, what in report.disturbed.items()
+        )
         found.append(
-            f"The machine is busy (load {report.load:.1f} on {report.cpu.cores} cores): everything "
-            "measured here is less than it can do."
+            f"The machine is busy: {told}. These figures are less than it can do and are not kept; "
+            "those of a quieter time stay."
         )
     flops = report.rates.flops or {}
     best = {name: max((rate for _, rate in points), default=0.0) for name, points in flops.items()}

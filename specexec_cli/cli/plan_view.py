@@ -144,7 +144,8 @@ def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
         table.add_row("  to", figure(speed.high), figure(rate.high), "easy text")
     table.add_row("without", figure(speed.plain), "1", "" if rate else "no draft model")
     for run in runs[-_SHOWN_RUNS:]:
-        how = f"{run.date}, offload {run.offload}, {run.device}"
+        busy = ", beside other programs" if run.busy else ""
+        how = f"{run.date}, offload {run.offload}, {run.device}{busy}"
         table.add_row("reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), how)
     return table
 

@@ -84,11 +84,12 @@ class Learned:
             self._cost = IterationCost(self._cost_prior())
         return self._cost
 
-    def save(self, path: Path, machine: str) -> None:
+    def save(self, path: Path, machine: str, *, costs_too: bool = True) -> None:
         """Writes what was learned to a file, for later sessions.
 
         Args:
             machine: how this session runs; costs of others stay as they are.
+            costs_too: otherwise those of this machine stay as well.
         Raises:
             OSError: the folder cannot be written.
         """
@@ -96,7 +97,7 @@ class Learned:
             _, costs = _read(path)
         except ValueError:  # it is replaced
             costs = {}
-        if self._cost is not None:
+        if self._cost is not None and costs_too:
             costs[machine] = self._cost
         value = {
             "schema": SCHEMA,

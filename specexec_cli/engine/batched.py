@@ -147,6 +147,8 @@ class Batched:
 
     def _serve(self) -> None:
         while True:
+            if not self._texts:
+                self._session.quiet.pause()
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._texts or self._closed)
                 self._drop_cancelled()
@@ -157,6 +159,7 @@ class Batched:
                 return
             self._admit()
             if self._texts:
+                self._session.quiet.begin()
                 self._pass()
 
     def _drop_cancelled(self) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class SsdProbe:
 
     bytes_per_s: float
     direct: bool
+    n_bytes: int = 0  # that the disk moved for it
 
 
 def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
@@ -57,8 +58,8 @@ def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
         pieces = _random_pieces([file for file in files if file.n_bytes])
         for _ in range(READER_THREADS):
             buffers.append(HugeBuffer(PIECE_BYTES, "the probe's buffer", _MEND))
-        rate = _read_rate(pieces, buffers, seconds)
-        return SsdProbe(rate, not refused)
+        n_bytes, took_s = _read_for(pieces, buffers, seconds)
+        return SsdProbe(n_bytes / took_s, not refused, n_bytes)
     finally:
         for file in files:
             file.close()
@@ -81,7 +82,8 @@ def probe_folder(folder: Path, seconds: float = 1.0) -> SsdProbe:
             for _ in range(_TEMPORARY_BYTES // len(block)):
                 file.write(block)
             os.fsync(file.fileno())
-            return probe_ssd([Path(file.name)], seconds)
+            found = probe_ssd([Path(file.name)], seconds)
+            return replace(found, n_bytes=found.n_bytes + _TEMPORARY_BYTES)
     except OSError as error:
         raise StreamError(f"cannot write to {folder} to measure it: {error.strerror}") from None
 
@@ -106,9 +108,10 @@ def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile
     return take
 
 
-def _read_rate(
+def _read_for(
     take: Callable[[], tuple[DirectFile, int, int]], buffers: Sequence[HugeBuffer], seconds: float
-) -> float:
+) -> tuple[int, float]:
+    """Reads for about so many seconds, a thread for each buffer; bytes, and the seconds it took."""
     lock = threading.Lock()
     total = 0
     errors: list[BaseException] = []
@@ -118,12 +121,14 @@ def _read_rate(
     def read(buffer: HugeBuffer) -> None:
         nonlocal total
         try:
-            while time.perf_counter() < deadline and not errors:
+            while not errors:
                 with lock:
                     file, start, stop = take()
                 count = file.read_into(buffer.view[: stop - start], start, stop)
                 with lock:
                     total += count
+                if time.perf_counter() >= deadline:  # each reads one piece at least
+                    return
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error.with_traceback(None))
 
@@ -134,7 +139,7 @@ def _read_rate(
         thread.join()
     if errors:
         raise errors[0]
-    return total / (time.perf_counter() - started)
+    return total, time.perf_counter() - started
 
 
 def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:

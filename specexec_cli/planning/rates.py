@@ -68,11 +68,16 @@ def new_rates() -> Rates:
 
 
 def save_rates(rates: Rates, path: Path) -> None:
-    """Keep the rates for later runs.
+    """Keep the rates for later runs; of what was not measured, what is kept already stays.
 
     Raises:
         OSError: the folder cannot be written.
     """
+    older = load_rates(path)
+    if older is not None:
+        new = {name: value for name, value in asdict(rates).items() if value is not None}
+        flops = {**(older.flops or {}), **(rates.flops or {})} or None
+        rates = replace(older, **new | {"flops": flops})
     write_json(path, asdict(rates), indent=2)
 
 
@@ -126,13 +131,3 @@ def _points(value: Any) -> FlopsByRows:
     if not all(is_number(rate, _LEAST, _MOST) for _, rate in points):
         raise ValueError("no arithmetic is so fast")
     return points
-
-
-def keep_flops(path: Path, name: str, points: FlopsByRows) -> None:
-    """Keep how fast one kind of arithmetic is, beside what is kept already.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
-    rates = load_rates(path) or new_rates()
-    save_rates(replace(rates, flops={**(rates.flops or {}), name: points}), path)

@@ -29,6 +29,7 @@ class Run:
     tokens: int
     passes: int
     seconds: float
+    busy: bool = False  # other programs were, meanwhile
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,6 +70,5 @@ def load_runs(path: Path) -> Sequence[Run]:
 def _usable(run: Run) -> bool:
     words = (run.date, run.offload, run.device)
     numbers = (run.tokens, run.passes, run.seconds)
-    return all(type(word) is str for word in words) and all(
-        is_number(number, _LEAST, _MOST) for number in numbers
-    )
+    words_right = all(type(word) is str for word in words) and type(run.busy) is bool
+    return words_right and all(is_number(number, _LEAST, _MOST) for number in numbers)

@@ -17,8 +17,9 @@ from llguidance import LLMatcher
 from specexec_cli.chat.thinking import CLOSE, OPEN
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.text import Engine, Running, TextRequest
-from specexec_cli.errors import ConfigError
+from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.models.channels import has_channels
+from specexec_cli.models.templates import Templates
 from specexec_cli.serve.answers import Spelling
 from specexec_cli.serve.api_errors import ApiError, api_error
 from specexec_cli.serve.bodies import ChatBody, CompletionBody
@@ -69,7 +70,9 @@ class Service:
         self.models = {self.model, Path(pair.target.name).name}
         self.draft = Path(pair.draft_name).name if pair.draft_name is not None else None
         self.tokenizer = copy.deepcopy(session.tokenizer)
-        self._encoder = PromptEncoder(self.tokenizer, self.model)
+        self._templates = Templates()
+        self._templates.start()
+        self._encoder = PromptEncoder(self.tokenizer, self.model, self._templates)
         self._vocab_size, self._eos_ids = session.vocab_size, session.eos_ids
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-encoder")
         self._grammar_threads = ThreadPoolExecutor(
@@ -97,7 +100,7 @@ class Service:
     async def _within(self, threads: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except ConfigError as error:
+        except SpecexecError as error:
             raise api_error(error) from error
 
     def check_model(self, name: str | None) -> None:
@@ -238,7 +241,9 @@ class Service:
         """Ends the engine and the threads; idempotent. Waits for no grammar."""
         self.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
+        self._templates.close()  # what runs now ends; what would come next is cancelled
         self._thread.shutdown(wait=True, cancel_futures=True)
+        self._templates.close()
 
 
 def sampling_of(body: ChatBody | CompletionBody, defaults: SamplingConfig) -> SamplingConfig:

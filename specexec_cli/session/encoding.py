@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import encode_marked_chat, mark_control_tokens
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.channels import has_channels, without_thinking
+from specexec_cli.models.template_worker import SPELLED
+from specexec_cli.models.templates import Template, Templates, shared
 
 
 class PromptEncoder:
@@ -17,11 +21,17 @@ class PromptEncoder:
     Args:
         tokenizer: the target's.
         model: the target's name, for errors.
+        templates: where its chat template runs; with others' unless given.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, model: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, model: str, templates: Templates | None = None
+    ) -> None:
         self.tokenizer = tokenizer
         self._model = model
+        self._templates = templates
+        self._template: Template | None = None  # the last one
+        self._spelled: dict[str, list[int]] = {}  # tokens of the spelling of a special token
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a raw completion prompt, with the tokenizer's own beginning-of-text token."""
@@ -41,8 +51,37 @@ class PromptEncoder:
         return dict(self.tokenizer.get_added_vocab())
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of text that spells out its special tokens, as a chat template writes it."""
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        """Tokens of text as `render_chat` writes it, special tokens by their spelling.
+
+        Those that a message spelled are text: they have the tokens of their letters.
+        """
+        first, *rest = SPELLED.split(text)
+        tokens = list(self.tokenizer.encode(first, add_special_tokens=False))
+        if not rest:
+            return tokens
+        # behind a line break, since some tokenizers put a blank before whatever they are given
+        before = self.tokenizer.encode("\n", add_special_tokens=False)
+        texts, spelled = rest[1::2], rest[::2]  # the latter None where a template parted two marks
+        behind = self.tokenizer([f"\n{text}" for text in texts], add_special_tokens=False)
+        for token, text, found in zip(spelled, texts, behind["input_ids"], strict=True):
+            if token:
+                tokens += self._letters(token)
+            if found[: len(before)] == before:
+                tokens += found[len(before) :]
+            else:
+                tokens += self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
+
+    def _letters(self, token: str) -> list[int]:
+        """Tokens of a special token's spelling as text."""
+        if token not in self._spelled:
+            marked = mark_control_tokens(token, re.compile(re.escape(token)))
+            try:
+                self._spelled[token] = encode_marked_chat(self.tokenizer, marked)
+            except ValueError:  # the letters together make the token
+                apart = self.tokenizer(list(token), add_special_tokens=False)["input_ids"]
+                self._spelled[token] = [one for letter in apart for one in letter]
+        return self._spelled[token]
 
     def render_chat(
         self,
@@ -57,14 +96,19 @@ class PromptEncoder:
             tools: JSON schemas of functions that the model may call, as OpenAI's API has them.
             thinking: what templates of models that think read besides: enable_thinking (Qwen3)
                 and reasoning_effort (gpt-oss).
+        Returns:
+            text for `encode_rendered`; special tokens that a message spells are marked in it.
         Raises:
             ConfigError: the model has no chat template, or it refuses these messages.
+            CheckpointError: the template takes too long, or too much memory.
         """
         if not getattr(self.tokenizer, "chat_template", None):
             raise ConfigError(
                 f"{self._model} has no chat template: it is a base model. Use a chat "
                 "or instruct model, or continue raw text: generate without `chat`"
             )
+        if not messages:
+            raise ConfigError("a conversation has at least one message")
         if has_channels(self.tokenizer):
             messages = [
                 {**each, "content": without_thinking(each["content"])}
@@ -72,17 +116,27 @@ class PromptEncoder:
                 else each
                 for each in messages
             ]
+        # many templates write out a value that is None
+        told = [{name: each[name] for name in each if each[name] is not None} for each in messages]
+        variables = {**self.tokenizer.special_tokens_map, **(thinking or {})}
+        return (self._templates or shared()).render(
+            self._chosen(with_tools=tools is not None), told, tools, variables
+        )
+
+    def _chosen(self, *, with_tools: bool) -> Template:
+        """The template for such a conversation, of which a model may have several."""
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=list(tools) if tools is not None else None,
-                **(thinking or {}),
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
-            raise ConfigError(
-                f"the chat template of {self._model} refuses this conversation: {error}"
-            ) from error
-        assert isinstance(text, str)
-        return text
+            source = self.tokenizer.get_chat_template(None, [] if with_tools else None)
+        except ValueError as error:
+            raise ConfigError(f"{self._model} cannot chat: {error}") from error
+        if self._template is None or self._template.source != source:
+            added = self.tokenizer.added_tokens_decoder.values()
+            self._template = Template(
+                model=self._model,
+                source=source,
+                special=[one.content for one in added if one.special],
+                # white space that is a token by itself stands in templates as white space
+                named=[one.content for one in added if one.content.strip() in source
+                       and one.content.strip() and not one.special],
+            )  # fmt: skip
+        return self._template

@@ -36,9 +36,12 @@ class LearnedFile:
         learned.load(self._path, self._machine)
 
     def save(self, learned: Learned, run: Run) -> None:
-        """Keeps it for later sessions, and what this one reached."""
+        """Keeps it for later sessions, and what this one reached.
+
+        What iterations cost beside other busy programs is not kept: a later session may be alone.
+        """
         try:
-            learned.save(self._path, self._machine)
+            learned.save(self._path, self._machine, costs_too=not run.busy)
             keep_run(self._runs, run)
         except OSError as error:
             self._notice(

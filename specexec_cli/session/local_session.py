@@ -32,6 +32,7 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.planning.quiet import QuietCheck
 from specexec_cli.planning.reached import Run, runs_file
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
@@ -55,6 +56,7 @@ class LocalSession(TextSession):
         self._drafter: SessionDrafter | None = None
         self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
         self._learned_file: LearnedFile | None = None
+        self.quiet = QuietCheck()  # open while texts are written
         self._expert_counts: ExpertCounts | None = None
         self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
         self._experts_before = (0, 0)  # asked for and held, when the generation began
@@ -153,9 +155,10 @@ class LocalSession(TextSession):
         self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         position = len(request.prompt)
-        for step in self._decoded(request, sampler):
-            yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
-            position += len(step.tokens)
+        with self.quiet:
+            for step in self._decoded(request, sampler):
+                yield replace(step, logprobs=sampler.recorded(position, len(step.tokens)))
+                position += len(step.tokens)
 
     def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
         """The steps of the method, whose tokens the sampler draws."""
@@ -271,6 +274,7 @@ class LocalSession(TextSession):
             tokens=sum(stats.generated_tokens - stats.first_tokens for stats in drafted),
             passes=sum(stats.target_passes - 1 for stats in drafted),
             seconds=sum(stats.total_s - stats.ttft_s for stats in drafted),
+            busy=bool(self.quiet.disturbance),
         )
 
     def _close(self) -> None:

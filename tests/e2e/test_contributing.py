@@ -14,22 +14,32 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import chain_logits, open_float32, random_tokens, save_checkpoint
+from checkpoints import (
+    architecture,
+    chain_logits,
+    open_float32,
+    random_tokens,
+    random_tree,
+    save_checkpoint,
+)
 from quantized_checkpoints import edit_quantization, save_quantized
 from row_checkpoints import save_packed_by
 from specexec_kernels import cpu_rows, formats
 from specexec_kernels.formats.base import PackedWeight
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
-from specexec_cli.core import StepResult
+from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting import sources
 from specexec_cli.drafting.policies import POLICIES, policies_for, registry
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.models.layer_state import LAYER_STATES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import architectures, packed_formats
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.session import Session, TextSession
+from specexec_cli.verify.verifier import LocalTarget
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +57,7 @@ def own_tables() -> Iterator[None]:
     """Every registry is after a test as it was before."""
     tables: list[dict[str, Any]] = [
         architectures._table, registry._table, sources._table, packed_formats._table,
-        formats._table,
+        formats._table, LAYER_STATES,
     ]  # fmt: skip
     before = [dict(table) for table in tables]
     yield
@@ -155,6 +165,46 @@ def test_the_example_of_a_draft_source() -> None:
         assert sum(sum(step.drafted) for step in found) > 0
         with pytest.raises(ConfigError, match=f"cannot size the trees of method {name}: use fixed"):
             session.generate("x", tree=replace(tree, policy="cost"), method=name)
+
+
+@torch.no_grad()
+def test_the_example_of_a_layer_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node's logits are those of its path alone, and so is what follows a commit and a crop."""
+    kind, attend = added_by("layer state", LAYER_STATES), LlamaAttention.forward
+
+    def forward(self: Any, hidden_states: torch.Tensor, **told: Any) -> Any:
+        if self.layer_idx != 1:
+            return attend(self, hidden_states, **told)
+        sums = told["past_key_values"].layers[1].run(self.q_proj(hidden_states))
+        return self.o_proj(torch.tanh(sums)), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    config = architecture("llama")
+    config.layer_types = ["full_attention", kind, "full_attention"]
+    save_checkpoint(tmp_path, config)
+    model, text, tree = open_float32(tmp_path), random_tokens(9), random_tree(12, seed=1)
+    target, alone = LocalTarget(model), LocalTarget(model)
+    logits = target.verify(text, tree)
+    paths: list[tuple[int, ...]] = [()]  # of the root and of each node
+    for token, parent in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        paths.append((*paths[parent + 1], token))
+    for found, path in zip(logits, paths, strict=True):
+        assert torch.equal(found, read_anew(alone, [*text, *path]))
+    node = int(tree.parents.max())
+    accepted = [node]
+    while (parent := int(tree.parents[accepted[0]])) >= 0:
+        accepted.insert(0, parent)
+    target.commit(accepted)
+    target.crop(len(text))
+    behind = target.verify([5], DraftTree.empty())[-1]
+    assert torch.equal(behind, read_anew(alone, [*text, 5]))
+    model.close()
+
+
+def read_anew(target: LocalTarget, tokens: list[int]) -> torch.Tensor:
+    """The logits behind a text."""
+    target.crop(0)
+    return target.verify(tokens, DraftTree.empty())[-1]
 
 
 def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:

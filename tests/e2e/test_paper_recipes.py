@@ -66,13 +66,13 @@ def test_the_claim_holds_on_the_demo_pair(lab: Lab, name: str) -> None:
 def test_a_direction_that_is_lost_is_told() -> None:
     # of two standard errors, 0.1 each, of the difference: 0.28
     taus = {(PAPER, 16): 3.0, (SPECINFER, 16): 3.0, (PAPER, 64): 3.5, (SPECINFER, 64): 3.7}
-    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, (), 0) for key, tau in taus.items()}
+    greedy = {("c4", 0.0, *key): Rate(tau, 0.1, [(tau, 1)], 0) for key, tau in taus.items()}
     assert [claim.held for claim in grows(greedy)] == [True, False]
-    rates = {("c4", 0.6, *key): Rate(tau, 0.1, (), 0) for key, tau in taus.items()}
+    rates = {("c4", 0.6, *key): Rate(tau, 0.1, [(tau, 1)], 0) for key, tau in taus.items()}
     assert [claim.held for claim in grows(rates)] == [True, True]
-    rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, (), 0)
+    rates["c4", 0.6, SPECINFER, 64] = Rate(3.8, 0.1, [(3.8, 1)], 0)
     assert [claim.held for claim in grows(rates)] == [True, False]
-    rates["c4", 0.6, PAPER, 64] = Rate(2.9, 0.1, (), 0)
+    rates["c4", 0.6, PAPER, 64] = Rate(2.9, 0.1, [(2.9, 1)], 0)
     assert [claim.held for claim in grows(rates)] == [False, False]
 
 

@@ -52,6 +52,13 @@ def test_theorem_2_never_slower_than_speculative_inference(accepted, draft, look
     assert run_dsi(latencies, accepted, lookahead, ENOUGH).seconds <= si
 
 
+def test_theorem_2_does_not_hold_where_drafts_take_longer_than_a_pass():
+    """k c = 4 and t = 3. SI has three tokens after 4 + 3 and the last one after 3 more: 10."""
+    latencies, accepted = Latencies(target_s=3, draft_s=2), [True, True, False, False]
+    assert run_speculative(latencies, accepted, 2).seconds == 10
+    assert run_dsi(latencies, accepted, 2, ENOUGH).seconds == 12
+
+
 @settings(max_examples=200, deadline=None)
 @given(accepted=acceptances, draft=st.integers(1, 10), more=st.integers(1, 30))
 def test_proposition_1_for_every_finite_text(accepted, draft, more):

@@ -27,6 +27,7 @@ from specexec_cli.lab.bench.results import ResultsFile, read_results
 from specexec_cli.lab.bench.schema import problems
 from specexec_cli.lab.bench.summary import summarize
 from specexec_cli.lab.bench.tables import aligned, render
+from specexec_cli.lab.papers.lab import rate
 
 GREEDY = SamplingConfig()
 
@@ -260,6 +261,25 @@ def test_json_and_csv_hold_every_metric():
     assert [line["label"] for line in lines] == ["autoregressive", "specexec 8/4", "chain 4"]
     assert float(lines[1]["tokens_per_s_mean"]) == 2.0
     assert float(lines[1]["speedup"]) == pytest.approx(3.0)
+
+
+def test_a_rate_of_several_runs_is_named_by_how_it_was_averaged():
+    """Three tokens in one pass, five in five: 8 in 6 together, and 2 on average."""
+    runs = [
+        row(case("specexec", 8, 4), [step(3, 8)], 1.0, prompt="a"),
+        row(case("specexec", 8, 4), [step(1, 8)] * 5, 5.0, prompt="b"),
+    ]
+    (summary,) = summarize(runs)
+    assert summary["generation_rate"] == {"micro": pytest.approx(8 / 6), "macro": 2.0}
+    header, line = render([summary], "table", []).split("\n")[:2]
+    for column, shown in (("tok/pass micro", "1.33"), ("macro", "2.00")):
+        end = header.index(column) + len(column)
+        assert line[:end].endswith(f" {shown}"), column
+    (cells,) = csv.DictReader(io.StringIO(render([summary], "csv", [])))
+    assert float(cells["generation_rate_micro"]) == pytest.approx(8 / 6)
+    assert float(cells["generation_rate_macro"]) == 2.0
+    assert str(rate(runs)).endswith("micro, 2.00 macro")
+    assert str(rate(runs)).startswith("1.33 ±")
 
 
 def test_the_table_divides_the_numbers_that_it_shows():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from busy_machine import Fake
 from typer.testing import CliRunner
 
 from specexec_cli.cli import doctor as doctor_module
@@ -15,6 +16,7 @@ from specexec_cli.cli.doctor import doctor, named_findings
 from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
+from specexec_cli.planning import probe
 from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.rates import Rates, load_rates
 
@@ -58,7 +60,9 @@ SLOW_BF16 = {"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1e10), (128, 5
         ({"torch_sees_gpu": False}, "(CUDA 13: R580; here: 570)"),
         ({"gpus": (replace(CARD, pcie_width=4),)}, "GPU 0 has 4 of 16 PCIe lanes"),
         ({"triton_obstacle": "too old"}, "Triton's kernels do not run on the GPU (too old)"),
-        ({"load": 40.0}, "The machine is busy (load 40.0 on 16 cores)"),
+        ({"disturbed": {"the disk": "other programs moved 2.0 GB on the disk"}},
+         "The machine is busy: other programs moved 2.0 GB on the disk while the disk was measured."
+         " These figures are less than it can do and are not kept"),
         ({"ram_bytes": 4 * GB}, "may use 4.0 GB of the machine's 64.0 GB (a cgroup or ulimit)"),
         ({"huge_pages": "never"}, "Huge pages are off"),
         ({"rates": replace(HEALTHY.rates, ssd_bytes_per_s=5e8)}, "reads 500 MB/s, so a pass over a "
@@ -109,7 +113,6 @@ def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     from huggingface_hub import constants
 
     from specexec_cli.models import arithmetic_probe
-    from specexec_cli.planning import probe
 
     kept = tmp_path / "kept" / "rates.json"
     monkeypatch.setattr(doctor_module, "rates_file", lambda: kept)
@@ -145,6 +148,23 @@ def test_json_is_one_object_and_rates_are_kept(quick_machine: Path) -> None:
     )  # fmt: skip
 
 
+def test_what_was_measured_on_a_busy_machine_is_shown_and_not_kept(
+    quick_machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run()
+    quiet = load_rates(quick_machine)
+    busy = Fake(others_cores=0.5)
+    busy.install(monkeypatch)
+    monkeypatch.setattr(probe, "probe_memory", lambda: busy.passes(2.0) or 1e9)
+    found = json.loads(run("--json"))
+    assert found["disturbed"] == {"memory and arithmetic": "other programs used 25% of the CPU"}
+    assert found["rates"]["memory_bytes_per_s"] == 1e9
+    assert any("25% of the CPU while memory and arithmetic was" in line for line in found["slow"])
+    monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(4e9, True))
+    run()
+    assert load_rates(quick_machine) == replace(quiet, ssd_bytes_per_s=4e9)
+
+
 def test_text_fits_the_terminal(quick_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     text = run()
@@ -156,8 +176,6 @@ def test_text_fits_the_terminal(quick_machine: Path, monkeypatch: pytest.MonkeyP
 def test_a_disk_that_fails_is_a_finding(
     quick_machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specexec_cli.planning import probe
-
     def fail(folder: Path) -> SsdProbe:
         raise StreamError("cannot write to it")
 

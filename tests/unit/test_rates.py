@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from busy_machine import Fake
 
 from specexec_cli import loading
 from specexec_cli.device import CpuInfo
 from specexec_cli.planning import probe, rates
 from specexec_cli.planning.arithmetic import FlopsByRows
 from specexec_cli.planning.probe import probe_flops
-from specexec_cli.planning.rates import keep_flops, load_rates, new_rates, save_rates
+from specexec_cli.planning.rates import load_rates, new_rates, save_rates
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.session import cost_prior
 
@@ -79,7 +80,7 @@ def test_arithmetic_is_of_one_cpu_and_one_set_of_versions(
     assert found is not None
     assert (found.flops, found.memory_bytes_per_s) == (None, None)
     assert found.ssd_bytes_per_s == 2e9
-    keep_flops(kept, "bfloat16", POINTS)
+    save_rates(replace(new_rates(), flops={"bfloat16": POINTS}), kept)
     found = load_rates(kept)
     assert found is not None
     assert found.flops == {"bfloat16": POINTS}
@@ -165,37 +166,34 @@ def test_a_site_measures_what_it_does_not_know_once() -> None:
     assert replace(site, calibrate=None).calibrated("bfloat16", 0).flops == site.flops
 
 
-class Clocks:
-    """The wall's and the thread's, of which the second runs at a share of the first."""
-
-    def __init__(self, share: float) -> None:
-        self.now_s, self.share = 0.0, share
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-    def thread_time(self) -> float:
-        return self.share * self.now_s
-
-    def probe(self, dtype: str, bits: int) -> FlopsByRows:
-        self.now_s += 1.5
-        return POINTS
-
-
-@pytest.mark.parametrize("share", [1.0, 0.95, 0.5])
+@pytest.mark.parametrize(
+    ("share", "others", "told"),
+    [
+        (1.0, 0.0, ""),
+        (0.95, 0.1, ""),
+        (0.5, 0.0, "this program waited for a core 50% of the time"),
+        (1.0, 1.0, "other programs used 50% of the CPU"),
+    ],
+)
 def test_a_session_keeps_what_it_measured_undisturbed(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, share: float
+    kept: Path, monkeypatch: pytest.MonkeyPatch, share: float, others: float, told: str
 ) -> None:
-    clocks = Clocks(share)
+    """By its own thread's clock, and by what others used of two cores."""
+    machine = Fake(thread_share=share, others_cores=others)
+    machine.install(monkeypatch)
     monkeypatch.setattr(loading, "rates_file", lambda: kept)
-    monkeypatch.setattr(loading, "time", clocks)
-    monkeypatch.setattr(loading, "probe_arithmetic", clocks.probe)
-    site = loading.this_site([torch.device("cpu")])
+    monkeypatch.setattr(
+        loading, "probe_arithmetic", lambda dtype, bits: machine.passes(1.5) or POINTS
+    )
+    notices: list[str] = []
+    site = loading.this_site([torch.device("cpu")], notice=notices.append)
     assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
     found = load_rates(kept)
     assert found is not None
-    new = {"bfloat16, 4 bits": POINTS} if share > 0.9 else {}
+    new = {} if told else {"bfloat16, 4 bits": POINTS}
     assert found.flops == {"float32": POINTS} | new
+    line = f"{told} while arithmetic in bfloat16, 4 bits was measured: what was found is used for "
+    assert notices == ([f"{line}this run and not kept"] if told else [])
     assert loading.this_site([torch.device("cpu")]).flops == found.flops
 
 

@@ -108,6 +108,24 @@ def test_with_a_grammar_the_thinking_that_a_template_opens_is_ended(service: Ser
     assert at_once.tokens == tuple(tokens)
 
 
+def test_a_template_without_end_is_an_answer_and_holds_nobody_up(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    good = service.tokenizer.chat_template
+    service.chat_prompt(messages, None)
+    monkeypatch.setattr("specexec_cli.models.templates._MOST_S", 0.2)
+    service.tokenizer.chat_template = (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(ApiError, match=r"the chat template of toy takes more than 0\.2 s") as told:
+        asyncio.run(service.encoding(lambda: service.chat_prompt(messages, None)))
+    assert told.value.status == 500
+    service.tokenizer.chat_template = good
+    monkeypatch.undo()
+    assert service.chat_prompt(messages, None).tokens
+
+
 def test_tokens_are_spelled_by_a_tokenizer_of_their_own(service: Service) -> None:
     body, prompt = CompletionBody(prompt="x"), Prompt(text="x", tokens=(1,))
     service.texts(body, [prompt], 1, None, None)

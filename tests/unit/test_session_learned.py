@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.drafting.iteration_cost import Iteration, IterationCost
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.planning import quiet
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 
@@ -53,6 +56,23 @@ def test_the_next_session_begins_with_what_the_last_one_learned(
     assert write(remember=True) == text
     assert remembered[: len(cost["iterations"])] == cost["iterations"]
     assert len(cost["iterations"]) > 1
+
+
+def test_what_passes_took_beside_other_programs_is_not_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(remember=True)
+    (kept,) = cache.rglob("learned.json")
+    costs = json.loads(kept.read_text())["costs"]
+    kept_trusts = kept.read_text().partition('"costs"')[0]
+    busy = lambda: os.times().user + 1.9 * time.perf_counter()  # noqa: E731
+    monkeypatch.setattr(quiet, "user_seconds", busy)
+    monkeypatch.setattr(quiet, "_SHORTEST_S", 0.0)
+    write(remember=True)
+    assert json.loads(kept.read_text())["costs"] == costs
+    assert kept.read_text().partition('"costs"')[0] != kept_trusts
+    (runs,) = (cache / "specexec" / "runs").iterdir()
+    assert [run["busy"] for run in json.loads(runs.read_text())] == [False, True]
 
 
 def test_nothing_is_kept_unless_asked_for(cache: Path) -> None:

@@ -18,7 +18,8 @@ TIMING: Mapping[str, str] = {
     "tpot_s": "wall time after the first pass, over tokens after the first pass",
     "draft_s": "all passes", "verify_s": "all passes; streaming the weights included",
     "draft_hidden_s": "all passes; drafting while one waited for weights, part of verify_s",
-    "generation_rate": "all passes, bonus tokens included",
+    "generation_rate": "committed tokens per target pass, bonus tokens included; over several runs "
+    "micro is all tokens over all passes, macro the mean of the runs' own rates",
     "excluded": "opening the models, warm-up generations, probing the link; caches are emptied "
     "before each run, so every run prefills its whole prompt",
     "ece": "sum |predicted - accepted| / sum predicted, over ten bins of the probability that a "

@@ -84,7 +84,7 @@ def new_figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
     return figure, axes
 
 
-_RATE: tuple[str, str] = ("generation_rate", "committed tokens per target pass")
+_RATE: tuple[str, str] = ("generation_rate", "committed tokens per target pass, macro")
 _SPEED: tuple[str, str] = ("tokens_per_s", "tokens per second, prefill included")
 
 
@@ -131,7 +131,7 @@ def _time_split(summaries: Sequence[Summary], title: str) -> Any:
                                      "rest of the passes": [], "other": []}  # fmt: skip
     for summary in summaries:
         passes, metrics = summary["passes"], summary["metrics"]
-        tokens = metrics["generation_rate"]["mean"] * passes["target_passes"]
+        tokens = summary["generation_rate"]["micro"] * passes["target_passes"]
         link = summary["link"]["link_bytes_per_s"]
         streamed = metrics["bytes_per_pass"]["mean"] * passes["target_passes"]
         stream_s = min(streamed / link, passes["verify_s"]) if link else 0.0

@@ -67,7 +67,11 @@ def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
         "environment": first["environment"],
         "runs": len(rows),
         "metrics": metrics,
-        "tokens_per_s": _rate(rows),
+        "tokens_per_s": _per(rows, "total_s"),
+        "generation_rate": {
+            "micro": _per(rows, "target_passes"),
+            "macro": metrics["generation_rate"]["mean"],
+        },
         "speedup": _speedup(pairs),
         "predicted_speedup": _predicted(rows, pairs),
         "same_text": _same_text(pairs),
@@ -88,14 +92,14 @@ def _speedup(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any] | None:
     ]
     return {
         **spread(ratios),
-        "overall": _rate([o for o, _ in pairs]) / _rate([b for _, b in pairs]),
+        "overall": _per([o for o, _ in pairs], "total_s") / _per([b for _, b in pairs], "total_s"),
     }
 
 
-def _rate(rows: Sequence[Row]) -> float:
-    """Tokens per second over all runs together."""
-    seconds: float = sum(row["metrics"]["total_s"] for row in rows)
-    return float(sum(row["metrics"]["generated_tokens"] for row in rows)) / seconds
+def _per(rows: Sequence[Row], name: str) -> float:
+    """Tokens of all runs together over a metric of all."""
+    whole: float = sum(row["metrics"][name] for row in rows)
+    return float(sum(row["metrics"]["generated_tokens"] for row in rows)) / whole
 
 
 def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float | None:

@@ -38,6 +38,10 @@ def _tokens_per_s(summary: Summary) -> str:
     return f"{summary['tokens_per_s']:.2f} ±{summary['metrics']['tokens_per_s']['sd']:.2f}"
 
 
+def _rate(average: str) -> Callable[[Summary], str]:
+    return lambda summary: f"{summary['generation_rate'][average]:.2f}"
+
+
 def _quantiles(summary: Summary) -> str:
     found = summary["metrics"]["tokens_per_s"]
     return f"{found['p20']:.2f}/{found['p50']:.2f}/{found['p80']:.2f}"
@@ -80,7 +84,8 @@ COLUMNS: tuple[Column, ...] = (
     ("tok/s", _tokens_per_s),
     ("p20/50/80", _quantiles),
     ("speedup", _speedup),
-    ("tok/pass", _mean("generation_rate")),
+    ("tok/pass micro", _rate("micro")),
+    ("macro", _rate("macro")),
     ("accept", _percent("acceptance_rate")),
     ("tree/depth", _tree),
     ("TTFT s", _mean("ttft_s")),
@@ -138,6 +143,7 @@ def _legend() -> list[str]:
         "tok/s: all tokens over all seconds; the deviation and quantiles are of single runs. "
         "speedup: that over the baseline's at the same prompts, temperature and seeds; in brackets "
         "what Leviathan et al. predict from the acceptance rate.",
+        f"tok/pass: {TIMING['generation_rate']}.",
         "same text: runs whose tokens equal the baseline's; a method that keeps the distribution "
         "only has no such number. RAM: peak of the process.",
         f"ECE: {TIMING['ece']}.",
@@ -199,6 +205,7 @@ def _flat(summary: Summary) -> dict[str, Any]:
         "predicted_speedup": summary["predicted_speedup"],
         "ece_draft": (summary["calibration_errors"] or (None, None))[0],
         "ece": (summary["calibration_errors"] or (None, None))[1],
+        **{f"generation_rate_{name}": rate for name, rate in summary["generation_rate"].items()},
     }  # fmt: skip
     for name, found in summary["metrics"].items():
         statistics: Mapping[str, Any] = found or {}

@@ -15,7 +15,7 @@ from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
 
 if TYPE_CHECKING:
     from specexec_cli.lab.papers.lab import Lab
-    from specexec_cli.lab.simulate.clock import VirtualWorkers
+    from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
     from specexec_cli.lab.simulate.heatmap import Heatmap
 
 _ENOUGH = 64  # target servers: no task ever waits
@@ -92,18 +92,18 @@ def _run(
     models=False,
 )
 def theorems(lab: Lab) -> Finding:
-    """Random texts, text by text; means beside the bound."""
+    """Random texts, text by text; means beside the bound.
+
+    Theorem 2 is asked for at lookahead 1 and at the longest one whose drafts take no longer than a
+    target pass.
+    """
     from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.lab.simulate.clock import Latencies
-    from specexec_cli.lab.simulate.methods import (
-        FakePair,
-        run_autoregressive,
-        run_dsi,
-        run_speculative,
-    )
+    from specexec_cli.lab.simulate.methods import FakePair, run_autoregressive, run_dsi
 
     repeats = 1000 if lab.full else 40
-    rows, over_plain, over_si, over_bound = [], 0, 0, 0
+    rows, over_plain, over_bound = [], 0, 0
+    over_si: list[bool] = []
     ratios: list[float] = []
     for draft, target, acceptance in ((1, 10, 0.6), (1, 10, 0.9), (3, 10, 0.8), (9, 10, 0.5)):
         latencies = Latencies(target_s=target, draft_s=draft)
@@ -115,25 +115,52 @@ def theorems(lab: Lab) -> Finding:
             right = sum(accepted[:-1])
             times.append(seconds)
             over_plain += seconds > run_autoregressive(latencies, _TOKENS).seconds
-            over_si += seconds > run_speculative(latencies, accepted, 1).seconds
+            over_si += [_slower_than_si(latencies, accepted, k) for k in {1, target // draft}]
             over_bound += seconds > draft * right + target * (_TOKENS - right)
         mean = sum(times) / repeats
         bound = dsi_bound_s(target, draft, acceptance, _TOKENS)
         ratios.append(mean / bound)
         rows.append([f"{draft}", f"{target}", f"{acceptance:g}", f"{target * _TOKENS}",
                      f"{bound:.1f}", f"{mean:.1f}"])  # fmt: skip
+    beyond = _beyond_theorem_2(lab.seed, 10 * repeats)
     return Finding(
         tables=[Table(f"Time units of {_TOKENS} tokens, lookahead 1",
                       ["t1", "t2", "p", "t2 N", "proposition 1", "DSI, mean"], rows)],
         claims=[
             Claim(f"theorem 1, text by text ({over_plain} slower)", over_plain == 0),
-            Claim(f"theorem 2, text by text ({over_si} slower)", over_si == 0),
+            Claim("theorem 2, text by text, where the drafts of a lookahead take no longer than a "
+                  f"target pass ({sum(over_si)} of {len(over_si)} slower)", not any(over_si)),
             Claim(f"proposition 1, text by text ({over_bound} over it)", over_bound == 0),
             Claim(f"and it is what DSI takes on average ({min(ratios):.3f} to {max(ratios):.3f} of "
                   "it)", all(abs(ratio - 1) < 0.05 for ratio in ratios)),
         ],
-        notes=["t1, t2: a pass of the drafter and of the target; p: the acceptance rate"],
+        notes=["t1, t2: a pass of the drafter and of the target; p: the acceptance rate",
+               "where drafts of a lookahead take longer than a target pass, which theorem 2 does "
+               f"not exclude, DSI is slower than SI in {beyond} of {10 * repeats} random texts"],
     )  # fmt: skip
+
+
+def _slower_than_si(latencies: Latencies, accepted: Sequence[bool], lookahead: int) -> bool:
+    """Whether DSI takes longer for a text than SI at the same lookahead."""
+    from specexec_cli.lab.simulate.methods import run_dsi, run_speculative
+
+    seconds = run_dsi(latencies, accepted, lookahead, _ENOUGH).seconds
+    return seconds > run_speculative(latencies, accepted, lookahead).seconds
+
+
+def _beyond_theorem_2(seed: int, texts: int) -> int:
+    """Of random texts whose lookahead takes longer than a target pass, those where SI is faster."""
+    from specexec_cli.lab.simulate.clock import Latencies
+
+    numbers = random.Random(seed)
+    slower = 0
+    for _ in range(texts):
+        draft, lookahead = numbers.randint(2, 10), numbers.randint(2, 12)
+        latencies = Latencies(target_s=numbers.randint(draft, lookahead * draft - 1), draft_s=draft)
+        rate = numbers.choice((0.3, 0.6, 0.9))
+        accepted = [numbers.random() < rate for _ in range(numbers.randint(2, 40))]
+        slower += _slower_than_si(latencies, accepted, lookahead)
+    return slower
 
 
 def _heatmaps(lab: Lab, lookahead: int | None, peak: float | None) -> Finding:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from specexec_cli.config import TreeConfig
 from specexec_cli.lab.bench.cases import BASELINE, Case
 from specexec_cli.lab.papers.registry import Claim, Finding, Table, recipe
-from specexec_cli.lab.papers.specexec_rates import PAPER, sampling, tree
+from specexec_cli.lab.papers.specexec_rates import AVERAGES, PAPER, sampling, tree
 
 if TYPE_CHECKING:
     from specexec_cli.drafting.search import Expand, Floats, Frontier, Ints
@@ -189,26 +189,27 @@ def figure_5(lab: Lab) -> Finding:
     budgets, tokens = (16, 64, 256, 1024) if lab.full else (4, 32), lab.tokens(128, 32)
     data = lab.dataset("oasst", chat=False, small=3)
     lines: dict[str, Any] = {}
-    rows = []
+    rows, last = [], {}
     drafts = _DRAFTS.get(lab.session([data], tokens).pair.target.name, _OWN)
     for draft, title in drafts.items():
         cases = [Case(PAPER, tree(size, PAPER, full=lab.full), sampling(0.6, lab.seed), tokens)
                  for size in budgets]  # fmt: skip
         found = [rate(one) for one in lab.rows(cases, data, draft).values()]
-        lines[title] = budgets, [one.tau for one in found], [one.error for one in found]
+        lines[title] = budgets, [one.micro for one in found], [one.error for one in found]
+        last[title] = found[-1]
         rows.append([title, *map(str, found)])
     titles = list(drafts.values())
     better, worse = titles[0], titles[-1]
-    most, least = lines[better][1][-1], lines[worse][1][-1]
+    most, least = last[better], last[worse]
     return Finding(
-        tables=[Table("Committed tokens per pass by budget", ["draft model", *map(str, budgets)],
-                      rows)],
-        claims=[Claim(f"{better} drafts better than {worse} ({most:.2f} against {least:.2f} at "
-                      f"{budgets[-1]})", most > least)],
-        notes=["the paper's draft models are those of `--pair llama2-70b-chat`"],
+        tables=[Table("Committed tokens per target pass by budget, with standard errors of micro",
+                      ["draft model", *map(str, budgets)], rows)],
+        claims=[Claim(f"{better} drafts better than {worse} ({most} against {least} at "
+                      f"{budgets[-1]})", most.micro > least.micro)],
+        notes=["the paper's draft models are those of `--pair llama2-70b-chat`", AVERAGES],
         figures={"": lambda: curves(
             "Draft models of one target, temperature 0.6", "budget",
-            "committed tokens per target pass", lines, doubling=True)},
+            "committed tokens per target pass, micro", lines, doubling=True)},
     )  # fmt: skip
 
 
@@ -237,31 +238,32 @@ def figure_6(lab: Lab) -> Finding:
     by_size = {(case.method, case.tree.max_depth, case.tree.batch): one
                for case, one in taus.items() if case.tree is not None}  # fmt: skip
     table: dict[str, list[list[float]]] = {
-        kind: [[by_size[method, length, count].tau for count in beams] for length in lengths]
+        kind: [[by_size[method, length, count].micro for count in beams] for length in lengths]
         for method, kind in kinds.items()
     }
     rows = [
-        [str(length), *(f"{by_size['beam-pruned', length, count].tau:.2f} / "
-                        f"{by_size['beam', length, count]}" for count in beams)]
+        [kind, str(length), *(str(by_size[method, length, count]) for count in beams)]
         for length in lengths
+        for method, kind in kinds.items()
     ]  # fmt: skip
     widest, longest = beams[-1], lengths[-1]
     kept, pruned = by_size["beam", longest, widest], by_size["beam-pruned", longest, widest]
     never = all(
-        by_size["beam", n, b].tau + 3 * by_size["beam", n, b].error
-        >= by_size["beam-pruned", n, b].tau
+        by_size["beam", n, b].micro + 3 * by_size["beam", n, b].error
+        >= by_size["beam-pruned", n, b].micro
         for n in lengths
         for b in beams
     )
     return Finding(
-        tables=[Table("Tokens per pass: last beams alone / all hypotheses ± standard error",
-                      ["length", *(f"{count} beams" for count in beams)], rows)],
+        tables=[Table("Committed tokens per target pass, with standard errors of micro",
+                      ["search", "length", *(f"{count} beams" for count in beams)], rows)],
         claims=[
             Claim("all hypotheses are never worse than the last beams alone, at any size", never),
-            Claim(f"and better with {widest} beams of {longest} ({kept.tau:.2f} against "
-                  f"{pruned.tau:.2f})", kept.tau > pruned.tau),
+            Claim(f"and better with {widest} beams of {longest} ({kept} against {pruned})",
+                  kept.micro > pruned.micro),
         ],
-        notes=["beams are ranked by the draft's probabilities under the temperature and nucleus"],
-        figures={"": lambda: grids("Committed tokens per target pass, temperature 0.6",
+        notes=["beams are ranked by the draft's probabilities under the temperature and nucleus",
+               AVERAGES],
+        figures={"": lambda: grids("Committed tokens per target pass, micro, temperature 0.6",
                                    ("beams", beams), ("length", lengths), table)},
     )  # fmt: skip

@@ -1,0 +1,147 @@
+"""Chat templates, rendered in a process of their own: see template_worker."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from specexec_cli.errors import CheckpointError, ConfigError
+from specexec_cli.guarded import parse_json
+from specexec_cli.models import template_worker
+
+_MOST_S = 5.0
+_MOST_BYTES = 512 << 20
+_MOST_CHARACTERS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A chat template, and the tokens that are text where its messages spell them.
+
+    Attributes:
+        model: its name, for errors.
+        special: tokens that are text wherever they stand.
+        named: tokens that a model writes itself, so that they are tokens in what it has said.
+    """
+
+    model: str
+    source: str
+    special: Sequence[str] = ()
+    named: Sequence[str] = ()
+
+
+class Templates:
+    """A process that renders templates one after another; it starts when it is needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._ready = False
+
+    def render(
+        self,
+        template: Template,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """A conversation as the template writes it, ready for the reply; from any thread.
+
+        Args:
+            variables: what the template reads besides messages and tools.
+        Returns:
+            text in which the tokens that a message spells stand between template_worker's marks.
+        Raises:
+            ConfigError: the template refuses these messages.
+            CheckpointError: it does not come to an end, or writes or keeps too much.
+        """
+        line = json.dumps(
+            {
+                "messages": messages, "tools": tools, "template": template.source,
+                "variables": variables, "special": template.special,
+                "named": template.named, "most_s": _MOST_S, "most_bytes": _MOST_BYTES,
+                "most_characters": _MOST_CHARACTERS,
+            }
+        )  # fmt: skip
+        with self._lock:
+            answer = self._asked(line)
+        if "refuses" in answer:
+            raise ConfigError(
+                f"the chat template of {template.model} refuses this conversation: "
+                f"{answer['refuses']}"
+            )
+        if "exceeds" in answer:
+            raise CheckpointError(
+                f"the chat template of {template.model} {answer['exceeds']} for this conversation: "
+                "use another copy of the model, or continue raw text: generate without `chat`"
+            )
+        return answer["text"]
+
+    def start(self) -> None:
+        """Starts the process without waiting for it, so that the first conversation does not."""
+        with self._lock:
+            self._running()
+
+    def close(self) -> None:
+        """Ends the process, also in the middle of a template; idempotent."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._end()
+            self._ready = False
+            quiet = {"TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", template_worker.__file__],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                env={**os.environ, **quiet}, encoding="utf-8",
+                start_new_session=True,  # Ctrl-C is not for it
+            )  # fmt: skip
+        return self._process
+
+    def _asked(self, line: str) -> dict[str, str]:
+        process = self._running()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        if not self._ready and process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"the process of chat templates ended with {process.wait()}")
+        self._ready = True
+        process.stdin.write(f"{line}\n")
+        process.stdin.flush()
+        if answer := process.stdout.readline():
+            try:
+                found: dict[str, str] = parse_json(answer)
+            except ValueError as error:  # half of a character, which a message may hold
+                return {"refuses": str(error)}
+            return found
+        code = process.wait()
+        self._end()
+        if code == -signal.SIGPROF:
+            return {"exceeds": f"takes more than {_MOST_S:g} s"}
+        return {"exceeds": f"ends its process ({code})"}
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()
+
+
+@cache
+def shared() -> Templates:
+    """The process of whoever does not need one alone."""
+    templates = Templates()
+    atexit.register(templates.close)
+    return templates
