@@ -16,6 +16,7 @@ from specexec_cli.config import DtypeName, Tier, TreeConfig
 from specexec_cli.device import format_bytes, total_ram_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import pick_device
+from specexec_cli.models.arithmetic_probe import probe_layer
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
@@ -24,6 +25,7 @@ from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows
 from specexec_cli.planning.memory import fixed_parts, gpu_parts
+from specexec_cli.planning.pass_time import knee_rows
 from specexec_cli.planning.resolve import compute_dtype
 from specexec_cli.planning.sizes import ModelBytes, checkpoint_bytes
 from specexec_cli.planning.tiers import Machine, Plan, Work, buffer_bytes, make_plan, plan_of
@@ -136,7 +138,10 @@ class Setup:
         """Most rows that hide behind the SSD, by the plan with the CPU's rates known."""
         plan = plan_for(self.config, self.sizes, self.dtype, self.context_tokens,
                         ssd_bytes_per_s, flops)  # fmt: skip
-        return plan.knee_rows
+        # passes are measured behind a prefix of this length, and a plan takes half of the context
+        work = replace(plan.work, context_tokens=2 * PREFIX_TOKENS)
+        cost = probe_layer(str(self.dtype).removeprefix("torch."))
+        return knee_rows(replace(plan, work=work, machine=replace(plan.machine, layer_cost=cost)))
 
     def close(self) -> None:
         self.measure.close()

@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
 from specexec_cli.errors import ConfigError, clear_shortage
-from specexec_cli.models.arithmetic_probe import probe_arithmetic
+from specexec_cli.models.arithmetic_probe import probe_arithmetic, probe_layer
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
 from specexec_cli.models.own_copy import copy_obstacle, own_copy
@@ -28,7 +28,7 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
+from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost, arithmetic_name
 from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
 from specexec_cli.planning.pair import ChosenPair, choose_pair
@@ -255,6 +255,7 @@ def this_site(
             **known_rates(rates, vram_bytes > 0),
         },
         flops=(rates and rates.flops) or {},
+        layers=(rates and rates.layers) or {},
         host_bytes_per_s=host_rate(rates),
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
@@ -263,24 +264,28 @@ def this_site(
     )
 
 
-def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> FlopsByRows:
+def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRows, LayerCost]:
     """Measures one kind of arithmetic on this CPU, and keeps the result for later runs.
 
     Not where other programs took the CPU meanwhile: this session runs beside them, a later one
     perhaps alone.
     """
     name = arithmetic_name(dtype, packed_bits)
-    with QuietCheck(computes=True) as check:
+    with QuietCheck(computes=True) as of_products:
         points = probe_arithmetic(dtype, packed_bits)
-    if check.disturbance:
+    with QuietCheck() as of_layers:
+        cost = probe_layer(dtype)
+    disturbance = of_products.disturbance or of_layers.disturbance
+    if disturbance:
         notice(
-            f"{check.disturbance} while arithmetic in {name} was measured: what was found is used "
+            f"{disturbance} while arithmetic in {name} was measured: what was found is used "
             "for this run and not kept"
         )
-        return points
+        return points, cost
     with suppress(OSError):  # a cache: what cannot be kept is measured again
-        save_rates(replace(new_rates(), flops={name: points}), rates_file())
-    return points
+        found = replace(new_rates(), flops={name: points}, layers={dtype: cost})
+        save_rates(found, rates_file())
+    return points, cost
 
 
 def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[str, Setting]:

@@ -27,7 +27,14 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.arithmetic import PACKED_BITS, FlopsByRows, arithmetic_name, knee_rows
+from specexec_cli.planning.arithmetic import (
+    PACKED_BITS,
+    FlopsByRows,
+    LayerCost,
+    arithmetic_name,
+    most_rows,
+    product_seconds,
+)
 from specexec_cli.planning.quiet import QuietCheck
 from specexec_cli.planning.rates import Rates, new_rates
 
@@ -39,7 +46,7 @@ HUB_TIMEOUT_S = 4.0
 _7B_BYTES, _7B_WEIGHTS = 13_000_000_000, 6_476_000_000
 
 # What is measured at once.
-_DISK, _CPU, _LINK = "the disk", "memory and arithmetic", "the link to the GPU"
+_DISK, _PRODUCTS, _MEMORY, _LINK = "the disk", "arithmetic", "memory", "the link to the GPU"
 
 Step = Callable[[str], None]
 
@@ -82,7 +89,8 @@ class Report:
 # what is measured at once -> fields of Rates
 _RATES_OF = {
     _DISK: ("ssd_bytes_per_s",),
-    _CPU: ("memory_bytes_per_s", "flops"),
+    _PRODUCTS: ("flops",),
+    _MEMORY: ("memory_bytes_per_s", "layers"),
     _LINK: ("link_bytes_per_s",),
 }
 
@@ -96,9 +104,10 @@ def examine(step: Step) -> Report:
     cache = Path(constants.HF_HUB_CACHE)
     checks[_DISK] = QuietCheck(_existing(cache))
     disk_rate, direct, disk_error = _measure_disk(_existing(cache), checks[_DISK])
-    step(_CPU)
-    checks[_CPU], checks[_LINK] = QuietCheck(computes=True), QuietCheck()
-    memory, flops = _measure_cpu(checks[_CPU])
+    step(f"{_MEMORY} and {_PRODUCTS}")
+    checks[_PRODUCTS], checks[_MEMORY] = QuietCheck(computes=True), QuietCheck()
+    memory, flops, layers = _measure_cpu(checks[_PRODUCTS], checks[_MEMORY])
+    checks[_LINK] = QuietCheck()
     link, sees_gpu = _measure_link(checks[_LINK])
     step("the hub")
     hub_error = "offline mode is set" if constants.is_offline_mode() else ask(constants.ENDPOINT)
@@ -122,7 +131,7 @@ def examine(step: Step) -> Report:
         hub_error=hub_error,
         rates=replace(
             new_rates(), ssd_bytes_per_s=disk_rate, memory_bytes_per_s=memory,
-            link_bytes_per_s=link, flops=flops,
+            link_bytes_per_s=link, flops=flops, layers=layers,
         ),
         disturbed={
             name: check.disturbance for name, check in checks.items() if check.disturbance
@@ -167,18 +176,22 @@ def _measure_disk(folder: Path, check: QuietCheck) -> tuple[float | None, bool |
     return found.bytes_per_s, found.direct, ""
 
 
-def _measure_cpu(check: QuietCheck) -> tuple[float, dict[str, FlopsByRows]]:
-    """Memory rate, and arithmetic by its name."""
+def _measure_cpu(
+    products: QuietCheck, others: QuietCheck
+) -> tuple[float, dict[str, FlopsByRows], dict[str, LayerCost]]:
+    """Memory rate, products by the name of their arithmetic, and the rest of a layer by dtype."""
     from specexec_cli.models import arithmetic_probe
     from specexec_cli.planning.probe import probe_memory
 
-    with check:
+    with products:
         flops = {
             arithmetic_name(name, bits): arithmetic_probe.probe_arithmetic(name, bits)
             for name in ("float32", "bfloat16")
             for bits in (0, *PACKED_BITS)
         }
-        return probe_memory(), flops
+    with others:
+        layers = {name: arithmetic_probe.probe_layer(name) for name in ("float32", "bfloat16")}
+        return probe_memory(), flops, layers
 
 
 def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
@@ -255,7 +268,7 @@ def _slow_compute(report: Report) -> list[str]:
     stored = [flops[name] for name in ("float32", "bfloat16") if name in flops]
     points = max(stored, key=lambda item: max(rate for _, rate in item), default=())
     if not report.torch_sees_gpu and ssd and points:
-        knee = knee_rows(_7B_WEIGHTS, points, _7B_BYTES / ssd)
+        knee = most_rows(lambda rows: product_seconds(_7B_WEIGHTS, rows, points), _7B_BYTES / ssd)
         found.append(
             f"Arithmetic of up to {knee} rows hides behind reading a 7B model from this disk; "
             "larger draft trees cost time."

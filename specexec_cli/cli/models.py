@@ -166,7 +166,7 @@ def _columns() -> int:
 def _fit_json(fit: Fit) -> dict[str, Any]:
     return {
         "place": fit.place,
-        "prediction": asdict(fit.speed) if fit.speed is not None else None,
+        "prediction": fit.speed.as_json() if fit.speed is not None else None,
         "fetch_bytes": fit.fetch_bytes,
         "gated": fit.gated,
     }

@@ -15,6 +15,7 @@ from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.outlook import Outlook, Richer, cache_share, outlook, with_more_ram
+from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
@@ -64,19 +65,17 @@ def plan(
     check_own_copy(decision, notice, models_file, _copy_obstacle)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     speed, runs = predicted(decision, models_file), _runs(decision)
+    one_pass = pass_time(decision.plan, speed.nodes + 1)
     if as_json:
-        told = {"prediction": asdict(speed), "reached": [asdict(run) for run in runs], "dsi": dsi,
+        told = {"prediction": speed.as_json(), "reached": [asdict(run) for run in runs], "dsi": dsi,
                 "experts": _experts_json(decision, request)}  # fmt: skip
-        typer.echo(json.dumps({**_as_json(decision), **told}))
+        typer.echo(json.dumps({**_as_json(decision, one_pass), **told}))
         return
     from specexec_cli.cli.plan_view import show_plan
 
     draft_sizes = decision.draft.sizes if decision.draft else None
-    more = without_ssd(
-        decision.target.sizes, draft_sizes, decision.work, decision.machine, decision.plan,
-        request.experts,
-    )  # fmt: skip
-    show_plan(decision, more, dsi, speed, runs, *expert_outlook(decision, request))
+    more = without_ssd(decision.plan, draft_sizes, request.experts)
+    show_plan(decision, one_pass, more, dsi, speed, runs, *expert_outlook(decision, request))
 
 
 def _copy_obstacle(target: Checkpoint, bits: int) -> str:
@@ -92,10 +91,9 @@ def expert_outlook(
     """What the cache of experts is expected to bring; nothing where there is none."""
     if not decision.plan.expert_bytes:
         return (), ()
-    sizes, work, site = decision.target.sizes, decision.work, decision.machine
     draft = decision.draft.sizes if decision.draft else None
-    more = with_more_ram(sizes, draft, work, site, request.offload, request.experts)
-    return outlook(sizes, work, site, decision.plan), more
+    more = with_more_ram(decision.plan, draft, request.offload, request.experts)
+    return outlook(decision.plan), more
 
 
 def _experts_json(decision: Decision, request: Request) -> dict[str, Any] | None:
@@ -129,7 +127,7 @@ def dsi_advice(decision: Decision) -> str | None:
     return advise(decision.target.sizes.total, decision.draft.sizes.total, memories, rate)
 
 
-def _as_json(decision: Decision) -> dict[str, Any]:
+def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
     found = decision.plan
 
     def model(item: SizedModel) -> dict[str, Any]:
@@ -154,14 +152,9 @@ def _as_json(decision: Decision) -> dict[str, Any]:
         "vram": dict(found.vram),
         "peak_ram_bytes": found.peak_ram_bytes,
         "peak_vram_bytes": found.peak_vram_bytes,
-        "ssd_bytes": found.ssd_bytes,
-        "link_bytes": found.link_bytes,
-        "ssd_s": found.ssd_s,
-        "link_s": found.link_s,
-        "memory_s": found.memory_s,
-        "compute_s": found.compute_s,
-        "pass_s": found.pass_s,
-        "bottleneck": found.bottleneck,
-        "knee_rows": found.knee_rows,
-        "passes_per_s": 1 / found.pass_s,
+        **asdict(one_pass),
+        "pass_s": one_pass.seconds,
+        "bottleneck": one_pass.bottleneck,
+        "knee_rows": knee_rows(found),
+        "passes_per_s": 1 / one_pass.seconds,
     }

@@ -11,11 +11,12 @@ from rich.table import Table
 from specexec_cli.device import format_bytes
 from specexec_cli.planning.memory import Parts
 from specexec_cli.planning.outlook import Outlook, Range, Richer, cache_share
+from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.reached import Run
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.site import Setting
 from specexec_cli.planning.sized import SizedModel
-from specexec_cli.planning.speed import Speed, figure
+from specexec_cli.planning.speed import Pace, Speed, figure
 from specexec_cli.planning.tiers import Plan
 
 _SHOWN_RUNS = 3
@@ -25,6 +26,7 @@ _CPU_PLACES = (("resident", "loaded to stay"), *_PLACES[1:])
 
 def show_plan(
     decision: Decision,
+    one_pass: PassTime,
     without_ssd: Plan | None,
     dsi: str | None,
     speed: Speed,
@@ -35,6 +37,7 @@ def show_plan(
     """Print the plan to stdout.
 
     Args:
+        one_pass: of the tree that is expected to be fastest.
         without_ssd: with enough RAM that no layer is on the SSD.
         dsi: whether several GPUs would pay, in a sentence.
         speed: what is expected.
@@ -46,17 +49,18 @@ def show_plan(
     settings, plan = decision.settings, decision.plan
     console = Console(highlight=False)
     console.print(f"[bold]{decision.pair.name}[/bold]", end="")
-    rows = f"{work.verify_rows} rows a pass" if work.budget else "one row a pass"
-    console.print(f"  ·  {work.context_tokens} tokens of context, {rows}\n")
+    rows = f"{work.verify_rows} rows" if work.budget else "one row"
+    console.print(f"  ·  memory for {work.context_tokens} tokens of context and {rows} a pass\n")
     for table in (
-        _models(target, draft), _memory(settings, plan), _pass(settings, plan), _speed(speed, runs),
+        _models(target, draft), _memory(settings, plan), _pass(settings, one_pass, plan),
+        _speed(speed, runs),
     ):  # fmt: skip
         console.print(table)
         console.print()
     if by_rows:
         console.print(_experts(by_rows))
         console.print()
-    found = _findings(settings, plan, without_ssd, work.verify_rows)
+    found = _findings(settings, plan, one_pass, without_ssd)
     lines = [*found, *_drafting(speed, plan), *([dsi] if dsi else [])]
     if by_rows:
         lines = [*_expert_lines(decision, richer), *lines]
@@ -108,45 +112,67 @@ def _memory(settings: Mapping[str, Setting], plan: Plan) -> Table:
     return table
 
 
-def _pass(settings: Mapping[str, Setting], plan: Plan) -> Table:
+def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Table:
+    """What a pass of the expected tree moves and computes, and what that comes to."""
     on_gpu = settings["vram"].value > 0
-    table = _table("one pass", "bytes", "rate", "time", "from")
+    table = _table(f"a pass of {_counted(one_pass.rows, 'row')}", "bytes", "rate", "time", "from")
 
     def link(label: str, n_bytes: int, key: str, seconds: float) -> None:
-        bold = "bold" if plan.bottleneck == key else ""
         table.add_row(
             label, format_bytes(n_bytes), f"{format_bytes(settings[key].value)}/s",
-            _seconds(seconds), settings[key].source, style=bold,
+            _seconds(seconds), settings[key].source, style=_bold(key),
         )  # fmt: skip
 
-    if plan.ssd_bytes:
-        link("SSD to RAM", plan.ssd_bytes, "ssd", plan.ssd_s)
-    if plan.link_bytes:
-        link("RAM to GPU", plan.link_bytes, "link", plan.link_s)
-    memory = int(plan.memory_s * settings["memory"].value)
-    link("GPU memory" if on_gpu else "RAM to CPU", memory, "memory", plan.memory_s)
-    if plan.compute_s:
-        bold = "bold" if plan.bottleneck == "compute" else ""
-        table.add_row("arithmetic", "", "", _seconds(plan.compute_s), "measured", style=bold)
+    def _bold(key: str) -> str:
+        return "bold" if one_pass.bottleneck == key else ""
+
+    if one_pass.ssd_bytes:
+        link("SSD to RAM", one_pass.ssd_bytes, "ssd", one_pass.ssd_s)
+    if one_pass.link_bytes:
+        link("RAM to GPU", one_pass.link_bytes, "link", one_pass.link_s)
+    memory = "GPU memory" if on_gpu else "RAM to CPU"
+    link(memory, one_pass.memory_bytes, "memory", one_pass.memory_s)
+    if one_pass.compute_s:
+        table.add_row(
+            "products", "", "", _seconds(one_pass.compute_s), "measured", style=_bold("compute")
+        )
+    if one_pass.host_s:
+        table.add_row("experts on the CPU", "", "", _seconds(one_pass.host_s), style=_bold("host"))
+    known = "measured" if plan.machine.layer_cost is not None and not on_gpu else "assumed"
+    table.add_row("rest of the layers", "", "", _seconds(one_pass.layers_s), known)
+    table.add_row(
+        "computing", "", "", _seconds(one_pass.computing_s), "memory or products, and the rest"
+    )
+    how = "the slowest, and the rest" if one_pass.links_wait else "the slowest"
+    table.add_row(
+        "[bold]together[/bold]", "", "", f"[bold]{_seconds(one_pass.seconds)}[/bold]", how
+    )
     return table
 
 
 def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
-    """Tokens per second: predicted, and reached where there were runs."""
-    table = _table("speed", "tok/s", "tok/pass", "from")
+    """Tokens per second, predicted and where there were runs reached: tok/pass over pass and
+    drafting together."""
+    table = _table("speed", "tok/s", "tok/pass", "pass", "drafting", "from")
     rate = speed.tokens_per_pass
-    if rate is not None:
+
+    def add(label: str, pace: Pace, source: str, bold: str = "") -> None:
         table.add_row(
-            "with drafting", f"[bold]{figure(speed.typical)}[/bold]", figure(rate.typical),
-            rate.source,
+            label, f"{bold}{figure(pace.tokens_per_s)}", figure(pace.tokens_per_pass),
+            _seconds(pace.pass_s), _seconds(pace.draft_s) if pace.draft_s else "", source,
         )  # fmt: skip
-        table.add_row("  from", figure(speed.low), figure(rate.low), "text that is hard to guess")
-        table.add_row("  to", figure(speed.high), figure(rate.high), "easy text")
-    table.add_row("without", figure(speed.plain), "1", "" if rate else "no draft model")
+
+    if rate is not None:
+        add("with drafting", speed.usual, rate.source, "[bold]")
+        add("  from", speed.hard, "text that is hard to guess, slow links")
+        add("  to", speed.easy, "easy text, drafted while layers come")
+    add("without", speed.alone, "" if rate else "no draft model")
     for run in runs[-_SHOWN_RUNS:]:
         busy = ", beside other programs" if run.busy else ""
         how = f"{run.date}, offload {run.offload}, {run.device}{busy}"
-        table.add_row("reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), how)
+        table.add_row(
+            "reached here", figure(run.tokens_per_s), figure(run.tokens_per_pass), "", "", how
+        )
     return table
 
 
@@ -188,6 +214,10 @@ def _expert_lines(decision: Decision, richer: Sequence[Richer]) -> list[str]:
     return lines
 
 
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count > 1 else ''}"
+
+
 def _seconds(seconds: float) -> str:
     if seconds >= 0.1:
         return f"{seconds:.2f} s"
@@ -195,23 +225,28 @@ def _seconds(seconds: float) -> str:
 
 
 def _findings(
-    settings: Mapping[str, Setting], plan: Plan, without_ssd: Plan | None, rows: int
+    settings: Mapping[str, Setting], plan: Plan, one_pass: PassTime, without_ssd: Plan | None
 ) -> list[str]:
     named = _PLACES if settings["vram"].value else _CPU_PLACES
     places = ", ".join(
         f"{plan.tiers.count(tier)} {where}" for tier, where in named if tier in plan.tiers
     )
-    one = f"A pass of {rows} rows" if plan.expert_bytes and rows > 1 else "A pass"
     lines = [
         f"Layers: {places}.",
-        f"{one} takes at least {_seconds(plan.pass_s)}, bound by {_words(plan.bottleneck)}.",
+        f"A pass of {_counted(one_pass.rows, 'row')} takes about {_seconds(one_pass.seconds)}, "
+        f"bound by {_words(one_pass.bottleneck)}.",
     ]
-    if plan.knee_rows is not None:
-        lines.append(f"A pass of up to {plan.knee_rows} rows takes no longer than one of 1 row.")
+    knee = knee_rows(plan)
+    if knee is not None:
+        lines.append(
+            f"A pass of up to {knee} rows takes no longer than one of 1 row."
+            if knee > 1
+            else "Every row more makes a pass longer."
+        )
     if without_ssd is not None:
         lines.append(
             f"With {format_bytes(without_ssd.peak_ram_bytes)} of RAM nothing would be on the SSD, "
-            f"and a pass would take {_seconds(without_ssd.pass_s)}."
+            f"and a pass would take {_seconds(pass_time(without_ssd, one_pass.rows).seconds)}."
         )
     unsure = _unsure(settings, plan)
     if unsure:
@@ -222,9 +257,9 @@ def _findings(
 def _drafting(speed: Speed, plan: Plan) -> list[str]:
     if speed.tokens_per_pass is None:
         return []
-    nodes = "1 node" if speed.nodes == 1 else f"{speed.nodes} nodes"
     lines = [
-        f"Growing a tree of {nodes} takes about {_seconds(speed.draft_s)}, and overlaps in part."
+        f"Growing a tree of {_counted(speed.nodes, 'node')} takes about "
+        f"{_seconds(speed.usual.draft_s)}, and overlaps in part."
     ]
     if plan.shared_layers:
         lines.append(
@@ -243,12 +278,12 @@ def _unsure(settings: Mapping[str, Setting], plan: Plan) -> list[str]:
         used["memory"] = True
     names = [_words(key) for key, is_used in used.items()
              if is_used and settings[key].source == "assumed"]  # fmt: skip
-    on_cpu_unknown = plan.knee_rows is None and not settings["vram"].value
+    on_cpu_unknown = not plan.machine.flops and not settings["vram"].value
     return [*names, "arithmetic"] if on_cpu_unknown else names
 
 
 def _words(key: str) -> str:
     return {
         "ssd": "the SSD", "link": "the link to the GPU", "memory": "memory",
-        "compute": "arithmetic",
+        "compute": "arithmetic", "host": "experts on the CPU",
     }[key]  # fmt: skip

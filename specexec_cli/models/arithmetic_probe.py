@@ -1,14 +1,54 @@
-"""How fast rows go through linears on this machine, measured as the models call them."""
+"""How fast this machine's CPU computes, measured as the models call it: products, and the rest of
+a decoder layer."""
 
 from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import torch
 from specexec_kernels import dispatch
 from torch import Tensor
 
-from specexec_cli.models.linear import mixed_linear
-from specexec_cli.planning.arithmetic import FlopsByRows
-from specexec_cli.planning.probe import probe_flops
+from specexec_cli.models.linear import MixedLinear, mixed_linear
+from specexec_cli.models.pass_rows import PassRows
+from specexec_cli.models.skeleton import Skeleton, build_skeleton
+from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.resident import TORCH_DTYPES
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.arithmetic import (
+    PROBED_HIDDEN,
+    PROBED_INTERMEDIATE,
+    FlopsByRows,
+    LayerCost,
+)
+from specexec_cli.planning.probe import best_of, probe_flops
+
+_LAYERS = 4  # enough that what a pass takes beside its layers hardly counts
+_ROWS, _PREFIX = 128, 256  # of the passes that are measured
+_SECONDS = 1.0  # after which no pass is repeated
+_HEADS, _VOCAB = 32, 64
+_CONFIG = {
+    "model_type": "llama", "hidden_size": PROBED_HIDDEN, "intermediate_size": PROBED_INTERMEDIATE,
+    "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS, "num_key_value_heads": _HEADS,
+    "vocab_size": _VOCAB, "max_position_embeddings": 4096, "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}  # fmt: skip
+_LINEARS: dict[str, tuple[int, ...]] = {
+    "self_attn.q_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
+    "self_attn.k_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
+    "self_attn.v_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
+    "self_attn.o_proj": (PROBED_HIDDEN, PROBED_HIDDEN),
+    "mlp.gate_proj": (PROBED_INTERMEDIATE, PROBED_HIDDEN),
+    "mlp.up_proj": (PROBED_INTERMEDIATE, PROBED_HIDDEN),
+    "mlp.down_proj": (PROBED_HIDDEN, PROBED_INTERMEDIATE),
+}
 
 
 def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:
@@ -25,3 +65,105 @@ def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:
 
 def _linear(rows: Tensor, weight: Tensor) -> Tensor:
     return mixed_linear(rows, weight, None)
+
+
+def probe_layer(dtype: str) -> LayerCost:
+    """What a layer takes besides its products, in about a second.
+
+    Passes run through a Llama whose linears multiply nothing, so that it needs no weights; all else
+    is computed as in any model whose layers are streamed.
+
+    Args:
+        dtype: to compute in.
+    """
+    with tempfile.TemporaryDirectory(prefix="specexec-probe-") as folder:
+        model = _hollow_model(Path(folder), getattr(torch, dtype))
+        deadline = time.perf_counter() + _SECONDS
+        one_s, many_s, far_s = (
+            _layer_s(model, rows, prefix, deadline)
+            for rows, prefix in ((1, 0), (_ROWS, 0), (_ROWS, _PREFIX))
+        )
+    rows_s = max(0.0, many_s - one_s)
+    # without a prefix each row attends to the slots of all, which cannot take longer than the rows
+    slot_s = min(max(0.0, far_s - many_s) / (_ROWS * _PREFIX), rows_s / _ROWS**2)
+    row_s = (rows_s - _ROWS**2 * slot_s) / (_ROWS - 1)
+    return LayerCost(layer_s=max(0.0, one_s - row_s), row_s=row_s, slot_s=slot_s)
+
+
+def _layer_s(model: StreamedModel, rows: int, prefix: int, deadline: float) -> float:
+    """Seconds of a layer in a pass of so many rows behind a prefix."""
+    state = model.new_state()
+    if prefix:
+        model.forward(PassRows.chain([0] * prefix, 0), state, [])
+    chain = PassRows.chain([0] * rows, prefix)
+
+    def run() -> None:
+        model.forward(chain, state, [])
+        state.crop(prefix)
+
+    run()  # kernels may have to be compiled
+    return best_of(3, run, deadline) / _LAYERS
+
+
+def _hollow_model(folder: Path, dtype: torch.dtype) -> StreamedModel:
+    """A model of the probed shape whose linears give zeros; its file is a hole.
+
+    Args:
+        folder: an empty one, that must last as long as the model.
+    """
+    tensors: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (_VOCAB, PROBED_HIDDEN),
+        "model.norm.weight": (PROBED_HIDDEN,),
+    }
+    for index in range(_LAYERS):
+        for name, shape in _LINEARS.items():
+            tensors[f"model.layers.{index}.{name}.weight"] = shape
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{index}.{name}.weight"] = (PROBED_HIDDEN,)
+    header: dict[str, Any] = {}
+    stop = 0
+    for name, shape in tensors.items():
+        start, stop = stop, stop + 2 * prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    (folder / "config.json").write_text(json.dumps(_CONFIG))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
+    skeleton = build_skeleton(read_checkpoint(folder))
+    model = StreamedModel(skeleton, torch.device("cpu"), dtype)
+    model.source = _Weightless(skeleton)
+    for module in skeleton.layers.modules():
+        if isinstance(module, MixedLinear):
+            module.forward = _nothing(module.out_features)  # type: ignore[method-assign]
+    return model
+
+
+def _nothing(outputs: int) -> Any:
+    return lambda rows: rows.new_zeros((*rows.shape[:-1], outputs))
+
+
+class _Weightless:
+    """A LayerSource of tensors that have one element and the shape of all."""
+
+    bytes_streamed = 0
+    failed = False
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        self._layers = [
+            {
+                tensor.name: torch.ones(1, dtype=TORCH_DTYPES[tensor.dtype]).expand(tensor.shape)
+                for tensor in tensors.values()
+            }
+            for tensors in skeleton.layer_tensors
+        ]
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[Mapping[str, Tensor]]:
+        yield self._layers[index]
+
+    def restart(self) -> None:
+        """Nothing was read ahead."""
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -10,7 +10,7 @@ from specexec_cli.planning.low_bits import copy_tokens_per_pass
 from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.speed import predict
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.tiers import Plan
 
 
 def faster_way(
@@ -18,8 +18,6 @@ def faster_way(
     bits: int,
     tree: TreeConfig,
     work: Work,
-    machine: Machine,
-    target: ModelBytes,
     draft: ModelBytes,
 ) -> tuple[Work, Plan]:
     """Whether a target's own copy drafts with the layers that stay on the GPU, or with copies.
@@ -46,7 +44,7 @@ def faster_way(
         if plan.shared_layers == len(plan.tiers):
             continue  # nothing would be drafted with a copy
         rate = copy_tokens_per_pass(bits, plan.shared_layers / len(plan.tiers), tree.max_depth)
-        speed = predict(target, draft, tree, work, machine, plan, rate)
+        speed = predict(plan, draft, tree, rate)
         found.append((speed.typical, work, plan))
     if not found:
         assert refused is not None, "copies of layers that all stay would have fitted"

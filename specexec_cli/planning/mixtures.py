@@ -12,7 +12,7 @@ from dataclasses import replace
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.offload.slabs import COPY_BYTES, PASSING_SLOTS, STAGING_SLABS
-from specexec_cli.planning.arithmetic import compute_seconds
+from specexec_cli.planning.arithmetic import product_seconds
 from specexec_cli.planning.memory import FLOAT32_BYTES, Parts, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
 from specexec_cli.planning.tiers import (
@@ -101,19 +101,19 @@ def gpu_mixture_plan(
     rows = work.verify_rows
     ssd_bytes = sum(
         size for size, tier in zip(target.dense.layers, plan.tiers, strict=True) if tier == "ssd"
-    ) + _missing(experts, cap + on_device, rows)
+    ) + missing_bytes(experts, cap + on_device, rows)
     plan = replace(
         plan,
+        target=target,
+        machine=machine,
         ram=(*plan.ram, ("expert cache", cap), *staged),
         vram=(*plan.vram, ("experts", on_device), ("experts' outputs", outputs)),
         ssd_bytes=ssd_bytes,
-        ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
         expert_bytes=cap,
         device_expert_bytes=on_device,
         copy_rows=copy_rows,
     )
-    link_bytes = plan.link_bytes + _copied(plan, experts, rows)
-    return replace(plan, link_bytes=link_bytes, link_s=link_bytes / machine.link_bytes_per_s)
+    return replace(plan, link_bytes=plan.link_bytes + copied_bytes(plan, experts, rows))
 
 
 def _copy_rows(
@@ -127,73 +127,22 @@ def _copy_rows(
         return 1
     params = round(experts.largest * target.layer_params / max(1, sum(target.layers)))
     rows = 1
-    while rows < MOST_CPU_ROWS and compute_seconds(params, rows, machine.host_flops) < copy_s:
+    while rows < MOST_CPU_ROWS and product_seconds(params, rows, machine.host_flops) < copy_s:
         rows *= 2
     return rows
 
 
-def pass_bytes(plan: Plan, target: ModelBytes, work: Work, rows: int) -> int:
-    """Bytes from the SSD that a pass of so many rows is expected to move."""
-    if target.experts is None or not plan.expert_bytes:
-        return plan.ssd_bytes
-    held = plan.expert_bytes + plan.device_expert_bytes
-    dense = plan.ssd_bytes - _missing(target.experts, held, work.verify_rows)
-    return dense + _missing(target.experts, held, rows)
-
-
-def stream_seconds(
-    plan: Plan,
-    target: ModelBytes,
-    work: Work,
-    machine: Machine,
-    rows: int,
-    ssd_bytes: int | None = None,
-) -> float:
-    """Seconds of a pass of so many rows without arithmetic.
-
-    Args:
-        ssd_bytes: that it reads, of a mixture whose experts come one by one; as planned unless
-            told.
-    """
-    if target.experts is None:
-        return plan.stream_s
-    # whatever is moved, arithmetic reads no experts but those of the rows
-    memory_s = (
-        target.dense.read_bytes + target.experts.asked_for(rows)
-    ) / machine.memory_bytes_per_s
-    if not plan.expert_bytes:
-        return max(plan.ssd_s, plan.link_s, memory_s)
-    if ssd_bytes is None:
-        ssd_bytes = pass_bytes(plan, target, work, rows)
-    ssd_s = ssd_bytes / machine.ssd_bytes_per_s
-    if not plan.on_gpu:
-        return max(ssd_s, memory_s)
-    # what is not in VRAM, and not copied to it, is computed by the CPU
-    elsewhere = _missing(target.experts, plan.device_expert_bytes, rows)
-    on_cpu = max(0, elsewhere - _copied(plan, target.experts, rows))
-    link_s = link_seconds(plan, target, work, machine, rows)
-    return max(ssd_s, link_s, memory_s, on_cpu / machine.host_bytes_per_s)
-
-
-def link_seconds(plan: Plan, target: ModelBytes, work: Work, machine: Machine, rows: int) -> float:
-    """Seconds in which a pass of so many rows copies weights to a GPU."""
-    if target.experts is None:
-        return plan.link_s
-    planned, copied = (_copied(plan, target.experts, each) for each in (work.verify_rows, rows))
-    return (plan.link_bytes - planned + copied) / machine.link_bytes_per_s
-
-
-def _copied(plan: Plan, experts: ExpertBytes, rows: int) -> int:
+def copied_bytes(plan: Plan, experts: ExpertBytes, rows: int) -> int:
     """Bytes of experts that a pass of so many rows is expected to copy to a GPU.
 
     What is copied to be kept, of experts that the CPU computes, is little: see expert_device.py.
     """
     if plan.copy_rows is None:
         return 0
-    return _missing(experts, plan.device_expert_bytes, rows, plan.copy_rows)
+    return missing_bytes(experts, plan.device_expert_bytes, rows, plan.copy_rows)
 
 
-def _missing(experts: ExpertBytes, cap_bytes: int, rows: int, least: int = 1) -> int:
+def missing_bytes(experts: ExpertBytes, cap_bytes: int, rows: int, least: int = 1) -> int:
     """Bytes of the experts that so many rows ask for and the cache does not hold.
 
     Args:
@@ -234,14 +183,13 @@ def _with_experts(
     """The plan of the dense parts with a cache of experts beside them."""
     most = buffer_bytes([experts.in_all * (experts.largest + HUGE_PAGE_BYTES // 8)])
     cap = max(_least(experts), min(cap_bytes, most)) // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
-    asked_for = experts.asked_for(work.verify_rows)
-    ssd_bytes = plan.ssd_bytes + _missing(experts, cap, work.verify_rows)
+    ssd_bytes = plan.ssd_bytes + missing_bytes(experts, cap, work.verify_rows)
     outputs = _outputs(target, experts, work)
     return replace(
         plan,
+        target=target,
+        machine=machine,
         ram=(*plan.ram, ("expert cache", cap), ("experts' outputs", outputs)),
         ssd_bytes=ssd_bytes,
-        ssd_s=ssd_bytes / machine.ssd_bytes_per_s,
-        memory_s=(target.dense.read_bytes + asked_for) / machine.memory_bytes_per_s,
         expert_bytes=cap,
     )

@@ -11,11 +11,10 @@ import math
 from dataclasses import dataclass, replace
 
 from specexec_cli.config import ExpertPlace, OffloadMode
-from specexec_cli.planning.memory import Work
+from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
-from specexec_cli.planning.speed import pass_seconds
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.tiers import Plan
 
 ROWS = (1, 4, 16)
 _MORE = (1.5, 2.0)  # times the memory there is
@@ -45,9 +44,9 @@ class Richer:
     tokens_per_s: Range  # of passes of one row
 
 
-def outlook(target: ModelBytes, work: Work, machine: Machine, plan: Plan) -> tuple[Outlook, ...]:
+def outlook(plan: Plan) -> tuple[Outlook, ...]:
     """By rows, for a plan with a cache of experts."""
-    return tuple(_outlook(target, work, machine, plan, rows) for rows in ROWS)
+    return tuple(_outlook(plan, rows) for rows in ROWS)
 
 
 def cache_share(experts: ExpertBytes, plan: Plan) -> float:
@@ -57,10 +56,8 @@ def cache_share(experts: ExpertBytes, plan: Plan) -> float:
 
 
 def with_more_ram(
-    target: ModelBytes,
+    plan: Plan,
     draft: ModelBytes | None,
-    work: Work,
-    machine: Machine,
     mode: OffloadMode = "auto",
     where: ExpertPlace = "auto",
 ) -> tuple[Richer, ...]:
@@ -70,12 +67,13 @@ def with_more_ram(
         mode, where: of the plan that it is more RAM than.
     """
     found = []
+    target, machine = plan.target, plan.machine
     for times in _MORE:
         richer = replace(machine, ram_bytes=round(times * machine.ram_bytes))
-        plan = place(mode, target, draft, work, richer, where)
+        more = place(mode, target, draft, plan.work, richer, where)
         assert target.experts is not None, "only mixtures have experts"
-        share = cache_share(target.experts, plan)
-        each = _outlook(target, work, richer, plan, 1)
+        share = cache_share(target.experts, more)
+        each = _outlook(more, 1)
         found.append(
             Richer(ram_bytes=richer.ram_bytes, cache_share=share, tokens_per_s=each.tokens_per_s)
         )
@@ -84,8 +82,8 @@ def with_more_ram(
     return tuple(found)
 
 
-def _outlook(target: ModelBytes, work: Work, machine: Machine, plan: Plan, rows: int) -> Outlook:
-    experts = target.experts
+def _outlook(plan: Plan, rows: int) -> Outlook:
+    target, experts = plan.target, plan.target.experts
     assert experts is not None, "only mixtures have experts"
     share, layers = cache_share(experts, plan), experts.in_all // experts.count
     # with the experts' part taken out, what is left of the plan's bytes are those of dense parts
@@ -100,7 +98,7 @@ def _outlook(target: ModelBytes, work: Work, machine: Machine, plan: Plan, rows:
         kept = round(share * experts.count)
         asked, missing = layers * sum(used), layers * sum(used[kept:])
         ssd_bytes = missing * sum(experts.layers) / experts.in_all
-        seconds = pass_seconds(target, work, machine, plan, rows, round(dense + ssd_bytes))
+        seconds = pass_time(plan, rows, round(dense + ssd_bytes)).seconds
         columns.append((asked, 1.0 - missing / asked, ssd_bytes, rows / seconds))
     even, skewed = columns
     ranges = list(zip(even, skewed, strict=True))

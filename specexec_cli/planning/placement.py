@@ -204,12 +204,7 @@ def _placed(
 
 
 def without_ssd(
-    target: ModelBytes,
-    draft: ModelBytes | None,
-    work: Work,
-    machine: Machine,
-    found: Plan,
-    experts: ExpertPlace = "auto",
+    found: Plan, draft: ModelBytes | None, experts: ExpertPlace = "auto"
 ) -> Plan | None:
     """The plan on the same machine with just enough RAM that no layer stays on the SSD.
 
@@ -218,6 +213,7 @@ def without_ssd(
     """
     if not found.ssd_bytes:
         return None
+    target, work, machine = found.target, found.work, found.machine
     slack = (len(target.layers) + 1) * HUGE_PAGE_BYTES
     if not found.expert_bytes or target.experts is None:
         enough = machine.ram_for(found.peak_ram_bytes + found.ssd_bytes + slack)

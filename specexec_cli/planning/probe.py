@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ RUN_BYTES = 64 << 20  # read in sequence from each random start
 _TEMPORARY_BYTES = 256 << 20
 _MEND = "Close other programs"
 _ROWS = (1, 128, 32, 8, 256)  # most telling first
+_RUN_S = 0.1  # that a run may take; the first of few rows may take longer
 _WIDTH = 4096  # of the square matrices that arithmetic is measured on
 _GROUP = 128  # inputs that share a scale in packed ones
 
@@ -182,13 +184,16 @@ def probe_flops(
         if len(points) >= 2 and time.perf_counter() > deadline:
             break
         inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
-        chosen = weights if n_rows <= 16 else weights[:1]
+        linear(inputs, weights[0])  # its kernel may have to be compiled
+        one_s = best_of(1, partial(linear, inputs, weights[0]))
+        # where products are fast, so that the weights of later ones are in no cache; where they
+        # are slow that hardly matters
+        chosen = weights[: max(1, int(_RUN_S / max(one_s, 1e-9)))]
 
         def run(inputs: Tensor = inputs, chosen: list[Any] = chosen) -> None:
             for weight in chosen:
                 linear(inputs, weight)
 
-        linear(inputs, weights[0])  # its kernel may have to be compiled
         flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
         points.append((n_rows, flop / best_of(3, run, deadline)))
     return tuple(sorted(points))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import importlib.util
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from importlib import metadata
 from itertools import pairwise
@@ -17,7 +17,7 @@ from platformdirs import user_cache_path
 
 from specexec_cli.device import cpu_info
 from specexec_cli.kept import is_number, read_json, write_json
-from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost
 
 _VERSION_DIGITS = 12  # of the kernels' digest
 # What a file may say; beyond, it is damaged.
@@ -36,6 +36,7 @@ class Rates:
     memory_bytes_per_s: float | None = None
     link_bytes_per_s: float | None = None
     flops: dict[str, FlopsByRows] | None = None  # by arithmetic_name
+    layers: dict[str, LayerCost] | None = None  # by the dtype that is computed in
 
 
 def rates_file() -> Path:
@@ -76,8 +77,11 @@ def save_rates(rates: Rates, path: Path) -> None:
     older = load_rates(path)
     if older is not None:
         new = {name: value for name, value in asdict(rates).items() if value is not None}
-        flops = {**(older.flops or {}), **(rates.flops or {})} or None
-        rates = replace(older, **new | {"flops": flops})
+        merged = {
+            "flops": {**(older.flops or {}), **(rates.flops or {})} or None,
+            "layers": {**(older.layers or {}), **(rates.layers or {})} or None,
+        }
+        rates = replace(older, **new | merged)
     write_json(path, asdict(rates), indent=2)
 
 
@@ -94,7 +98,7 @@ def load_rates(path: Path) -> Rates | None:
     if rates.host != here.host:
         rates = replace(rates, host=here.host, ssd_bytes_per_s=None, link_bytes_per_s=None)
     if rates.cpu != here.cpu:
-        rates = replace(rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None)
+        rates = replace(rates, cpu=here.cpu, memory_bytes_per_s=None, flops=None, layers=None)
     return rates
 
 
@@ -110,11 +114,23 @@ def _checked(value: Any) -> Rates:
         raise ValueError("no memory, disk or link is so fast")
     if not all(type(word) is str for word in (rates.host, rates.cpu, rates.measured)):
         raise ValueError("it is of no machine")
-    if rates.flops is None:
-        return rates
-    if type(rates.flops) is not dict:
+    if not all(kept is None or type(kept) is dict for kept in (rates.flops, rates.layers)):
         raise ValueError("no rates by arithmetic")
-    return replace(rates, flops={name: _points(points) for name, points in rates.flops.items()})
+    flops = rates.flops and {name: _points(points) for name, points in rates.flops.items()}
+    layers = rates.layers and {name: _layer_cost(cost) for name, cost in rates.layers.items()}
+    return replace(rates, flops=flops, layers=layers)
+
+
+def _layer_cost(value: Any) -> LayerCost:
+    """What layers of one dtype take besides products.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    cost = LayerCost(**value)
+    if not all(is_number(seconds, 0.0, 1.0) for seconds in astuple(cost)):
+        raise ValueError("no row takes so long")
+    return cost
 
 
 def _points(value: Any) -> FlopsByRows:

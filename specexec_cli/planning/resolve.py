@@ -48,11 +48,19 @@ class Decision:
     draft: SizedModel | None
     device: str
     dtype: DtypeName
-    work: Work
     settings: Mapping[str, Setting]  # the machine's, as they were when the plan was made
-    machine: Machine
     plan: Plan
     placement: tuple[Placed, ...]  # every part of both models: where it waits, and in which form
+
+    @property
+    def work(self) -> Work:
+        """How large the session will be."""
+        return self.plan.work
+
+    @property
+    def machine(self) -> Machine:
+        """What the plan rests on."""
+        return self.plan.machine
 
     @property
     def tree(self) -> TreeConfig:
@@ -154,17 +162,14 @@ def resolve(
             return work, placed(work)
         assert draft_sizes is not None
         assert pair.own_bits is not None
-        return faster_way(
-            placed, pair.own_bits, recommended, work, machine, target.sizes, draft_sizes
-        )
+        return faster_way(placed, pair.own_bits, recommended, work, draft_sizes)
 
     try:
         tree, work, plan = _fitted(tree, request, pair, plan_for)
     except DoesNotFitError as error:
         raise RequestDoesNotFitError(error, Asked(request, site, context_tokens)) from None
     if draft_sizes is not None and plan.expert_bytes and request.tree.budget is None:
-        machine = site.machine(dtype, settings, target.sizes.packed_bits)
-        best = predict(target.sizes, draft_sizes, tree, work, machine, plan, _OFTEN_RIGHT)
+        best = predict(plan, draft_sizes, tree, _OFTEN_RIGHT)
         tree = _with_fewer_nodes(tree, best.nodes, request, pair)
         work, plan = plan_for(tree)
     if site.measure is not None and target.checkpoint is not None:
@@ -180,9 +185,7 @@ def resolve(
         draft=draft,
         device=site.device,
         dtype=dtype,
-        work=work,
         settings=settings,
-        machine=site.machine(dtype, settings, target.sizes.packed_bits),
         plan=plan,
         placement=placement_table(target.sizes, draft_sizes, plan, work),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.arithmetic import FlopsByRows, arithmetic_name
+from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost, arithmetic_name
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
 from specexec_cli.planning.rates import Rates, load_rates, rates_file
 from specexec_cli.planning.tiers import Machine, Plan
@@ -29,8 +29,8 @@ class Setting:
 
 # (target's files, plan) -> rates measured for the links that the plan streams through
 Measure = Callable[[Checkpoint, Plan], Mapping[str, Setting]]
-# (dtype, bits of packed weights) -> the CPU's arithmetic, measured
-Calibrate = Callable[[str, int], FlopsByRows]
+# (dtype, bits of packed weights) -> the CPU's products and the rest of its layers, measured
+Calibrate = Callable[[str, int], tuple[FlopsByRows, LayerCost]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class Site:
     device: str  # cpu, or the GPU that computes, as in cuda:0
     settings: Mapping[str, Setting]  # ram, vram in bytes; ssd, link, memory in bytes per second
     flops: Mapping[str, FlopsByRows] = field(default_factory=dict)  # the CPU's, by arithmetic_name
+    layers: Mapping[str, LayerCost] = field(default_factory=dict)  # the CPU's, by dtype
     host_bytes_per_s: float = ASSUMED["CPU memory"]  # at which the CPU reads weights
     program_bytes: int = PROGRAM_BYTES  # RAM that is still to be taken by the process itself
     context_bytes: int = GPU_CONTEXT_BYTES  # VRAM that is still to be taken by CUDA itself
@@ -49,9 +50,12 @@ class Site:
     def calibrated(self, dtype: str, packed_bits: int) -> Site:
         """The site with this arithmetic known: measured now if it never was."""
         name = arithmetic_name(dtype, packed_bits)
-        if self.calibrate is None or name in self.flops:
+        if self.calibrate is None or (name in self.flops and dtype in self.layers):
             return self
-        return replace(self, flops={**self.flops, name: self.calibrate(dtype, packed_bits)})
+        points, cost = self.calibrate(dtype, packed_bits)
+        return replace(
+            self, flops={**self.flops, name: points}, layers={**self.layers, dtype: cost}
+        )
 
     def machine(
         self, dtype: str, settings: Mapping[str, Setting] | None = None, packed_bits: int = 0
@@ -73,6 +77,7 @@ class Site:
             memory_bytes_per_s=found["memory"].value,
             # nothing is known of a GPU's arithmetic
             flops=() if found["vram"].value else flops,
+            layer_cost=self.layers.get(dtype),
             base_bytes=self.program_bytes,
             context_bytes=self.context_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
@@ -110,6 +115,7 @@ def described_site(
         device=device,
         settings=settings,
         flops=(rates and rates.flops) or {},
+        layers=(rates and rates.layers) or {},
         host_bytes_per_s=host_rate(rates),
     )
 

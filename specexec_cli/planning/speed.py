@@ -8,14 +8,14 @@ Tokens per pass are a property of the pair: of a paper, of models.toml, or of ea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.planning.arithmetic import compute_seconds
-from specexec_cli.planning.memory import Work
-from specexec_cli.planning.mixtures import stream_seconds
+from specexec_cli.planning.arithmetic import product_seconds
+from specexec_cli.planning.pass_time import layers_seconds, pass_time
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Plan, shared_layers
+from specexec_cli.planning.tiers import Plan, shared_layers
 
 # Of a pair of which nothing is known: between what SpecExec's smallest draft model reaches on text
 # that is hard to guess and its 7B on chat (arXiv:2406.02532, tables 2 and 3), with a small tree.
@@ -23,12 +23,6 @@ UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
 # A pair's figure holds for the texts it was measured on: SpecExec's pairs commit 0.5 to 0.6 as many
 # tokens on WikiText-2 as on chat (tables 1 and 2).
 _HARD_TEXT, _EASY_TEXT = 0.55, 1.15
-# Starting the operations of one layer, whatever its size. On a CPU the demo target's 8 layers took
-# 12 to 16 ms when nothing else ran; a GPU's is a guess.
-_CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
-# Of a draft step on a GPU, which starts as one graph: between two of its kernels, of which a layer
-# has about twenty, a GPU takes one or two microseconds. Reasoned, not measured.
-_GRAPH_LAYER_S = 0.04e-3
 _STREAM_SHARE = 0.85  # of a link's rate that passes reached where they reached the least
 
 
@@ -62,33 +56,71 @@ class TokensPerPass:
         return replace(self, low=low, typical=typical, high=high)
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """One iteration after another: drafting, then a pass that commits so many tokens."""
+
+    tokens_per_pass: float
+    pass_s: float
+    draft_s: float  # of growing a tree, as far as it does not hide behind the stream
+
+    @property
+    def tokens_per_s(self) -> float:
+        """What the three numbers come to."""
+        return self.tokens_per_pass / (self.pass_s + self.draft_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """Tokens per second of a plan."""
+    """What sessions of a plan are expected to reach, by the kind of text."""
 
-    low: float
-    typical: float
-    high: float
-    plain: float  # without a draft model
-    pass_s: float  # of a verification pass
-    draft_s: float  # of growing one tree
-    nodes: int  # of that tree
+    hard: Pace  # text that is hard to guess, over links at their slowest
+    usual: Pace
+    easy: Pace  # text that is easy to guess, drafted behind the stream as far as that goes
+    alone: Pace  # without a draft model
+    nodes: int  # of each tree
     tokens_per_pass: TokensPerPass | None  # None: without a draft model
+
+    @property
+    def low(self) -> float:
+        """Tokens per second at least."""
+        return self.hard.tokens_per_s
+
+    @property
+    def typical(self) -> float:
+        """Tokens per second as expected."""
+        return self.usual.tokens_per_s
+
+    @property
+    def high(self) -> float:
+        """Tokens per second at best."""
+        return self.easy.tokens_per_s
+
+    @property
+    def plain(self) -> float:
+        """Tokens per second without a draft model."""
+        return self.alone.tokens_per_s
 
     @property
     def drafting_pays(self) -> bool:
         """Whether it is faster than plain decoding."""
         return self.typical > self.plain
 
+    def as_json(self) -> dict[str, Any]:
+        """The numbers by the names that JSON output has for them."""
+        paces = {"low": self.hard, "typical": self.usual, "high": self.easy, "plain": self.alone}
+        return {
+            **{name: pace.tokens_per_s for name, pace in paces.items()},
+            "pass_s": self.usual.pass_s,
+            "draft_s": self.usual.draft_s,
+            "nodes": self.nodes,
+            "tokens_per_pass": asdict(self.tokens_per_pass) if self.tokens_per_pass else None,
+            "paces": {name: asdict(pace) for name, pace in paces.items()},
+        }
+
 
 def predict(
-    target: ModelBytes,
-    draft: ModelBytes | None,
-    tree: TreeConfig,
-    work: Work,
-    machine: Machine,
-    plan: Plan,
-    rate: TokensPerPass | None,
+    plan: Plan, draft: ModelBytes | None, tree: TreeConfig, rate: TokensPerPass | None
 ) -> Speed:
     """The speed of a plan.
 
@@ -96,44 +128,46 @@ def predict(
         tree: the recommended one; the budget that memory is planned for may be another.
         rate: None without a draft model.
     """
-
-    def pass_s(rows: int) -> float:
-        return pass_seconds(target, work, machine, plan, rows)
-
-    plain = 1.0 / pass_s(1)
+    plain_s = pass_time(plan, 1).seconds
+    alone = Pace(1.0, plain_s, 0.0)
     if draft is None or rate is None:
-        low = plain * _STREAM_SHARE
-        return Speed(low=low, typical=plain, high=plain, plain=plain, pass_s=pass_s(1),
-                     draft_s=0.0, nodes=0, tokens_per_pass=None)  # fmt: skip
+        hard = Pace(1.0, plain_s / _STREAM_SHARE, 0.0)
+        return Speed(hard=hard, usual=alone, easy=alone, alone=alone, nodes=0, tokens_per_pass=None)
 
     def with_trees(nodes: int, rate: TokensPerPass) -> Speed:
-        step_s = _step_layer_seconds(machine) * len(draft.layers) + max(
-            _step_bytes(target, draft, work, plan) / machine.memory_bytes_per_s,
-            compute_seconds(draft.active_params, min(tree.batch, nodes), machine.flops),
-        )
-        draft_s = step_s * _steps(tree, nodes, rate.typical)
-        verify_s = pass_s(nodes + 1)
+        draft_s = _step_seconds(plan, draft, min(tree.batch, nodes))
+        draft_s *= _steps(tree, nodes, rate.typical)
+        verify = pass_time(plan, nodes + 1)
         # the next pass's first layers may come while the tree grows; weights that stay save nothing
-        hidden_s = min(draft_s, max(plan.ssd_s, plan.link_s))
+        hidden_s = min(draft_s, max(verify.ssd_s, verify.link_s))
         return Speed(
-            low=rate.low / (verify_s / _STREAM_SHARE + draft_s),
-            typical=rate.typical / (verify_s + draft_s),
-            high=rate.high / (verify_s + draft_s - hidden_s),
-            plain=plain,
-            pass_s=verify_s,
-            draft_s=draft_s,
+            hard=Pace(rate.low, verify.seconds / _STREAM_SHARE, draft_s),
+            usual=Pace(rate.typical, verify.seconds, draft_s),
+            easy=Pace(rate.high, verify.seconds, draft_s - hidden_s),
+            alone=alone,
             nodes=nodes,
             tokens_per_pass=rate,
         )
 
     speeds = [
-        with_trees(nodes, rate.of_nodes(nodes, tree.budget)) for nodes in _sizes(tree, target)
+        with_trees(nodes, rate.of_nodes(nodes, tree.budget)) for nodes in _sizes(tree, plan.target)
     ]
     return max(speeds, key=lambda speed: speed.typical)
 
 
-def _step_bytes(target: ModelBytes, draft: ModelBytes, work: Work, plan: Plan) -> int:
+def _step_seconds(plan: Plan, draft: ModelBytes, rows: int) -> float:
+    """Seconds of a draft step over so many rows."""
+    work, machine = plan.work, plan.machine
+    weights = draft.active_params + draft.vocab * draft.hidden
+    return layers_seconds(draft, rows, work.context_tokens, machine, graph=True) + max(
+        _step_bytes(plan, draft) / machine.memory_bytes_per_s,
+        product_seconds(weights, rows, machine.flops),
+    )
+
+
+def _step_bytes(plan: Plan, draft: ModelBytes) -> int:
     """Weights that a draft step reads: of layers that a copy of the target shares, the target's."""
+    target, work = plan.target, plan.work
     own = draft.loaded(work.item_bytes) - draft.table
     layers = zip(shared_layers(target, draft, work), target.layers, plan.tiers, strict=True)
     return own + sum(exact - copy for copy, exact, tier in layers if copy and tier == "resident")
@@ -148,32 +182,6 @@ def _sizes(tree: TreeConfig, target: ModelBytes) -> list[int]:
     if target.experts is None:
         return [tree.budget]
     return [*(1 << n for n in range(tree.budget.bit_length() - 1)), tree.budget]
-
-
-def pass_seconds(
-    target: ModelBytes,
-    work: Work,
-    machine: Machine,
-    plan: Plan,
-    rows: int,
-    ssd_bytes: int | None = None,
-) -> float:
-    """Seconds of a pass of so many rows.
-
-    Args:
-        ssd_bytes: that it reads; as planned unless told.
-    """
-    compute_s = compute_seconds(target.active_params, rows, machine.flops)
-    stream_s = stream_seconds(plan, target, work, machine, rows, ssd_bytes)
-    return max(stream_s, compute_s) + _layer_seconds(machine) * len(target.layers)
-
-
-def _layer_seconds(machine: Machine) -> float:
-    return _GPU_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
-
-
-def _step_layer_seconds(machine: Machine) -> float:
-    return _GRAPH_LAYER_S if machine.vram_bytes else _CPU_LAYER_S
 
 
 def _steps(tree: TreeConfig, nodes: int, tokens_per_pass: float) -> float:

@@ -14,7 +14,7 @@ from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
+from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost
 from specexec_cli.planning.memory import (
     DRAFT_MODEL,
     GPU_CONTEXT_BYTES,
@@ -42,7 +42,8 @@ class Machine:
     ssd_bytes_per_s: float = 2e9
     link_bytes_per_s: float = 20e9  # pinned host memory to device
     memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
-    flops: FlopsByRows = ()
+    flops: FlopsByRows = ()  # of the CPU where it computes
+    layer_cost: LayerCost | None = None  # likewise; None is not known
     base_bytes: int = 500_000_000  # the process before any weight is loaded
     context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
     margin: float = 0.04  # share of each memory that is left alone
@@ -81,7 +82,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where everything goes, and what that predicts for one verification pass."""
+    """Where everything goes, and what a verification pass moves; pass_time.py says how long."""
+
+    target: ModelBytes  # that is placed,
+    work: Work  # for sessions of this size,
+    machine: Machine  # on this machine
 
     tiers: tuple[Tier, ...]  # per decoder layer
     ssd_buffers: int  # buffers in RAM that SSD layers go through
@@ -90,11 +95,7 @@ class Plan:
     vram: Parts
     ssd_bytes: int  # moved per pass
     link_bytes: int
-    ssd_s: float  # that each link needs for a pass
-    link_s: float
-    memory_s: float
-    compute_s: float  # arithmetic of a verification pass; 0 when the rate is not known
-    knee_rows: int | None  # most rows whose arithmetic hides behind the stream
+    memory_bytes: int  # of weights that a pass reads; of a mixture's, all experts
     stays: bool = False  # the whole target is loaded once, converted to the compute dtype
     shared_layers: int = 0  # that a copy of the target drafts with, as they stay on a GPU
     on_gpu: bool = False  # whether a GPU computes
@@ -119,29 +120,6 @@ class Plan:
     @property
     def peak_vram_bytes(self) -> int:
         return sum(size for _, size in self.vram)
-
-    @property
-    def stream_s(self) -> float:
-        """Seconds of a pass without arithmetic."""
-        return max(self.ssd_s, self.link_s, self.memory_s)
-
-    @property
-    def pass_s(self) -> float:
-        """Seconds of a verification pass: everything overlaps, so the slowest part alone counts."""
-        return max(self.stream_s, self.compute_s)
-
-    @property
-    def bottleneck(self) -> str:
-        """What the pass waits for: ssd, link, memory or compute."""
-        parts = {
-            "ssd": self.ssd_s, "link": self.link_s, "memory": self.memory_s,
-            "compute": self.compute_s,
-        }  # fmt: skip
-        return max(parts, key=lambda name: parts[name])
-
-    def tokens_per_s(self, generation_rate: float) -> float:
-        """The roofline: no drafting time, no other loss."""
-        return generation_rate / self.pass_s
 
 
 def make_plan(target: ModelBytes, draft: ModelBytes | None, work: Work, machine: Machine) -> Plan:
@@ -207,24 +185,18 @@ def plan_of(
         ("SSD ring", ssd_buffers * buffer_bytes(layers("ssd"))),
     )
     vram += (("device ring", device_buffers * buffer_bytes(layers("ssd", "ram"))),)
-    ssd_s = sum(layers("ssd")) / machine.ssd_bytes_per_s
-    link_bytes = sum(layers("ssd", "ram")) if machine.vram_bytes else 0
-    link_s = link_bytes / machine.link_bytes_per_s
-    memory_bytes = target.loaded(work.item_bytes) - target.table if stays else target.read_bytes
-    memory_s = memory_bytes / machine.memory_bytes_per_s
     return Plan(
+        target=target,
+        work=work,
+        machine=machine,
         tiers=tuple(tiers),
         ssd_buffers=ssd_buffers,
         device_buffers=device_buffers,
         ram=tuple(part for part in ram if part[1]),
         vram=tuple(part for part in vram if part[1]),
         ssd_bytes=sum(layers("ssd")),
-        link_bytes=link_bytes,
-        ssd_s=ssd_s,
-        link_s=link_s,
-        memory_s=memory_s,
-        compute_s=compute_seconds(target.active_params, work.verify_rows, machine.flops),
-        knee_rows=knee_rows(target.active_params, machine.flops, max(ssd_s, link_s, memory_s)),
+        link_bytes=sum(layers("ssd", "ram")) if machine.vram_bytes else 0,
+        memory_bytes=target.loaded(work.item_bytes) - target.table if stays else target.read_bytes,
         stays=stays,
         shared_layers=len(spared),
         on_gpu=machine.vram_bytes > 0,

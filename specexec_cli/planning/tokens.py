@@ -19,12 +19,9 @@ def predicted(decision: Decision, models_file: Path | None = None) -> Speed:
         ConfigError: a models file cannot be used.
     """
     return predict(
-        decision.target.sizes,
+        decision.plan,
         decision.draft.sizes if decision.draft is not None else None,
         decision.recommended,
-        decision.work,
-        decision.machine,
-        decision.plan,
         tokens_per_pass(decision, models_file),
     )
 

@@ -97,9 +97,9 @@ def check_own_copy(
         return
     name, plain = decision.pair.draft_name, figure(speed.plain)
     slower = (
-        f"the target's own copy takes {figure(speed.draft_s)} s here to draft for a pass, which "
-        f"without drafts takes {figure(1 / speed.plain)} s, so `draft='{name}'` is expected to be "
-        f"slower here than no draft model: {figure(speed.typical)} against {plain} tok/s"
+        f"the target's own copy takes {figure(speed.usual.draft_s)} s here to draft for a pass, "
+        f"which without drafts takes {figure(1 / speed.plain)} s, so `draft='{name}'` is expected "
+        f"to be slower here than no draft model: {figure(speed.typical)} against {plain} tok/s"
     )
     mend = "Give `draft='suffix'`, or `draft='auto'`"
     if decision.target.sizes.total >= SMALL_MODEL_BYTES and speed.high <= speed.plain:

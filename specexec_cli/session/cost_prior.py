@@ -24,10 +24,11 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
-from specexec_cli.planning.arithmetic import FlopsByRows, compute_seconds, knee_rows
-from specexec_cli.planning.mixtures import link_seconds, pass_bytes
+from specexec_cli.planning.arithmetic import most_rows
+from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ModelBytes
+from specexec_cli.planning.tiers import Plan
 from specexec_cli.verify.verifier import LocalTarget
 
 # Rows of a measured product. A CPU multiplies in chunks of up to 13 rows, and a kernel is compiled
@@ -53,8 +54,8 @@ def measured_prior(
         StreamError: the weights could not be read.
     """
     model, sizes = target.model, decision.target.sizes
-    stream_s, of_few_s = (_stream_s(decision, count) for count in (1, _FEW))
-    found = _by_rates(_weights(sizes), decision.machine.flops, stream_s)
+    stream_s, of_few_s = (_stream_s(decision.plan, count) for count in (1, _FEW))
+    found = _by_rates(decision.plan, stream_s)
     if found is None:
         rows = min(_FEW, model.context_length - len(target.tokens))
         try:
@@ -85,32 +86,32 @@ def measured_prior(
     )
 
 
-def _stream_s(decision: Decision, rows: int) -> float:
+def _stream_s(plan: Plan, rows: int) -> float:
     """Seconds of a pass's stream; on a CPU, layers in RAM are where they are computed."""
-    plan, sizes, work = decision.plan, decision.target.sizes, decision.work
-    ssd_s = pass_bytes(plan, sizes, work, rows) / decision.machine.ssd_bytes_per_s
-    return max(ssd_s, link_seconds(plan, sizes, work, decision.machine, rows))
+    found = pass_time(plan, rows)
+    return max(found.ssd_s, found.link_s)
 
 
 def _weights(sizes: ModelBytes) -> int:
-    """That each row is multiplied with, the head's among them."""
+    """Weights that every row is multiplied by, the output head included."""
     return sizes.active_params + sizes.vocab * sizes.hidden
 
 
-def _by_rates(
-    weights: int, flops: FlopsByRows, stream_s: float
-) -> tuple[float, float, float] | None:
+def _by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
     """Seconds of a pass of one row, of each row beyond the knee, and the knee in rows.
 
     None where rates are not known, or a pass has so little arithmetic that they do not tell.
     """
-    if compute_seconds(weights, _FEW, flops) < _SMALL_S:
+
+    def computing_s(rows: int) -> float:
+        found = pass_time(plan, rows)
+        return found.compute_s + found.layers_s
+
+    if pass_time(plan, _FEW).compute_s < _SMALL_S:
         return None
-    base_s = max(stream_s, compute_seconds(weights, 1, flops))
-    knee = knee_rows(weights, flops, base_s)
-    assert knee is not None, "the rates are known"
-    beyond_s = compute_seconds(weights, knee + _BEYOND, flops) - base_s
-    return base_s, beyond_s / _BEYOND, float(knee)
+    base_s = max(stream_s, computing_s(1))
+    knee = most_rows(computing_s, base_s)
+    return base_s, (computing_s(knee + _BEYOND) - base_s) / _BEYOND, float(knee)
 
 
 def _arithmetic(

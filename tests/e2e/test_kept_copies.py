@@ -23,7 +23,7 @@ from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import sized
 from specexec_cli.planning.low_bits import own_folder
 from specexec_cli.planning.site import described_site
-from specexec_cli.planning.speed import Speed
+from specexec_cli.planning.speed import Pace, Speed
 from specexec_cli.session import Session
 
 
@@ -213,8 +213,8 @@ def test_plan_refuses_what_a_session_refuses(target: Path, tmp_path: Path) -> No
 def test_what_cannot_pay_is_refused_before_the_target_is_fetched(
     target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = Speed(low=0.1, typical=0.2, high=0.3, plain=1.0, pass_s=1.0, draft_s=9.0, nodes=1,
-                 tokens_per_pass=None)  # fmt: skip
+    slow = Speed(hard=Pace(1, 1, 9), usual=Pace(2, 1, 9), easy=Pace(3, 1, 9), alone=Pace(1, 1, 0),
+                 nodes=1, tokens_per_pass=None)  # fmt: skip
     monkeypatch.setattr("specexec_cli.planning.weighing.predicted", lambda *arguments: slow)
     monkeypatch.setattr(sized, "fetch", lambda *arguments, **options: pytest.fail("it was fetched"))
     monkeypatch.setattr(

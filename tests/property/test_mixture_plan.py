@@ -15,8 +15,9 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.reader import BLOCK_BYTES
 from specexec_cli.planning.fits import place_of
 from specexec_cli.planning.memory import DoesNotFitError, Work, fixed_parts
-from specexec_cli.planning.mixtures import MOST_CPU_ROWS, link_seconds, stream_seconds
+from specexec_cli.planning.mixtures import MOST_CPU_ROWS
 from specexec_cli.planning.outlook import outlook, with_more_ram
+from specexec_cli.planning.pass_time import PassTime, pass_time
 from specexec_cli.planning.placement import place, without_ssd
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes, architecture_bytes
@@ -98,7 +99,7 @@ def test_qwen3_30b_moves_experts_and_not_layers() -> None:
     assert 0.4 < plan.expert_bytes / sum(target.experts.layers) < 0.6
     routed = 48 * 8 * target.experts.largest
     assert plan.ssd_bytes < 0.6 * routed
-    more = without_ssd(target, None, work, Machine(ram_bytes=32 * GB), plan)
+    more = without_ssd(plan, None)
     assert more is not None
     assert more.ssd_bytes == more.expert_bytes == 0
 
@@ -110,7 +111,7 @@ def test_more_ram_beside_a_gpu_moves_experts_too() -> None:
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB)
     plan = place("auto", target, None, work, machine)
     assert plan.expert_bytes > 0 < plan.ssd_bytes
-    more = without_ssd(target, None, work, machine, plan)
+    more = without_ssd(plan, None)
     assert more is not None
     assert more.ssd_bytes == 0 < more.expert_bytes
     with pytest.raises(DoesNotFitError):
@@ -131,13 +132,12 @@ def test_every_mode_places_a_mixture(mode: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(case=cases())
 def test_what_is_expected_of_experts_hangs_together(case: tuple[ModelBytes, Work, Machine]) -> None:
-    target, work, machine = case
     plan = plan_or_none(*case)
-    experts = target.experts
+    experts = case[0].experts
     if plan is None or not plan.expert_bytes or experts is None:
         return
     layers = experts.in_all // experts.count
-    found = outlook(target, work, machine, plan)
+    found = outlook(plan)
     assert [each.rows for each in found] == [1, 4, 16]
     for each in found:
         even, skewed = each.experts
@@ -149,7 +149,7 @@ def test_what_is_expected_of_experts_hangs_together(case: tuple[ModelBytes, Work
             assert 0.0 <= held <= 1.0
             size = sum(experts.layers) / experts.in_all
             assert read == pytest.approx(asked * (1.0 - held) * size, abs=size)
-    richer = with_more_ram(target, None, work, machine)
+    richer = with_more_ram(plan, None)
     # a model that is loaded to stay is converted, and may then be read more slowly than it was
     more_memory = [each.tokens_per_s for each in richer if each.cache_share < 1.0]
     for fewer, more in pairwise([found[0].tokens_per_s, *more_memory]):
@@ -163,7 +163,7 @@ def test_one_row_of_skewed_routing_finds_most_experts_in_a_quarter() -> None:
     plan = place("auto", target, None, work, machine)
     assert target.experts is not None
     share = plan.expert_bytes / sum(target.experts.layers)
-    one, *_ = outlook(target, work, machine, plan)
+    one, *_ = outlook(plan)
     even, skewed = one.held_share
     assert one.experts == (pytest.approx(48 * 8), pytest.approx(48 * 8))
     assert even == pytest.approx(share, abs=0.01)
@@ -257,6 +257,11 @@ def test_what_experts_of_many_rows_take_on_the_link_is_in_the_plan() -> None:
     assert found[3] > 0.9 * most[3]
 
 
+def stream_s(found: PassTime) -> float:
+    """Seconds of a pass without products and the rest of its layers."""
+    return max(found.ssd_s, found.link_s, found.memory_s, found.host_s)
+
+
 def test_a_pass_is_charged_with_its_own_rows_alone_whatever_was_planned_for() -> None:
     target = architecture_bytes(QWEN3_30B)
     machine = Machine(ram_bytes=64 * GB, vram_bytes=16 * GB, link_bytes_per_s=20e9,
@@ -265,22 +270,19 @@ def test_a_pass_is_charged_with_its_own_rows_alone_whatever_was_planned_for() ->
         works = [Work(context_tokens=4096, budget=budget) for budget in (0, 512)]
         plans = [place("auto", target, None, work, machine, where) for work in works]  # type: ignore[arg-type]
         for rows in (1, 513):
-            seconds = [
-                stream_seconds(plan, target, work, machine, rows)
-                for plan, work in zip(plans, works, strict=True)
-            ]
+            seconds = [stream_s(pass_time(plan, rows)) for plan in plans]
             # less memory is left for experts where more rows are planned for
             assert seconds[0] <= seconds[1] < 1.2 * seconds[0]
         for plan, work in zip(plans, works, strict=True):
-            planned_s = link_seconds(plan, target, work, machine, work.verify_rows)
-            assert planned_s == pytest.approx(plan.link_s)
+            assert pass_time(plan, work.verify_rows).link_bytes == plan.link_bytes
     kept = place("auto", target, None, Work(budget=0), replace(machine, vram_bytes=0))
     fits = replace(machine, vram_bytes=0, ram_bytes=128 * GB)
     whole = place("auto", target, None, Work(budget=0), fits)
     assert kept.expert_bytes > whole.expert_bytes == 0
-    one_s, many_s = (stream_seconds(whole, target, Work(budget=0), fits, rows) for rows in (1, 513))
-    assert one_s < whole.memory_s / 8, "layers that stay are not read whole"
-    assert many_s == pytest.approx(whole.memory_s, rel=0.1)
+    one_s, many_s = (stream_s(pass_time(whole, rows)) for rows in (1, 513))
+    whole_s = target.read_bytes / fits.memory_bytes_per_s
+    assert one_s < whole_s / 8, "layers that stay are not read whole"
+    assert many_s == pytest.approx(whole_s, rel=0.1)
 
 
 def test_where_the_cpu_is_to_compute_experts_no_whole_layer_moves() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.arithmetic import compute_seconds, knee_rows
+from specexec_cli.planning.arithmetic import LayerCost, most_rows, product_seconds
 from specexec_cli.planning.memory import (
     GPU_LIBRARY_BYTES,
     STEP_ROWS,
@@ -20,6 +20,8 @@ from specexec_cli.planning.memory import (
     fixed_parts,
     gpu_parts,
 )
+from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
+from specexec_cli.planning.placement import place
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
 from specexec_cli.planning.tiers import (
     HUGE_PAGE_BYTES,
@@ -145,7 +147,7 @@ def test_memory_is_never_exceeded_and_every_layer_is_placed(
     assert plan.ssd_bytes == sum(layers("ssd"))
     assert plan.ssd_buffers in ((2, 3) if layers("ssd") else (0,))
     assert plan.device_buffers in ((2, 3) if on_gpu and layers("ssd", "ram") else (0,))
-    assert plan.pass_s >= plan.ssd_bytes / machine.ssd_bytes_per_s
+    assert usual_pass(plan).seconds >= plan.ssd_bytes / machine.ssd_bytes_per_s
 
 
 @settings(max_examples=400, deadline=None)
@@ -165,7 +167,7 @@ def test_more_memory_never_predicts_a_slower_pass(
     if machine.vram_bytes:
         richer = replace(richer, vram_bytes=machine.vram_bytes + more_vram)
     better = make_plan(target, draft, work, richer)
-    assert better.pass_s <= plan.pass_s
+    assert usual_pass(better).seconds <= usual_pass(plan).seconds
     assert better.ssd_bytes <= plan.ssd_bytes
 
 
@@ -190,19 +192,26 @@ def test_the_knee_is_the_last_row_that_hides(
     weights: int, rates: list[float], stream_s: float, rows: int
 ) -> None:
     flops = tuple((4**index, rate) for index, rate in enumerate(rates))
-    assert compute_seconds(weights, rows, flops) <= compute_seconds(weights, rows + 1, flops)
-    knee = knee_rows(weights, flops, stream_s)
-    if knee is None:
-        assert not flops
-        return
-    assert compute_seconds(weights, knee, flops) <= stream_s
-    assert knee == 4096 or compute_seconds(weights, knee + 1, flops) > stream_s
+
+    def seconds(count: int) -> float:
+        return product_seconds(weights, count, flops)
+
+    assert seconds(rows) <= seconds(rows + 1)
+    knee = most_rows(seconds, stream_s)
+    assert seconds(knee) <= stream_s
+    assert knee == 4096 or seconds(knee + 1) > stream_s
 
 
-LLAMA_7B = architecture_bytes(
-    {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
-     "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000}
-)  # fmt: skip
+LLAMA_7B_CONFIG = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000,
+}  # fmt: skip
+LLAMA_7B = architecture_bytes(LLAMA_7B_CONFIG)
+
+
+def usual_pass(plan: Plan) -> PassTime:
+    """A pass of the rows that memory is planned for."""
+    return pass_time(plan, plan.work.verify_rows)
 
 
 def test_the_knee_of_a_7b_from_the_ssd() -> None:
@@ -213,9 +222,39 @@ def test_the_knee_of_a_7b_from_the_ssd() -> None:
     )  # fmt: skip
     plan = make_plan(LLAMA_7B, None, Work(context_tokens=512, budget=64), machine)
     assert plan.tiers.count("ssd") >= 30
-    assert plan.bottleneck == "ssd"
-    assert plan.knee_rows == pytest.approx(165, rel=0.1)
-    assert plan.tokens_per_s(4.0) == pytest.approx(4.0 * 4.1e9 / plan.ssd_bytes)
+    assert usual_pass(plan).bottleneck == "ssd"
+    assert knee_rows(plan) == pytest.approx(165, rel=0.1)
+    assert usual_pass(plan).seconds == pytest.approx(plan.ssd_bytes / 4.1e9)
+
+
+def test_the_knee_counts_all_of_a_pass() -> None:
+    """4 bits on a CPU with AMX, where products alone would hide 175 rows and passes hid 106."""
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    target = architecture_bytes({**LLAMA_7B_CONFIG, "quantization_config": config})
+    machine = Machine(
+        ram_bytes=4 * GB, ssd_bytes_per_s=2.1e9, memory_bytes_per_s=2e10,
+        flops=((1, 2e10), (128, 1.4e12), (256, 1.4e12)),
+    )  # fmt: skip
+    work = Work(context_tokens=512, budget=64)
+
+    def knee(cost: LayerCost | None) -> int:
+        plan = place("ssd", target, None, work, replace(machine, layer_cost=cost))
+        found = knee_rows(plan)
+        assert found is not None
+        times = [pass_time(plan, rows).seconds for rows in (1, found, found + 1)]
+        assert times[0] == times[1] < times[2]
+        return found
+
+    products = knee(LayerCost(0.0, 0.0, 0.0))
+    assert products == pytest.approx(175, rel=0.05)
+    assert knee(LayerCost(layer_s=1e-3, row_s=7e-5, slot_s=2e-7)) == pytest.approx(106, rel=0.05)
+    assert knee(None) < products, "Python's share is assumed where nothing was measured"
+
+
+def test_a_layer_costs_more_for_wider_layers_more_rows_and_longer_texts() -> None:
+    cost = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-6)
+    assert cost.seconds(4096, 11008, 10, 100) == pytest.approx(1e-3 + 10 * (1e-4 + 100e-6))
+    assert cost.seconds(8192, 22016, 10, 100) == pytest.approx(1e-3 + 10 * (2e-4 + 200e-6))
 
 
 def test_a_third_slot_is_not_bought_with_layers() -> None:
@@ -362,7 +401,7 @@ def test_a_gpu_with_room_keeps_everything() -> None:
     plan = make_plan(LLAMA_7B, None, Work(), machine)
     assert set(plan.tiers) == {"resident"}
     assert (plan.ssd_buffers, plan.device_buffers, plan.link_bytes) == (0, 0, 0)
-    assert plan.bottleneck == "memory"
+    assert usual_pass(plan).bottleneck == "memory"
 
 
 @pytest.mark.parametrize("change", [{"ssd_bytes_per_s": 0.0}, {"ram_bytes": -1}])

@@ -17,6 +17,7 @@ from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
 from specexec_cli.planning import probe
+from specexec_cli.planning.arithmetic import LayerCost
 from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.rates import Rates, load_rates
 
@@ -107,6 +108,9 @@ def test_every_fact_has_a_line() -> None:
     assert lines["hub"] == "https://hub: no"
 
 
+COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-7)
+
+
 @pytest.fixture
 def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The real examination with measurements replaced; returns where rates are kept."""
@@ -121,6 +125,7 @@ def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(3e9, True))
     monkeypatch.setattr(probe, "probe_memory", lambda: 1e10)
     monkeypatch.setattr(arithmetic_probe, "probe_flops", lambda *args: ((1, 1e9), (128, 1e11)))
+    monkeypatch.setattr(arithmetic_probe, "probe_layer", lambda dtype: COST)
     return kept
 
 
@@ -141,6 +146,7 @@ def test_json_is_one_object_and_rates_are_kept(quick_machine: Path) -> None:
     assert any("no network" in line for line in found["slow"])
     rates = load_rates(quick_machine)
     assert rates is not None
+    assert rates.layers == {"float32": COST, "bfloat16": COST}
     assert rates.flops == dict.fromkeys(
         ("float32", "float32, 4 bits", "float32, 8 bits",
          "bfloat16", "bfloat16, 4 bits", "bfloat16, 8 bits"),
@@ -157,9 +163,9 @@ def test_what_was_measured_on_a_busy_machine_is_shown_and_not_kept(
     busy.install(monkeypatch)
     monkeypatch.setattr(probe, "probe_memory", lambda: busy.passes(2.0) or 1e9)
     found = json.loads(run("--json"))
-    assert found["disturbed"] == {"memory and arithmetic": "other programs used 25% of the CPU"}
+    assert found["disturbed"] == {"memory": "other programs used 25% of the CPU"}
     assert found["rates"]["memory_bytes_per_s"] == 1e9
-    assert any("25% of the CPU while memory and arithmetic was" in line for line in found["slow"])
+    assert any("25% of the CPU while memory was measured" in line for line in found["slow"])
     monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(4e9, True))
     run()
     assert load_rates(quick_machine) == replace(quiet, ssd_bytes_per_s=4e9)

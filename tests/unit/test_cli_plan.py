@@ -19,6 +19,7 @@ from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import site as site_module
+from specexec_cli.planning.arithmetic import LayerCost
 from specexec_cli.planning.rates import new_rates, save_rates
 
 GB = 10**9
@@ -125,6 +126,90 @@ def test_measured_rates_are_used_and_the_knee_is_shown(bare_machine: Path) -> No
     assert f"A pass of up to {found['knee_rows']} rows takes no longer than one of 1 row" in text
     assert "knee" not in text
     assert "Not measured" not in text
+
+
+PLANS = [
+    ("--pair", "llama2-7b-chat", "--ram", "10GB"),
+    ("--pair", "llama2-70b-chat-gptq", "--vram", "24GB", "--ram", "64GB"),
+    (
+        "--pair",
+        "llama2-70b-chat-gptq-7b-gptq",
+        "--vram",
+        "12GB",
+        "--ram",
+        "30GB",
+        "--budget",
+        "300",
+    ),
+    ("--pair", "qwen2.5-14b-instruct-gptq", "--vram", "24GB", "--ram", "32GB"),
+    ("--pair", "qwen3-30b-a3b", "--ram", "24GB"),
+    ("--pair", "mixtral-8x7b-instruct-gptq", "--vram", "16GB", "--ram", "32GB"),
+    ("--pair", "gpt-oss-120b-20b", "--vram", "24GB", "--ram", "64GB"),
+    ("--target", "qwen3-8b", "--draft", "self", "--vram", "12GB", "--ram", "64GB"),
+    ("--target", "llama2-7b", "--method", "autoregressive", "--ram", "6GB"),
+]
+KNOWN = dict.fromkeys(["float32", "bfloat16"], ((1, 2e10), (128, 5e11)))
+COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=2e-7)
+
+
+def interval(number: str) -> tuple[float, float]:
+    """What was rounded to a number as printed, with its unit if it has one."""
+    value, _, unit = number.partition(" ")
+    half = 0.5 * 10.0 ** -len(value.partition(".")[2])
+    scale = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6}[unit]
+    return (float(value) - half) * scale, (float(value) + half) * scale
+
+
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("args", PLANS, ids=[" ".join(args[1::2]) for args in PLANS])
+def test_every_line_of_a_plan_multiplies(
+    args: tuple[str, ...], measured: bool, bare_machine: Path
+) -> None:
+    """Tokens a pass over the seconds of pass and drafting are tokens per second, of one tree."""
+    if measured:
+        rates = replace(new_rates(), flops=KNOWN, layers=dict.fromkeys(KNOWN, COST))
+        save_rates(rates, bare_machine)
+    found, text = as_json(*args), run(*args)
+    told = found["prediction"]
+    for name, pace in told["paces"].items():
+        seconds = pace["pass_s"] + pace["draft_s"]
+        assert told[name] == pytest.approx(pace["tokens_per_pass"] / seconds)
+    assert found["rows"] == told["nodes"] + 1
+    assert found["pass_s"] == told["pass_s"] == told["paces"]["typical"]["pass_s"]
+    computing = max(found["memory_s"], found["compute_s"], found["host_s"]) + found["layers_s"]
+    links_s = max(found["ssd_s"], found["link_s"]) + found["links_wait"] * found["layers_s"]
+    assert found["pass_s"] == max(links_s, computing)
+    assert (found["compute_s"] > 0) == (measured and "--vram" not in args)
+    for link in ("ssd", "link", "memory"):
+        seconds = found[f"{link}_bytes"] / found["machine"][link]["value"]
+        assert found[f"{link}_s"] == pytest.approx(seconds)
+
+    time = r"(\d[\d.]* (?:s|ms|us))"
+    rows = re.findall(
+        rf"^(with drafting|  from|  to|without) +([\d.]+) +([\d.]+) +{time}(?: +{time})?",
+        text,
+        re.M,
+    )
+    drafted = told["tokens_per_pass"] is not None
+    names = ["with drafting", "  from", "  to", "without"] if drafted else ["without"]
+    assert [row[0] for row in rows] == names
+    for _, tokens_per_s, tokens, pass_s, draft_s in rows:
+        low, high = interval(tokens)
+        least, most = (
+            sum(ends) for ends in zip(interval(pass_s), interval(draft_s or "0 us"), strict=True)
+        )
+        printed = interval(tokens_per_s)
+        assert low / most <= printed[1], (tokens_per_s, tokens, pass_s, draft_s)
+        assert printed[0] <= high / least, (tokens_per_s, tokens, pass_s, draft_s)
+    flat = " ".join(text.split())
+    (one_pass,) = re.findall(rf"together {time} the slowest", flat)
+    counted = f"{found['rows']} row" + "s" * (found["rows"] > 1)
+    assert f"a pass of {counted} " in flat
+    assert f"A pass of {counted} takes about {one_pass}, bound by" in flat
+    assert one_pass == rows[0][3]
+    if drafted:
+        nodes = f"{told['nodes']} node" + "s" * (told["nodes"] > 1)
+        assert f"Growing a tree of {nodes} takes about {rows[0][4]}," in flat
 
 
 def test_packed_weights_are_planned_with_their_own_rates() -> None:

@@ -73,7 +73,7 @@ def test_what_is_measured_takes_the_place_of_what_was_known(tmp_path: Path) -> N
     assert found.tiers == ("ssd",) * 4
     assert found.link_bytes_per_s == 3e9
     assert found.settings["ssd"] == Setting(3e9, "measured")
-    assert found.plan.ssd_s == pytest.approx(found.plan.ssd_bytes / 3e9)
+    assert found.machine.ssd_bytes_per_s == 3e9
 
 
 @pytest.mark.parametrize(

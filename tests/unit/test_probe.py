@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from specexec_cli.errors import OutOfMemoryError, StreamError
+from specexec_cli.models import arithmetic_probe
 from specexec_cli.offload import uplink
 from specexec_cli.offload.slabs import COPY_BYTES
 from specexec_cli.planning import link_probe, probe
@@ -130,6 +131,25 @@ def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(rate > 0 for _, rate in points)
     assert len({item for item in seen if item[0] == (1, 64)}) == 4  # no cache holds them all
     assert {item[1:3] for item in seen} == {(torch.float32, torch.bfloat16)}
+
+
+def test_what_a_layer_takes_besides_products_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From passes of one row, of many, and of many behind a prefix."""
+
+    def layer_s(model: object, rows: int, prefix: int, deadline: float) -> float:
+        return 1e-3 + rows * (1e-4 + (prefix + rows) * 1e-7)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arithmetic_probe, "_layer_s", layer_s)
+        found = arithmetic_probe.probe_layer("float32")
+    expected = (1e-3, 1e-4, 1e-7)
+    assert (found.layer_s, found.row_s, found.slot_s) == pytest.approx(expected, rel=0.01)
+    monkeypatch.setattr(arithmetic_probe, "_ROWS", 8)
+    monkeypatch.setattr(arithmetic_probe, "_PREFIX", 8)
+    monkeypatch.setattr(arithmetic_probe, "_SECONDS", 0.0)
+    found = arithmetic_probe.probe_layer("bfloat16")
+    assert found.seconds(4096, 11008, 1, 1) > 0
+    assert min(found.layer_s, found.row_s, found.slot_s) >= 0
 
 
 def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,17 @@ from busy_machine import Fake
 from specexec_cli import loading
 from specexec_cli.device import CpuInfo
 from specexec_cli.planning import probe, rates
-from specexec_cli.planning.arithmetic import FlopsByRows
+from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost
+from specexec_cli.planning.memory import Work
 from specexec_cli.planning.probe import probe_flops
 from specexec_cli.planning.rates import load_rates, new_rates, save_rates
 from specexec_cli.planning.site import Setting, Site
+from specexec_cli.planning.sizes import architecture_bytes
+from specexec_cli.planning.tiers import Machine, Plan, make_plan
 from specexec_cli.session import cost_prior
 
 POINTS: FlopsByRows = ((1, 1e9), (64, 1e11))
+COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-7)
 
 
 @pytest.fixture
@@ -30,7 +34,7 @@ def kept(tmp_path: Path) -> Path:
     path = tmp_path / "deep" / "rates.json"
     everything = replace(
         new_rates(), ssd_bytes_per_s=2e9, memory_bytes_per_s=3e10, link_bytes_per_s=2e10,
-        flops={"float32": POINTS},
+        flops={"float32": POINTS}, layers={"float32": COST},
     )  # fmt: skip
     save_rates(everything, path)
     return path
@@ -40,7 +44,7 @@ def test_what_is_kept_is_read_back(kept: Path) -> None:
     assert load_rates(kept.with_name("other.json")) is None
     found = load_rates(kept)
     assert found is not None
-    assert found.flops == {"float32": POINTS}
+    assert (found.flops, found.layers) == ({"float32": POINTS}, {"float32": COST})
     assert (found.ssd_bytes_per_s, found.memory_bytes_per_s) == (2e9, 3e10)
     assert [file.name for file in kept.parent.iterdir()] == ["rates.json"]
 
@@ -78,7 +82,7 @@ def test_arithmetic_is_of_one_cpu_and_one_set_of_versions(
     change(monkeypatch)
     found = load_rates(kept)
     assert found is not None
-    assert (found.flops, found.memory_bytes_per_s) == (None, None)
+    assert (found.flops, found.layers, found.memory_bytes_per_s) == (None, None, None)
     assert found.ssd_bytes_per_s == 2e9
     save_rates(replace(new_rates(), flops={"bfloat16": POINTS}), kept)
     found = load_rates(kept)
@@ -108,6 +112,8 @@ def test_the_kernels_version_follows_their_sources(
     [
         {"flops": {"float32": [1]}}, {"flops": [1]}, {"flops": {"float32": [[2, 1e9], [1, 1e9]]}},
         {"flops": {"float32": [[1, float("nan")]]}}, {"flops": {"float32": [[1, 10**30]]}},
+        {"layers": [1]}, {"layers": {"float32": {"layer_s": 1.0}}},
+        {"layers": {"float32": {"layer_s": -1.0, "row_s": 0.0, "slot_s": 0.0}}},
         {"ssd_bytes_per_s": 0}, {"ssd_bytes_per_s": "x"}, {"cpu": 1}, {"new": 1},
     ],
 )  # fmt: skip
@@ -150,20 +156,23 @@ SETTINGS = {name: Setting(1e9, "given") for name in ("ram", "ssd", "link", "memo
 def test_a_site_measures_what_it_does_not_know_once() -> None:
     asked = []
 
-    def calibrate(dtype: str, packed_bits: int) -> FlopsByRows:
+    def calibrate(dtype: str, packed_bits: int) -> tuple[FlopsByRows, LayerCost]:
         asked.append((dtype, packed_bits))
-        return POINTS
+        return POINTS, COST
 
     site = Site(
-        device="cpu", settings=SETTINGS, flops={"float32": ((1, 1.0),)}, calibrate=calibrate
-    )
+        device="cpu", settings=SETTINGS, flops={"float32": ((1, 1.0),)}, layers={"float32": COST},
+        calibrate=calibrate,
+    )  # fmt: skip
     assert site.calibrated("float32", 0) is site
     known = site.calibrated("float32", 4)
     assert known.machine("float32", packed_bits=4).flops == POINTS
+    assert known.machine("float32").layer_cost == COST
     assert known.machine("float32").flops == ((1, 1.0),)
     assert known.calibrated("float32", 4) is known
     assert asked == [("float32", 4)]
     assert replace(site, calibrate=None).calibrated("bfloat16", 0).flops == site.flops
+    assert replace(site, layers={}).calibrated("float32", 0).layers == {"float32": COST}
 
 
 @pytest.mark.parametrize(
@@ -185,6 +194,7 @@ def test_a_session_keeps_what_it_measured_undisturbed(
     monkeypatch.setattr(
         loading, "probe_arithmetic", lambda dtype, bits: machine.passes(1.5) or POINTS
     )
+    monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
     notices: list[str] = []
     site = loading.this_site([torch.device("cpu")], notice=notices.append)
     assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
@@ -192,6 +202,7 @@ def test_a_session_keeps_what_it_measured_undisturbed(
     assert found is not None
     new = {} if told else {"bfloat16, 4 bits": POINTS}
     assert found.flops == {"float32": POINTS} | new
+    assert found.layers == {"float32": COST} | ({} if told else {"bfloat16": COST})
     line = f"{told} while arithmetic in bfloat16, 4 bits was measured: what was found is used for "
     assert notices == ([f"{line}this run and not kept"] if told else [])
     assert loading.this_site([torch.device("cpu")]).flops == found.flops
@@ -203,19 +214,35 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_session_time(
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(loading, "rates_file", lambda: tmp_path / "file" / "rates.json")
     monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
+    monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
     site = loading.this_site([torch.device("cpu")])
     assert site.calibrated("float32", 0).flops == {"float32": POINTS}
+
+
+def plan_of(weights: int, flops: FlopsByRows, cost: LayerCost) -> Plan:
+    """A plan for a target of so many weights, the head's among them, on a CPU so fast."""
+    config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8,
+              "num_hidden_layers": 10, "num_attention_heads": 1}  # fmt: skip
+    target = replace(architecture_bytes(config), active_params=weights - 64)
+    machine = Machine(ram_bytes=10**11, flops=flops, layer_cost=cost)
+    return make_plan(target, None, Work(), machine)
 
 
 def test_the_prior_follows_the_measured_rates() -> None:
     """1e9 weights: rows beyond the knee take what their arithmetic does."""
     flops: FlopsByRows = ((1, 1e10), (10, 1e11), (100, 2e11), (200, 2e11))
+    plan = plan_of(10**9, flops, LayerCost(0.0, 0.0, 0.0))
     # one row takes 0.2 s, as ten do; 100 take 1 s, and each further one 0.01 s
-    found = cost_prior._by_rates(10**9, flops, stream_s=1.0)
+    found = cost_prior._by_rates(plan, stream_s=1.0)
     assert found == pytest.approx((1.0, 0.01, 100.0))
-    base_s, row_s, knee = cost_prior._by_rates(10**9, flops, stream_s=0.01) or (0.0, 0.0, 0.0)
+    base_s, row_s, knee = cost_prior._by_rates(plan, stream_s=0.01) or (0.0, 0.0, 0.0)
     assert base_s == pytest.approx(0.2)
     assert knee == 10
     assert 0.2 + 64 * row_s == pytest.approx(0.2 + 64 * 0.8 / 90)
-    assert cost_prior._by_rates(10**9, (), stream_s=1.0) is None
-    assert cost_prior._by_rates(10**6, flops, stream_s=1.0) is None  # a pass is run instead
+    # layers of 10 ms, ten of them, are computed beside the stream too
+    slower = cost_prior._by_rates(plan_of(10**9, flops, LayerCost(1e-2, 0.0, 0.0)), stream_s=1.0)
+    assert slower == pytest.approx((1.0, (55 * 0.01 + 9 * 0.8 / 90) / 64, 88.0), rel=0.05)
+    nothing = LayerCost(0.0, 0.0, 0.0)
+    assert cost_prior._by_rates(plan_of(10**9, (), nothing), stream_s=1.0) is None
+    # of so few weights a pass is run instead
+    assert cost_prior._by_rates(plan_of(10**6, flops, nothing), stream_s=1.0) is None

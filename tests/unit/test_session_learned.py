@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from specexec_cli.config import GenerationConfig, TreeConfig
-from specexec_cli.drafting.iteration_cost import Iteration, IterationCost
+from specexec_cli.drafting.iteration_cost import CostModel, Iteration, IterationCost
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.planning import quiet
 from specexec_cli.planning.request import TreeRequest
-from specexec_cli.session import Session
+from specexec_cli.session import Session, local_session
 
 PROMPT = "def add(a, b):\n"
 
@@ -39,6 +39,9 @@ def write(remember: bool, notice: Callable[[str], None] = lambda text: None) -> 
 def test_the_next_session_begins_with_what_the_last_one_learned(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # measured, trees may seem not to pay while other tests run
+    cheap = CostModel(base_s=1.0, row_s=0.0, knee_rows=64.0, step_s=1e-3)
+    monkeypatch.setattr(local_session, "measured_prior", lambda *arguments: cheap)
     text = write(remember=True)
     (kept,) = cache.rglob("learned.json")
     first = json.loads(kept.read_text())

@@ -15,6 +15,7 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import TreeConfig
 from specexec_cli.planning import reached as reached_module
 from specexec_cli.planning.memory import Work
+from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.reached import Run, keep_run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
@@ -53,11 +54,11 @@ def test_a_prediction_is_a_range_below_the_roofline(vram, hidden, typical, budge
     target, draft = sizes(32, hidden), sizes(4, 512)
     plan = make_plan(target, draft, work, machine)
     rate = TokensPerPass.of_pair(typical, "a test")
-    speed = predict(target, draft, tree, work, machine, plan, rate)
+    speed = predict(plan, draft, tree, rate)
     assert 0 < speed.low <= speed.typical <= speed.high
-    assert speed.high <= rate.high / plan.pass_s
-    assert speed.plain <= 1 / plan.pass_s
-    undrafted = predict(target, None, tree, work, machine, plan, None)
+    assert speed.high <= rate.high / pass_time(plan, budget + 1).seconds
+    assert speed.plain == pytest.approx(1 / pass_time(plan, 1).seconds)
+    undrafted = predict(plan, None, tree, None)
     assert undrafted.typical == speed.plain
 
 
@@ -67,9 +68,9 @@ def test_a_draft_model_too_large_for_the_cpu_does_not_pay() -> None:
     target = draft = sizes(32, 4096)
     work, tree = Work(), TreeConfig()
     plan = make_plan(target, draft, work, machine)
-    speed = predict(target, draft, tree, work, machine, plan, TokensPerPass.of_pair(12.1, ""))
+    speed = predict(plan, draft, tree, TokensPerPass.of_pair(12.1, ""))
     assert not speed.drafting_pays
-    assert speed.draft_s > 30
+    assert speed.usual.draft_s > 30
 
 
 def mixture(pair: str, budget: int | None = None, gb: int = 24) -> Decision:
@@ -82,7 +83,7 @@ def test_a_row_of_a_mixture_waits_for_its_own_experts_alone() -> None:
     decision = mixture("qwen3-30b-a3b", 512)
     plan, speed = decision.plan, predicted(decision, None)
     assert plan.expert_bytes > 10**10
-    assert speed.plain > 15 / plan.pass_s
+    assert speed.plain > 15 / pass_time(plan, plan.work.verify_rows).seconds
 
 
 def test_trees_of_a_mixture_are_as_large_as_pays() -> None:

@@ -14,13 +14,13 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import Method, OffloadMode
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning import exact_layers
-from specexec_cli.planning.memory import Work
 from specexec_cli.planning.pair import choose_pair
 from specexec_cli.planning.rates import new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import resolve
 from specexec_cli.planning.site import Setting, Site, described_site
-from specexec_cli.planning.speed import Speed
+from specexec_cli.planning.speed import Pace, Speed
+from specexec_cli.planning.tiers import Plan
 from specexec_cli.planning.tokens import predicted
 from specexec_cli.planning.weighing import check_own_copy, weighed, with_best_draft
 
@@ -133,8 +133,8 @@ def test_a_small_target_s_own_copy_is_made_whatever_is_predicted_of_it() -> None
 
 
 def test_plan_refuses_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Speed(low=0.1, typical=0.2, high=0.3, plain=1.0, pass_s=1.0, draft_s=9.0, nodes=1,
-                 tokens_per_pass=None)  # fmt: skip
+    slow = Speed(hard=Pace(1, 1, 9), usual=Pace(2, 1, 9), easy=Pace(3, 1, 9), alone=Pace(1, 1, 0),
+                 nodes=1, tokens_per_pass=None)  # fmt: skip
     monkeypatch.setattr("specexec_cli.planning.weighing.predicted", lambda *arguments: slow)
     ran = run_cli("plan", "--target", "llama2-7b-chat", "--draft", "self", "--ram", "12GB")
     assert ran.code == 2
@@ -196,8 +196,8 @@ def test_a_copy_drafts_with_the_layers_that_stay_on_a_gpu_where_that_is_faster(
     for way in (True, False):
 
         def first(*given: object, way: bool = way) -> SimpleNamespace:
-            [work] = [each for each in given if isinstance(each, Work)]
-            return SimpleNamespace(typical=float(work.shares_layers == way))
+            [plan] = [each for each in given if isinstance(each, Plan)]
+            return SimpleNamespace(typical=float(plan.work.shares_layers == way))
 
         with monkeypatch.context() as patch:
             patch.setattr(exact_layers, "predict", first)
