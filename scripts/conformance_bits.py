@@ -102,6 +102,8 @@ def _row_by_row(model: StreamedModel, tokens: list[int]) -> Tensor:
 
 
 def _same(when: str, found: Tensor, alone: Tensor) -> None:
+    if not torch.isfinite(alone).all():
+        raise NotConforming("logits of heads of a real size are not finite")
     rows = int((found != alone).any(dim=1).sum())
     if rows:
         most = float((found - alone).abs().max())

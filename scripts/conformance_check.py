@@ -28,6 +28,7 @@ from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.models import pass_context
+from specexec_cli.models.decoder_layer import is_norm
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tensor_finder import OTHER_PART
@@ -118,9 +119,11 @@ def _save(
     with torch.no_grad():
         weights = [*model.parameters(), *_stored_biases(model)]
         for weight in weights:
-            # sums of more products come to as much, and norms of wide rows to as much as real ones
-            weight.normal_(std=_STD / widen**0.5)
-            weight += float(widen > 1 and weight.ndim == 1)
+            weight.normal_(std=_STD / widen**0.5)  # sums of more products come to as much
+        for part in model.modules() if widen > 1 else ():
+            if is_norm(part):  # rows come to as much as in real models, so that roundings show
+                for weight in part.parameters():
+                    weight += 1.0
         for weight in weights:
             weight += noise * torch.randn_like(weight)
     model.tie_weights()
