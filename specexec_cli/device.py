@@ -127,6 +127,11 @@ def free_ram_bytes() -> int:
     return max(0, min(free))
 
 
+def under_wsl() -> bool:
+    """Whether this Linux runs inside Windows, whose driver then is the one of the GPU."""
+    return "microsoft" in platform.release().lower()
+
+
 def huge_pages() -> str:
     """The kernel's transparent huge page mode: always, madvise, never, or unknown."""
     text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))

@@ -27,6 +27,7 @@ from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost, arithmetic_name
 from specexec_cli.planning.link_probe import probe_link
@@ -242,6 +243,7 @@ def this_site(
     """
     device, vram_bytes = devices[0], 0
     if device.type == "cuda":
+        prepare_cuda()
         torch.cuda.empty_cache()  # what an earlier session left
         # asking creates the CUDA context: what is told is free beside it, and RAM is asked after it
         free = [torch.cuda.mem_get_info(each)[0] for each in devices]

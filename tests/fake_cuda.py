@@ -3,8 +3,14 @@
 Every operation on them is done on the CPU, after a check that a GPU would have made: no operand in
 ordinary memory, no synchronization while a graph is being captured. A captured graph is the list of
 operations between begin and end, and a replay does them again on the same memory, so that whatever
-Python decided during the capture stays decided. It counts the bytes that live on the device, and a
+Python decided during the capture stays decided. It counts the bytes that live on each device, and a
 call of CUDA that it refuses is reported once more by the next launch, as CUDA does.
+
+There may be two devices. Every thread begins with the first of them as its own, as in CUDA.
+PyTorch's operations find the device of their operands, but kernels, streams, events and graphs of
+the other device are refused until the thread has called torch.cuda.set_device: Triton and graphs
+would launch in the wrong place, and CUDA would make a context of 0.4 GB on the first device for
+nothing. `Runtime.contexts` has the devices on which there is one.
 
 What it cannot show: the order of work on streams (tests/virtual_time.py), compiled kernels
 (tests/kernels), and speed.
@@ -41,6 +47,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from uncounted import uncounted
 
 CUDA = torch.device("cuda", 0)
+MOST_DEVICES = 2
 VRAM_BYTES = 8_000_000_000
 aten = torch.ops.aten
 
@@ -75,7 +82,7 @@ _CUDA_ALONE = {
 
 
 class Memory:
-    """The most bytes that the tensors on the device have taken at once.
+    """The most bytes that the tensors on a device have taken at once.
 
     Not of those made inside a capture: they lie in a pool of their own that steps share, while here
     a recorded operation keeps its results for good.
@@ -107,8 +114,35 @@ class Memory:
             self._live -= self._held.pop(key)[1]
 
 
-_memory = Memory()
+_memories = [Memory() for _ in range(MOST_DEVICES)]
 _refused: list[str] = []  # calls of CUDA that the next launch reports
+_contexts: set[int] = set()  # devices that the process has a context on
+
+
+class _Current(threading.local):
+    """The device of each thread, and its stream on each device; that of all threads at first."""
+
+    def __init__(self) -> None:
+        self.device = 0
+        self.streams = list(_FIRST_STREAMS)
+
+
+def _index(device: Any) -> int:
+    """The number of a device; the thread's own where none is named."""
+    if isinstance(device, int):
+        return device
+    index = torch.device(device).index if device is not None else None
+    return _current.device if index is None else index
+
+
+def _here(index: int, what: object) -> None:
+    """Refuses what belongs to another device than the thread's own."""
+    if index != _current.device:
+        raise RuntimeError(
+            f"{what} of cuda:{index} in a thread whose device is cuda:{_current.device}: "
+            "torch.cuda.set_device comes first"
+        )
+    _contexts.add(index)
 
 
 class CudaTensor(torch.Tensor):
@@ -117,13 +151,13 @@ class CudaTensor(torch.Tensor):
     inner: Tensor
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> CudaTensor:
+    def __new__(cls, inner: Tensor, index: int) -> CudaTensor:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(),
-            dtype=inner.dtype, device=CUDA,
+            dtype=inner.dtype, device=torch.device("cuda", index),
         )  # fmt: skip
         made.inner = inner
-        _memory.hold(inner)
+        _memories[index].hold(inner)
         return made  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -144,8 +178,10 @@ class _Graph:
 
     def __init__(self) -> None:
         self.operations: list[Callable[[], None]] = []
+        self.index = _current.device
 
     def replay(self) -> None:
+        _here(self.index, "a graph")
         for operation in self.operations:
             operation()
 
@@ -178,8 +214,8 @@ def _inner(value: Any) -> Any:
     return value.inner if isinstance(value, CudaTensor) else value
 
 
-def _on_device(value: Any) -> Any:
-    return CudaTensor(value) if type(value) is Tensor else value
+def _on_device(value: Any, index: int) -> Any:
+    return CudaTensor(value, index) if type(value) is Tensor else value
 
 
 @uncounted
@@ -201,7 +237,9 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         to_device = bool(there)
     if not there and not to_device:
         return func(*args, **kwargs)
-    if there and here and packet not in _CROSSING | _CPU_INDICES:
+    [index, *further] = {int(value.device.index) for value in there} or {_index(device)}
+    _contexts.add(index)
+    if further or (there and here and packet not in _CROSSING | _CPU_INDICES):
         raise RuntimeError(f"{func}: expected all tensors to be on the same device")
     if _is_captured() and (packet in _SYNCHRONIZING or here or not to_device):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
@@ -215,7 +253,7 @@ def _perform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func._schema.is_mutable:  # in place, or out=: what comes back is what was given
         owners = {id(value.inner): value for value in there}
         return _mapped(lambda value: owners.get(id(value), value), found)
-    return _mapped(_on_device, found) if to_device else found
+    return _mapped(lambda value: _on_device(value, index), found) if to_device else found
 
 
 def _launch(run: Callable[[], Any]) -> Any:
@@ -239,8 +277,11 @@ def _kernel(interpreted: Callable[..., Any]) -> Callable[..., Any]:
     def launch(*args: Any, **kwargs: Any) -> Any:
         tensors = [_inner(value) is not value for value in args if hasattr(value, "to")]
         assert all(tensors), "a kernel was given a tensor in ordinary memory"
+        for value in args:
+            if isinstance(value, CudaTensor):
+                _here(value.device.index, "a kernel's operand")
         found = _launch(lambda: interpreted(*map(_inner, args), **kwargs))
-        return _mapped(_on_device, found)
+        return _mapped(lambda value: _on_device(value, _current.device), found)
 
     return launch
 
@@ -265,11 +306,13 @@ _NAMES_OF_DEVICES = (str, torch.device)
 
 
 def _numbered(value: Any) -> Any:
-    return CUDA if type(value) in _NAMES_OF_DEVICES and str(value) == "cuda" else value
+    if type(value) in _NAMES_OF_DEVICES and str(value) == "cuda":
+        return torch.device("cuda", _current.device)
+    return value
 
 
 class _NumberedDevices(TorchFunctionMode):
-    """ "cuda" is "cuda:0": the guard borrowed below knows of no current device."""
+    """ "cuda" is the thread's own device: the guard borrowed below knows of no current one."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -285,33 +328,36 @@ class _NumberedDevices(TorchFunctionMode):
 
 
 class _Stream:
+    """torch.cuda.Stream."""
+
     def __init__(self, device: torch.device | None = None) -> None:
-        pass
+        self.index = _index(device)
 
     def wait_stream(self, other: _Stream) -> None:
-        pass
+        _here(self.index, "a stream")
 
     def wait_event(self, event: _Event) -> None:
+        _here(self.index, "a stream")
         assert event.recorded
 
 
-class _Current(threading.local):
-    """The current stream of each thread; that of all threads is the same at first."""
-
-    stream = _Stream()
-
-
+_FIRST_STREAMS = [_Stream(torch.device("cuda", index)) for index in range(MOST_DEVICES)]
 _current = _Current()
 
 
+def _current_stream(device: Any = None) -> _Stream:
+    return _current.streams[_index(device)]
+
+
 def _set_stream(stream: _Stream) -> None:
-    _current.stream = stream
+    _here(stream.index, "a stream")
+    _current.streams[stream.index] = stream
 
 
 @contextmanager
 def _on_stream(stream: _Stream) -> Iterator[None]:
-    """torch.cuda.stream"""
-    before = _current.stream
+    """torch.cuda.stream, which ends by making a context on the device that the thread had."""
+    before = _current_stream()
     _set_stream(stream)
     try:
         yield
@@ -337,7 +383,7 @@ class _Capture:
 
     def __enter__(self) -> None:
         global _capturing, _capturing_thread
-        self._before = _current.stream
+        self._before = _current_stream()
         _set_stream(self._stream)
         if self._pool in _recorded_to:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -356,18 +402,23 @@ class _Capture:
 
 
 class _Event:
+    """torch.cuda.Event, of the device of the stream that it was recorded on."""
+
     recorded = False
 
     def __init__(self, blocking: bool = False) -> None:
         pass
 
     def record(self, stream: _Stream) -> None:
-        self.recorded = True
+        _here(stream.index, "a stream")
+        self.recorded, self.index = True, stream.index
 
     def query(self) -> bool:
+        _here(self.index, "an event")
         return self.recorded
 
     def synchronize(self) -> None:
+        _here(self.index, "an event")
         assert self.recorded
 
 
@@ -383,9 +434,16 @@ class Runtime:
         self.registered: dict[int, int] = {}  # address -> bytes
         self.refused = 0
         self._pins_bytes = pins_bytes
-        self.memory = Memory()
+        self.memories = [Memory() for _ in range(MOST_DEVICES)]
+        self.contexts = _contexts  # by number of the device
+
+    @property
+    def memory(self) -> Memory:
+        """That of the first device."""
+        return self.memories[0]
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
+        _contexts.add(_current.device)
         assert address % 4096 == 0
         assert n_bytes > 0
         if sum(self.registered.values()) + n_bytes > self._pins_bytes:
@@ -403,6 +461,13 @@ class Runtime:
 def _set_device(device: torch.device) -> None:
     if device.index is None:
         raise ValueError(f"expected a device with an index, not {device}")
+    _current.device = device.index
+    _contexts.add(device.index)
+
+
+def _mem_get_info(device: Any = None) -> tuple[int, int]:
+    _contexts.add(_index(device))
+    return VRAM_BYTES, VRAM_BYTES + 1
 
 
 def _register_device_guard() -> None:
@@ -418,36 +483,52 @@ def _register_device_guard() -> None:
 
 
 @contextmanager
-def fake_cuda(*, triton: bool = False, pins_bytes: int | None = None) -> Iterator[Runtime]:
-    """torch sees a device of 8 GB inside the `with`; what lives on it is counted.
+def seen() -> Iterator[None]:
+    """The devices are seen by this thread; a thread that a test starts itself says so as well."""
+    # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
+    torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
+    try:
+        with _NumberedDevices(), _Mode(), torch.no_grad():
+            yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def fake_cuda(
+    *, triton: bool = False, pins_bytes: int | None = None, devices: int = 1
+) -> Iterator[Runtime]:
+    """torch sees devices of 8 GB inside the `with`; what lives on them is counted.
 
     Args:
         triton: whether our kernels run there, in Triton's interpreter.
         pins_bytes: of memory that may be pinned; as the environment says unless told.
+        devices: how many there are, up to MOST_DEVICES.
     """
-    global _memory
+    global _memories
     _register_device_guard()
     if pins_bytes is None:
         pins_bytes = int(os.environ.get("FAKE_CUDA_PINS", 1 << 62))
     runtime = Runtime(pins_bytes)
-    _memory = runtime.memory
-    first, pools = _current.stream, count()
-    with pytest.MonkeyPatch.context() as patch, _NumberedDevices(), _Mode(), torch.no_grad():
+    _memories = runtime.memories
+    pools = count()
+    _contexts.clear()
+    with pytest.MonkeyPatch.context() as patch, seen():
         for name, value in {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
-            "device_count": lambda: 1,
-            "current_device": lambda: 0,
+            "device_count": lambda: devices,
+            "current_device": lambda: _current.device,
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
             "get_device_name": lambda device=None: "stand-in",
-            "mem_get_info": lambda device=None: (VRAM_BYTES, VRAM_BYTES + 1),
-            "max_memory_allocated": lambda device=None: runtime.memory.peak,
+            "mem_get_info": _mem_get_info,
+            "max_memory_allocated": lambda device=None: runtime.memories[_index(device)].peak,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
             "reset_peak_memory_stats": lambda device=None: None,
             "cudart": lambda: runtime,
-            "current_stream": lambda device=None: _current.stream,
+            "current_stream": _current_stream,
             "set_stream": _set_stream,
             "stream": _on_stream,
             "Stream": _Stream,
@@ -461,13 +542,11 @@ def fake_cuda(*, triton: bool = False, pins_bytes: int | None = None) -> Iterato
         patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")
         for module, name in KERNELS:
             patch.setattr(module, name, _kernel(getattr(module, name)))
-        # torch.tensor(..., device=) makes its numbers on the CPU, where _Mode sees them leave
-        torch._C._set_only_lift_cpu_tensors(True)  # type: ignore[attr-defined]
         try:
             yield runtime
         finally:
-            torch._C._set_only_lift_cpu_tensors(False)  # type: ignore[attr-defined]
             _recorded_to.clear()
             _refused.clear()
-    assert _current.stream is first, "another stream was left current"
+            _current.device = 0
+    assert _current.streams == _FIRST_STREAMS, "another stream was left current"
     assert not runtime.registered, "host memory was freed while it was registered with CUDA"

@@ -17,6 +17,9 @@ class EagerLink:
     def __init__(self) -> None:
         self.registered: set[int] = set()
 
+    def own_thread(self) -> None:
+        pass
+
     def register(self, blob: Tensor) -> bool:
         assert blob.data_ptr() % 4096 == 0
         self.registered.add(blob.data_ptr())

@@ -247,6 +247,9 @@ class VirtualDevice:
             thread.join()
         assert not self.registered, "memory was freed while it was registered"
 
+    def own_thread(self) -> None:
+        pass
+
     def register(self, blob: Tensor) -> bool:
         if sum(self.registered.values()) + blob.numel() > self.hardware.pins_bytes:
             return False

@@ -23,6 +23,7 @@ from specexec_cli.errors import clear_shortage
 from specexec_cli.models.kv_cache import SlotCache
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.link import use_device
 from specexec_cli.planning.memory import STEP_ROWS, STEP_SLOTS
 
 BUCKETS = STEP_ROWS
@@ -54,6 +55,7 @@ class StepRunner:
 
     def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
         """As StreamedModel.forward on the runner's cache."""
+        use_device(self._model.device)
         count = len(rows.tokens)
         bucket = next((size for size in BUCKETS if size >= count), None)
         if not self._cache.is_initialized:  # no pass has come to its last layer yet

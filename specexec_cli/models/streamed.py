@@ -39,6 +39,7 @@ from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
+from specexec_cli.offload.link import prepare_cuda, use_device
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.planning.built_sizes import chosen_experts
@@ -147,7 +148,8 @@ class StreamedModel:
         """
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
-            torch.cuda.set_device(device)  # Triton and CUDA graphs launch on the current one
+            prepare_cuda()
+            use_device(device)
         quantization = read_packing(checkpoint, notice)
         skeleton = build_skeleton(checkpoint, quantization)
         if skeleton.model.config is not skeleton.config:
@@ -332,6 +334,7 @@ class StreamedModel:
         return self._pass(together, joint_state(states, together), logit_rows)
 
     def _pass(self, rows: SideBySide, cache: Cache, logit_rows: Sequence[int]) -> Tensor:
+        use_device(self.device)
         self.context.begin(rows)
         if self.experts is not None:
             visits = [

@@ -166,6 +166,7 @@ class Copier:
             self._host.close()
 
     def _run(self) -> None:
+        self._link.own_thread()
         while (turn := self._next_turn()) is not None:
             event: Any = None
             error: BaseException | None = None

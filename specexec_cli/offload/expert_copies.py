@@ -32,7 +32,9 @@ class ExpertCopies:
         """
         self._begun: list[Future[Any]] = []  # since all had arrived
         self._uplink = Uplink(link)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="specexec-copy-experts")
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="specexec-copy-experts", initializer=link.own_thread
+        )
         try:
             pieces = [piece for slot in slots for piece in torch.split(slot, COPY_BYTES)]
             self._uplink.pin(pieces, notice)

@@ -1,12 +1,57 @@
-"""All of CUDA that streaming needs: copies to a device, and their order. Tests fake it."""
+"""All of CUDA that streaming needs: settings, the device of each thread, copies and their order.
+
+Tests fake it.
+"""
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from specexec_cli.device import under_wsl
+
+# What users set the allocator by; the second is the older name.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def prepare_cuda() -> None:
+    """Sets what every use of a GPU here rests on, before the first call of CUDA.
+
+    Memory comes in segments that grow, since buffers of many sizes come and go beside a plan that
+    fills the GPU; whatever the user set the allocator to stays. Not under WSL2, where the driver
+    may refuse the first allocation then (pytorch/pytorch#192330).
+
+    Products sum in float32 and in one piece. Partial sums in two bytes round by how the library
+    cuts a sum, and stream-K kernels cut it by where a row lies among the others: a row's bits are
+    to depend on neither.
+    """
+    if not under_wsl() and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        # torch 2.9 reads the setting under the older name alone (pytorch/pytorch#183387)
+        name = _ALLOCATOR_SETTINGS[torch.__version__ < "2.10"]
+        os.environ[name] = "expandable_segments:True"
+    matmul = torch.backends.cuda.matmul
+    for dtype in ("fp16", "bf16"):
+        name = f"allow_{dtype}_reduced_precision_reduction"
+        # older versions take no second value
+        in_one_piece = hasattr(matmul, f"{name}_split_k")
+        setattr(matmul, name, (False, False) if in_one_piece else False)
+
+
+def use_device(device: torch.device) -> None:
+    """Makes a GPU the calling thread's own; every thread that calls CUDA comes by here first.
+
+    A thread begins with GPU 0. With that one as its own it would make a context of some 0.4 GB
+    there by any call of CUDA, and launch Triton's kernels and graphs there.
+
+    Args:
+        device: with its index; nothing happens for the CPU.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 class Link(Protocol):
@@ -16,6 +61,9 @@ class Link(Protocol):
     """
 
     device: torch.device
+
+    def own_thread(self) -> None:
+        """Called once by every other thread than the one that made the link, before it copies."""
 
     def register(self, blob: Tensor) -> bool:
         """Make host memory fit for asynchronous copies; False if that is refused."""
@@ -43,10 +91,14 @@ class CudaLink:
     """The Link of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.device("cuda", device.index or 0)
+        self.own_thread()
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._written = torch.empty(1, device=device)  # by register()
+        self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._written = torch.empty(1, device=self.device)  # by register()
+
+    def own_thread(self) -> None:
+        use_device(self.device)
 
     def register(self, blob: Tensor) -> bool:
         """Page-locks the memory where it is; torch's pin_memory would round it up and copy it."""

@@ -22,8 +22,10 @@ from torch import Tensor
 
 from specexec_cli.config import Tier
 from specexec_cli.models import attention
+from specexec_cli.models.linear import mixed_linear
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.memory import BLOCK_ROWS
 from specexec_cli.verify.masks import verification_rows
@@ -140,6 +142,30 @@ def test_bits_do_not_depend_on_the_pass(kind: str, dtype: torch.dtype, tmp_path:
         assert torch.equal(found, expected), parts
         assert all(map(torch.equal, rows, expected_rows)), parts
     model.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(2048, 512), (4096, 4096), (8192, 28672), (28672, 8192)]
+)
+def test_bits_do_not_depend_on_the_place_in_a_block(
+    inputs: int, outputs: int, dtype: torch.dtype
+) -> None:
+    """Of matrices that a library may share out among a GPU's cores in other ways than tiles."""
+    prepare_cuda()
+    torch.manual_seed(0)
+    others = torch.randn(BLOCK_ROWS, inputs, dtype=dtype, device=CUDA)
+    row = torch.randn(inputs, dtype=dtype, device=CUDA)
+    weight = torch.randn(outputs, inputs, dtype=dtype, device=CUDA)
+
+    def at(place: int) -> Tensor:
+        rows = others.clone()
+        rows[place] = row
+        return mixed_linear(rows, weight, None, BLOCK_ROWS)[place]
+
+    expected = at(0)
+    assert all(torch.equal(at(place), expected) for place in range(1, BLOCK_ROWS))
 
 
 @pytest.mark.parametrize("attends", [False, True])
