@@ -2,7 +2,8 @@
 
     seconds = base_s + row_s * max(0, rows - knee_rows) + step_s * steps
 
-Below the knee a pass waits for weights whatever its rows. A draft step costs what it adds to the
+Below the knee a pass waits for weights whatever its rows. Where a GPU multiplies blocks of rows,
+those are the rows of whole blocks. A draft step costs what it adds to the
 whole iteration, less than it takes where the stream goes on meanwhile.
 """
 
@@ -51,10 +52,15 @@ class CostModel:
     row_s: float
     knee_rows: float
     step_s: float
+    block_rows: int = 1  # that the target's device multiplies together, zeros behind the last
+
+    def whole(self, rows: Floats) -> Floats:
+        """The rows of as many whole blocks, (n,)."""
+        return self.block_rows * np.ceil(rows / self.block_rows)
 
     def seconds(self, rows: Floats, steps: Floats | float) -> Floats:
         """Seconds of iterations over `rows` rows, (n,)."""
-        beyond = np.maximum(0.0, rows - self.knee_rows)
+        beyond = np.maximum(0.0, self.whole(rows) - self.knee_rows)
         return self.base_s + self.row_s * beyond + self.step_s * steps
 
 
@@ -137,9 +143,10 @@ class IterationCost:
             seen: (n, 4), see Iteration.
         """
         rows, steps, drafts_s, totals_s = seen.T
+        rows = self.model.whole(rows)
         per_step = float(drafts_s.sum() / max(steps.sum(), 1.0))
         prior, weight = self._prior_now(rows, np.maximum(totals_s - drafts_s, 1e-9))
-        known_rows = _PRIOR_ROWS if prior is not None else np.zeros(0)
+        known_rows = prior.whole(_PRIOR_ROWS) if prior is not None else np.zeros(0)
         known_s = prior.seconds(known_rows, 0.0) if prior is not None else np.zeros(0)
         step_weight = np.sqrt(_DOUBT) * max(float(steps.mean()), 1.0)
         noise = float(np.square(_NOISE * totals_s).sum())
@@ -167,6 +174,7 @@ class IterationCost:
                 row_s=max(float(solved[1]), 0.0),
                 knee_rows=float(knee),
                 step_s=min(max(float(solved[2]), 0.0), per_step),
+                block_rows=self.model.block_rows,
             )
             error = noise + float(np.square(model.seconds(rows, steps) - totals_s).sum())
             off = model.seconds(known_rows, 0.0) - known_s
@@ -180,7 +188,7 @@ class IterationCost:
         """What the prior says by now, and the weight of each of its points; None at the end.
 
         Args:
-            rows, passes_s: (n,), of passes without the draft steps before them.
+            rows, passes_s: (n,), of passes without the draft steps before them, in whole blocks.
         """
         doubt = 1.0 - len(rows) / _PRIOR_UNTIL
         if self.prior is None or doubt <= 0.0:
@@ -227,4 +235,4 @@ def _levelled(
     knee = (base_s - none_s) / row_s
     if knee < 0.0:  # arithmetic takes longer whatever the rows
         base_s, knee = none_s, 0.0
-    return CostModel(base_s=base_s, row_s=row_s, knee_rows=knee, step_s=prior.step_s)
+    return replace(prior, base_s=base_s, row_s=row_s, knee_rows=knee)

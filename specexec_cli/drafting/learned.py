@@ -20,7 +20,7 @@ from specexec_cli.drafting.policies import POLICIES, BudgetPolicy
 from specexec_cli.drafting.scoring import Trust
 from specexec_cli.kept import file_name, numbers, read_json, write_json
 
-SCHEMA = 2
+SCHEMA = 3
 _KEPT_ITERATIONS = 32  # few enough that a machine that has changed is soon known anew
 # What a file may say; beyond, it is damaged.
 _LEAST_S, _MOST = 1e-9, 1e6  # seconds, and rows
@@ -144,9 +144,13 @@ def _cost(state: Mapping[str, Any]) -> IterationCost:
     """
     prior = None
     if state["prior"] is not None:
-        base_s, row_s, knee_rows, step_s = numbers(state["prior"], (4,), 0.0, _MOST).tolist()
-        prior = CostModel(base_s=base_s, row_s=row_s, knee_rows=knee_rows, step_s=step_s)
-        if base_s < _LEAST_S:
+        values = numbers(state["prior"], (5,), 0.0, _MOST).tolist()
+        base_s, row_s, knee_rows, step_s, block_rows = values
+        prior = CostModel(
+            base_s=base_s, row_s=row_s, knee_rows=knee_rows, step_s=step_s,
+            block_rows=int(block_rows),
+        )  # fmt: skip
+        if base_s < _LEAST_S or block_rows < 1:
             raise ValueError("no pass takes this")
     seen = numbers(state["iterations"], (-1, 4), 0.0, _MOST)
     rows, _, drafts_s, totals_s = seen.T

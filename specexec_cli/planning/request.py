@@ -26,6 +26,12 @@ _CHARACTERS_PER_TOKEN = 4  # of most texts, in most tokenizers
 DEFAULT_CONTEXT_TOKENS = 4096  # planned for where nothing better is known
 
 
+def in_whole_blocks(nodes: int, texts: int, block_rows: int) -> int:
+    """The nodes, but for those by which the roots of so many texts would begin one more block."""
+    beyond = (nodes + texts) % block_rows
+    return max(1, nodes - beyond) if beyond <= texts else nodes
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeRequest:
     """The draft tree, as far as it was asked for; None leaves a number to the pair."""
@@ -39,7 +45,9 @@ class TreeRequest:
     past: bool = True
     overlap: Overlap = "off"
 
-    def resolve(self, recommended: TreeConfig, method: Method, slots: int = 1) -> TreeConfig:
+    def resolve(
+        self, recommended: TreeConfig, method: Method, slots: int = 1, block_rows: int = 1
+    ) -> TreeConfig:
         """The tree to use and to plan memory for.
 
         Under the policy `cost` a budget that was not asked for is twice the recommended one: room
@@ -48,6 +56,8 @@ class TreeRequest:
 
         Args:
             slots: texts at once.
+            block_rows: rows that the device multiplies together; an open budget leaves room for
+                the roots in blocks that nodes would fill.
         Raises:
             ConfigError: the numbers contradict each other.
         """
@@ -55,6 +65,7 @@ class TreeRequest:
         nodes = self.budget
         if nodes is None:
             nodes = recommended.budget * (max(2, min(slots, 4)) if policy == "cost" else 1)
+            nodes = in_whole_blocks(nodes, slots, block_rows)
         depth = min(recommended.max_depth, max(nodes, 1)) if self.depth is None else self.depth
         return TreeConfig(
             budget=nodes,

@@ -16,10 +16,10 @@ from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.exact_layers import faster_way
-from specexec_cli.planning.memory import DoesNotFitError, Work, prompt_rows
+from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
 from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
-from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
+from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_whole_blocks
 from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sized import SizedModel, models_of
 from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, predict
@@ -142,8 +142,11 @@ def resolve(
         SpecexecError: whatever is wrong, in one line.
     """
     pair = choose_pair(load_registry(request.models_file), request)
-    tree = request.tree.resolve(pair.tree, request.method, request.slots)
-    recommended = replace(request.tree, policy="fixed").resolve(pair.tree, request.method)
+    block_rows = BLOCK_ROWS if site.device != "cpu" else 1
+    tree = request.tree.resolve(pair.tree, request.method, request.slots, block_rows)
+    recommended = replace(request.tree, policy="fixed").resolve(
+        pair.tree, request.method, block_rows=block_rows
+    )
     target, draft = models_of(pair, request.offline, check if fetch_weights else None)
     draft_sizes = draft.sizes if draft is not None else None
     unpacked_bytes = max(target.sizes.total, 2 * target.sizes.layer_params)
@@ -165,12 +168,12 @@ def resolve(
         return faster_way(placed, pair.own_bits, recommended, work, draft_sizes)
 
     try:
-        tree, work, plan = _fitted(tree, request, pair, plan_for)
+        tree, work, plan = _fitted(tree, recommended.budget, request, pair, plan_for)
     except DoesNotFitError as error:
         raise RequestDoesNotFitError(error, Asked(request, site, context_tokens)) from None
     if draft_sizes is not None and plan.expert_bytes and request.tree.budget is None:
         best = predict(plan, draft_sizes, tree, _OFTEN_RIGHT)
-        tree = _with_fewer_nodes(tree, best.nodes, request, pair)
+        tree = _with_fewer_nodes(tree, best.nodes, request, pair, block_rows)
         work, plan = plan_for(tree)
     if site.measure is not None and target.checkpoint is not None:
         settings |= site.measure(target.checkpoint, plan)
@@ -220,6 +223,7 @@ def _work(
 
 def _fitted(
     tree: TreeConfig,
+    budget: int,
     request: Request,
     pair: ChosenPair,
     plan_for: Callable[[TreeConfig], tuple[Work, Plan]],
@@ -227,19 +231,22 @@ def _fitted(
     """The tree and its plan; one of the recommended budget where memory ends before that.
 
     Nodes beyond the recommended ones are welcome, not needed.
+
+    Args:
+        budget: the recommended one.
     """
     try:
         return tree, *plan_for(tree)
     except DoesNotFitError:
         asked_for_budget = request.tree.budget is not None
-        if pair.draft_name is None or asked_for_budget or tree.budget == pair.tree.budget:
+        if pair.draft_name is None or asked_for_budget or tree.budget == budget:
             raise
-    smaller = replace(request.tree, budget=pair.tree.budget).resolve(pair.tree, request.method)
+    smaller = replace(request.tree, budget=budget).resolve(pair.tree, request.method)
     return smaller, *plan_for(smaller)
 
 
 def _with_fewer_nodes(
-    tree: TreeConfig, nodes: int, request: Request, pair: ChosenPair
+    tree: TreeConfig, nodes: int, request: Request, pair: ChosenPair, block_rows: int
 ) -> TreeConfig:
     """A tree with room for some times these nodes, where it has more.
 
@@ -247,6 +254,7 @@ def _with_fewer_nodes(
     would take holds experts.
     """
     room = request.slots * max(_LEAST_NODES, _ROOM * nodes)
+    room = in_whole_blocks(room, request.slots, block_rows)
     budget = max(room, request.tree.depth or 0, request.tree.batch or 0)
     if budget >= tree.budget:
         return tree

@@ -25,6 +25,7 @@ from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.planning.arithmetic import most_rows
+from specexec_cli.planning.memory import BLOCK_ROWS
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.sizes import ModelBytes
@@ -76,13 +77,15 @@ def measured_prior(
             lambda: draft.forward(chain, draft.new_state(), [0]),
         )  # fmt: skip
         step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
+    block_rows = BLOCK_ROWS if model.device.type == "cuda" else 1
     if of_few_s > stream_s:  # each row of a mixture brings its own experts: none hides behind it
-        row_s, knee = row_s + (of_few_s - stream_s) / (_FEW - 1), 1.0
+        row_s, knee, block_rows = row_s + (of_few_s - stream_s) / (_FEW - 1), 1.0, 1
     return CostModel(
         base_s=base_s,
         row_s=row_s,
         knee_rows=knee,
         step_s=step_s,
+        block_rows=block_rows,
     )
 
 
@@ -131,7 +134,7 @@ def _arithmetic(
     first_s = max(few_s - (few - 1) * row_s, row_s)
     if few_s < _SMALL_S:
         pass_s = min(_seconds(run_pass) for _ in range(_PASSES))
-        first_s = max(first_s, pass_s - (rows - 1) * row_s)
+        first_s = max(first_s, pass_s - (max(rows, linear.block_rows or 1) - 1) * row_s)
     return first_s, row_s
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import fake_cuda as fake
 import pytest
 import torch
-from checkpoints import architecture, random_tokens, random_tree, save_checkpoint
+from checkpoints import (
+    architecture,
+    random_tokens,
+    random_tree,
+    save_checkpoint,
+    save_pair,
+)
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import save_quantized
 from specexec_kernels.formats.base import PackedWeight
@@ -28,6 +34,8 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.memory import BLOCK_ROWS
+from specexec_cli.planning.request import TreeRequest
+from specexec_cli.session import Session
 from specexec_cli.verify.masks import verification_rows
 
 TIERS: list[Tier] = ["resident", "ram", "ssd"]
@@ -84,6 +92,28 @@ def test_pytorch_is_asked_for_one_number_of_rows(
     means = {rows for what, rows in found if what == "mean"}
     # a LayerNorm is a kernel of its own, which takes each row by itself
     assert (min(means) >= BLOCK_ROWS) if name != "gpt-bigcode" else not means
+
+
+def test_a_full_tree_of_the_default_budget_is_one_block(tmp_path: Path) -> None:
+    """Its root is among the rows of the block: seven products a layer, and not fourteen."""
+    target, draft = map(str, save_pair(tmp_path))
+    asked: list[int] = []
+    perform = fake._perform
+
+    def noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func.overloadpacket in (aten.mm, aten.linear, aten.addmm):
+            asked.append(1)
+        return perform(func, args, kwargs)
+
+    with fake_cuda(), pytest.MonkeyPatch.context() as patch, Session.open(
+        target=target, draft=draft, device="cuda", dtype="float16", offload="ram",
+        tree=TreeRequest(policy="fixed"),
+    ) as session:  # fmt: skip
+        assert session.pair.tree.budget == BLOCK_ROWS - 1
+        patch.setattr(fake, "_perform", noted)
+        tree = random_tree(session.pair.tree.budget, seed=0)
+        session._target.verify([5], tree)  # type: ignore[attr-defined]
+        assert len(asked) == 7 * session.layers + 1  # the head's
 
 
 def test_a_draft_model_computes_no_more_rows_than_it_has(tmp_path: Path) -> None:

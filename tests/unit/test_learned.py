@@ -56,11 +56,12 @@ def test_costs_are_of_one_way_to_run_and_others_keep_theirs(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"schema": 0}', '{"schema": 2, "costs": {}, "trusts": {"greedy": {}}}',
-     '{"schema": 2, "costs": {"m": [[1]]}, "trusts": {}}', '{"schema": 2, "costs": 3}', b"\xff",
-     "[" * 100_000, '{"schema": 2, "costs": {"m": {"prior": [1, 1, 1, 1], "iterations": '
-     '[[-1, 2, 0.1, 1.0]]}}, "trusts": {}}', '{"schema": 2, "costs": {"m": {"prior": '
-     '[NaN, 1, 1, 1], "iterations": []}}, "trusts": {}}'],
+    ["", "{", "[]", '{"schema": 0}', '{"schema": 3, "costs": {}, "trusts": {"greedy": {}}}',
+     '{"schema": 3, "costs": {"m": [[1]]}, "trusts": {}}', '{"schema": 3, "costs": 3}', b"\xff",
+     "[" * 100_000, '{"schema": 3, "costs": {"m": {"prior": [1, 1, 1, 1, 1], "iterations": '
+     '[[-1, 2, 0.1, 1.0]]}}, "trusts": {}}', '{"schema": 3, "costs": {"m": {"prior": '
+     '[NaN, 1, 1, 1, 1], "iterations": []}}, "trusts": {}}',
+     '{"schema": 3, "costs": {"m": {"prior": [1, 1, 1, 1, 0], "iterations": []}}, "trusts": {}}'],
 )  # fmt: skip
 def test_a_damaged_file_is_learned_anew(tmp_path: Path, text: str | bytes) -> None:
     path = tmp_path / "learned.json"

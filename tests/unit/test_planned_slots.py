@@ -79,6 +79,22 @@ def test_texts_that_share_a_pass_share_its_budget() -> None:
     assert budget(TreeRequest(policy="fixed"), 16) == 32
 
 
+@pytest.mark.parametrize(
+    ("recommended", "policy", "slots", "nodes"),
+    [(128, "fixed", 1, 127), (128, "cost", 1, 255), (128, "cost", 4, 508), (1024, "cost", 1, 2047),
+     (32, "cost", 1, 64), (100, "fixed", 1, 100), (127, "fixed", 1, 127), (1, "fixed", 128, 1)],
+)  # fmt: skip
+def test_where_rows_come_in_blocks_an_open_budget_counts_the_roots(
+    recommended: int, policy: str, slots: int, nodes: int
+) -> None:
+    """A root that began one more block would take as long as 128 nodes."""
+    pair = TreeConfig(budget=recommended, max_depth=1)
+    request = TreeRequest(policy=policy)
+    assert request.resolve(pair, "specexec", slots, 128).budget == nodes
+    asked = TreeRequest(policy=policy, budget=recommended)
+    assert asked.resolve(pair, "specexec", slots, 128).budget == recommended
+
+
 @pytest.mark.parametrize("slots", [0, -1, MOST_SLOTS + 1])
 def test_impossible_numbers_are_refused(slots: int) -> None:
     with pytest.raises(ConfigError, match="must be between 1 and"):

@@ -364,6 +364,23 @@ def test_a_wrong_guess_of_the_plain_pass_costs_a_few_passes_at_most() -> None:
     assert sum(drafted) > 270
 
 
+def test_trees_fill_the_blocks_that_a_gpu_multiplies() -> None:
+    """Rows beyond a full block are paid for a block at a time, the root among them."""
+    block_s, rows = 0.2, []
+    prior = CostModel(base_s=0.1, row_s=block_s / 128, knee_rows=64.0, step_s=0.001, block_rows=128)
+    tree_config = TreeConfig(budget=600, max_depth=32, policy="cost")
+    policy, text = Cost(tree_config, IterationCost(prior)), Text([0.7, 0.2], seed=6)
+    for _ in range(40):
+        text.steps = 0
+        tree = policy.grow(grow_tree, text.expand, 32, no_signals, 1).tree
+        rows.append(len(tree) + 1)
+        draft_s = 0.001 * text.steps
+        total_s = block_s * -(-rows[-1] // 128) + draft_s
+        policy.observe(outcome(tree, text.accepted(tree), draft_s, total_s))
+    full = [count for count in rows if count % 128 == 0]
+    assert len(full) > 0.8 * len(rows), rows
+
+
 @pytest.mark.parametrize(
     ("row_s", "chances", "most"),
     [

@@ -47,7 +47,7 @@ def test_the_next_session_begins_with_what_the_last_one_learned(
     first = json.loads(kept.read_text())
     assert set(first["trusts"]) == {"greedy"}
     (cost,) = first["costs"].values()
-    assert len(cost["prior"]) == 4
+    assert len(cost["prior"]) == 5
     remembered: list[list[float]] = []
     remember = IterationCost.remember
 
