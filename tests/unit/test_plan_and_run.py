@@ -80,7 +80,8 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
     monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes, streamed_bytes: 25e9)
-    monkeypatch.setattr(loading, "_calibrate", None)  # a plan's machine is not here to be measured
+    # a plan's machine is not here to be measured
+    monkeypatch.setattr(site.Site, "calibrated", lambda here, dtype, packed_bits: here)
     monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
 
 
