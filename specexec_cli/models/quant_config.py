@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from specexec_kernels.formats import METHODS
+from specexec_kernels.patterns import check, matches
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.guarded import read_json
@@ -26,6 +27,7 @@ _FILES = ("quantize_config.json", "quant_config.json")
 _UNREADABLE = {
     "hqq": "its zero points are fractions, where those of layouts that are read are whole",
 }
+_NAME = re.compile(r"[\w.-]+")  # a name, and no expression
 _TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points without loss
 
 
@@ -54,7 +56,8 @@ class QuantConfig:
     spec: QuantSpec
     variant: str  # of the format
     lossless_v1: bool  # written by a tool whose asymmetric v1 zero points can be restored
-    rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> overrides, None: plain
+    named: Mapping[str, Mapping[str, Any] | None]  # full name -> overrides, None: plain
+    rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> the same
 
     @classmethod
     def from_checkpoint(
@@ -88,12 +91,18 @@ class QuantConfig:
     def for_module(self, name: str) -> QuantSpec | None:
         """How the linear `name` (full name in the checkpoint) is quantized; None: not at all.
 
-        The first `dynamic` pattern that matches the beginning of the name decides, as in GPTQModel.
+        A rule of its own name decides, else the first pattern that matches the beginning of the
+        name, as in GPTQModel.
+
+        Raises:
+            CheckpointError: a rule asks for what cannot be read, or takes too long to match.
         """
-        for pattern, overrides in self.rules:
-            if re.match(pattern, name):
-                return None if overrides is None else _override(self.spec, overrides, self.source)
-        return self.spec
+        try:
+            found = (each for pattern, each in self.rules if matches(pattern, name))
+            overrides = self.named[name] if name in self.named else next(found, {})
+        except ValueError as error:
+            raise CheckpointError(f"{self.source}: its rules for '{name}': {error}") from error
+        return None if overrides is None else _override(self.spec, overrides, self.source)
 
 
 def _config_files(folder: Path, config: Mapping[str, Any]) -> list[tuple[Path, Any]]:
@@ -126,6 +135,8 @@ def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
     sym = keys.get("sym")
     if sym is None and "zero_point" in keys:
         sym = not keys["zero_point"]
+    if not isinstance(sym, bool | None):
+        raise CheckpointError(f"{path}: sym must be true or false, not {sym!r}")
     spec = QuantSpec(
         method=kind.method,
         bits=_integer(keys, ("bits", "w_bit", "wbits"), path),
@@ -135,12 +146,14 @@ def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
         v2=kind.zeros_minus_one and variant in kind.plain_zeros,
     )
     _check(spec, path)
+    extra = _extra(keys, path)
     return QuantConfig(
         source=path,
         spec=spec,
         variant=variant,
         lossless_v1=_is_lossless(keys.get("meta")),
-        rules=_rules(keys, path),
+        named={key: each for key, each in extra.items() if _NAME.fullmatch(key)},
+        rules=_rules(keys, {key: e for key, e in extra.items() if not _NAME.fullmatch(key)}, path),
     )
 
 
@@ -212,41 +225,59 @@ def _check(spec: QuantSpec, path: Path) -> None:
 def _is_lossless(meta: Any) -> bool:
     """Whether `meta.quantizer` names GPTQModel 0.9.0 or later."""
     quantizers = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    for entry in [quantizers] if isinstance(quantizers, str) else quantizers or []:
+    for entry in quantizers if isinstance(quantizers, list) else [quantizers]:
         name, _, version = str(entry).partition(":")
-        numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+        numbers = tuple(int(part) for part in re.findall(r"\d{1,9}", version)[:3])
         if name.strip().lower() == "gptqmodel" and numbers >= _TRUSTED_SINCE:
             return True
     return False
 
 
-def _rules(keys: Mapping[str, Any], path: Path) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
+def _extra(keys: Mapping[str, Any], path: Path) -> Mapping[str, Mapping[str, Any] | None]:
+    """AutoRound's rules by names, or by regexes of names: overrides, None where it stays plain."""
+    extra = keys.get("extra_config") or {}
+    if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
+        raise CheckpointError(f"{path}: 'extra_config' must map names to settings, not {extra!r}")
+
+    def is_plain(overrides: Mapping[str, Any]) -> bool:
+        bits = overrides.get("bits")
+        return isinstance(bits, int) and bits >= 16
+
+    return {key: None if is_plain(each) else each for key, each in extra.items()}
+
+
+def _rules(
+    keys: Mapping[str, Any], extra: Mapping[str, Mapping[str, Any] | None], path: Path
+) -> tuple[tuple[str, Mapping[str, Any] | None], ...]:
     rules: list[tuple[str, Mapping[str, Any] | None]] = []
     dynamic = keys.get("dynamic") or {}
-    if not isinstance(dynamic, Mapping):
+    if not isinstance(dynamic, Mapping) or not all(
+        isinstance(settings, Mapping | None) for settings in dynamic.values()
+    ):
         raise CheckpointError(f"{path}: 'dynamic' must map patterns to settings, not {dynamic!r}")
     for key, overrides in dynamic.items():
         excluded = key.startswith("-")
         pattern = re.sub(r"^[-+]:?", "", key)
         _check_regex(pattern, "dynamic", path)
         rules.append((pattern, None if excluded else overrides or {}))
-    extra = keys.get("extra_config") or {}  # AutoRound: names, or regexes of names
-    if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
-        raise CheckpointError(f"{path}: 'extra_config' must map names to settings, not {extra!r}")
     for key, overrides in extra.items():
         pattern = rf"(?:{key})$"
         _check_regex(pattern, "extra_config", path)
-        bits = overrides.get("bits")
-        rules.append((pattern, None if isinstance(bits, int) and bits >= 16 else overrides))
-    for part in keys.get("modules_to_not_convert") or []:  # AWQ: parts of names
+        rules.append((pattern, overrides))
+    plain = keys.get("modules_to_not_convert") or []  # AWQ: parts of names
+    if not isinstance(plain, list) or not all(isinstance(part, str) for part in plain):
+        raise CheckpointError(
+            f"{path}: 'modules_to_not_convert' must be a list of names, not {plain!r}"
+        )
+    for part in plain:
         rules.append((rf".*{re.escape(part)}", None))
     return tuple(rules)
 
 
 def _check_regex(pattern: str, key: str, path: Path) -> None:
     try:
-        re.compile(pattern)
-    except re.error as error:
+        check(pattern)
+    except ValueError as error:
         raise CheckpointError(f"{path}: {key} rule '{pattern}' is no regex: {error}") from error
 
 
@@ -259,6 +290,9 @@ def _override(spec: QuantSpec, overrides: Mapping[str, Any], path: Path) -> Quan
     for name in known.keys() & {"bits", "group_size"}:
         if type(known[name]) is not int:
             raise CheckpointError(f"{path}: a rule says {known[name]!r} as '{name}', no number")
+    for name in known.keys() & {"desc_act", "sym"}:
+        if type(known[name]) is not bool:
+            raise CheckpointError(f"{path}: a rule says {known[name]!r} as '{name}', no bool")
     special = replace(spec, **known)
     _check(special, path)
     return special

@@ -98,6 +98,27 @@ def test_dynamic_rules(tmp_path: Path) -> None:
     assert config.for_module("model.layers.2.mlp.up_proj") == config.spec
 
 
+def test_a_rule_that_would_backtrack_for_ever(tmp_path: Path) -> None:
+    config = parsed(tmp_path, dynamic={"-:(a+)+$": {}, "+:(?:.*)*q_proj": {"bits": 8}})
+    assert config.for_module("a" * 40 + "!") == config.spec
+    special = config.for_module("model.layers.0.self_attn.q_proj")
+    assert special is not None
+    assert special.bits == 8
+    with pytest.raises(CheckpointError, match="longer than any module"):
+        config.for_module("a" * 2000)
+
+
+def test_rules_of_autoround(tmp_path: Path) -> None:
+    names = {"model.layers.0.a": {"bits": 8}, "lm_head": {"bits": 16}, r".*\.b": {"bits": 2}}
+    config = parsed(tmp_path, extra_config={r".*\.a": {"bits": 2}, **names})
+    for name, bits in (("model.layers.0.a", 8), ("model.layers.1.a", 2), ("layers.0.b", 2)):
+        spec = config.for_module(name)
+        assert spec is not None
+        assert spec.bits == bits
+    assert config.for_module("lm_head") is None
+    assert config.for_module("model.layers.0.a.more") == config.spec
+
+
 def test_awq_modules_not_converted(tmp_path: Path) -> None:
     config = parsed(tmp_path, quant_method="awq", modules_to_not_convert=["mlp.gate"])
     assert config.for_module("model.layers.0.mlp.gate") is None
@@ -109,7 +130,8 @@ def test_awq_modules_not_converted(tmp_path: Path) -> None:
     [
         (["gptqmodel:0.9.0"], True), ("gptqmodel:7.7.0", True), (["gptqmodel:0.8.1"], False),
         (["optimum:1.20.0"], False), (["optimum:1.2", "gptqmodel:1.0"], True), (None, False),
-        ("gptqmodel:0.10.0-dev1", True), ("gptqmodel", False),
+        ("gptqmodel:0.10.0-dev1", True), ("gptqmodel", False), (5, False), ({"a": 1}, False),
+        ("gptqmodel:0." + "1" * 5000, True),
     ],
 )  # fmt: skip
 def test_who_wrote_it(quantizer: object, lossless: bool, tmp_path: Path) -> None:
@@ -136,6 +158,10 @@ def test_who_wrote_it(quantizer: object, lossless: bool, tmp_path: Path) -> None
         ({"group_size": 0}, "group_size"),
         ({"dynamic": ["x"]}, "must map patterns"),
         ({"dynamic": {"+:(": {}}}, "no regex"),
+        ({"dynamic": {".*": 5}}, "must map patterns"),
+        ({"modules_to_not_convert": 5}, "'modules_to_not_convert' must be a list of names, not 5"),
+        ({"modules_to_not_convert": [5]}, "must be a list of names"),
+        ({"sym": "x"}, "sym must be true or false"),
         ({"extra_config": {"lm_head": 8}}, "must map names"),
         ({"extra_config": {"(": {}}}, "extra_config rule .* is no regex"),
         ({"quant_method": "hqq"}, "'hqq' is not supported: its zero points are fractions"),
@@ -160,7 +186,8 @@ def test_override_that_cannot_be_read(tmp_path: Path) -> None:
         config.for_module("model.layers.0.mlp.up_proj")
 
 
-def test_broken_file(tmp_path: Path) -> None:
-    (tmp_path / "quantize_config.json").write_text("{")
+@pytest.mark.parametrize("deep", [False, True])
+def test_broken_file(tmp_path: Path, deep: bool) -> None:
+    (tmp_path / "quantize_config.json").write_text("{" if not deep else "[" * 100_000)
     with pytest.raises(CheckpointError, match="not valid JSON"):
         parse(tmp_path)

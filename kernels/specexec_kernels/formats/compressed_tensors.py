@@ -7,7 +7,6 @@ Source: https://github.com/vllm-project/compressed-tensors.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from specexec_kernels.formats.base import CACHE_SCALES, SCALES, Method, PackedFo
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
 from specexec_kernels.formats.integers import Int8, PackedIntegers
+from specexec_kernels.patterns import matches
 
 _EXACT, _REGEX, _CLASS, _NONE = range(4)  # how a target names a linear
 _CLASSES = ("Linear",)
@@ -76,8 +76,8 @@ def _match(name: str, target: str) -> int:
     """How exactly a target names a linear."""
     if target.startswith("re:"):
         try:
-            return _REGEX if re.match(target[3:], name) else _NONE
-        except re.error as error:
+            return _REGEX if matches(target[3:], name) else _NONE
+        except ValueError as error:
             raise ValueError(f"quantization_config: '{target}' is no regex: {error}") from None
     if name == target:
         return _EXACT
