@@ -136,6 +136,8 @@ class _Handler(BaseHTTPRequestHandler):
                 for n, d in files.items()
             ], body)  # fmt: skip
         name = rest.removeprefix(f"resolve/{sha}/").removeprefix("resolve/main/")
+        if name not in files:
+            return self._json(404, {}, body, {"X-Error-Code": "EntryNotFound"})
         self._file(name, files[name], sha, begin, body)
 
     def _json(

@@ -35,6 +35,7 @@ from specexec_cli.planning.built_sizes import (
     empty_model,
     has_separable_experts,
 )
+from specexec_cli.planning.config_values import check_counts
 
 # of transformers' layer_types, those that attend to what lies behind them in the text
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -96,12 +97,10 @@ def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
     if model_type not in ARCHITECTURES:
         raise CheckpointError(f"{path}: {refusal(model_type)}")
     try:
+        check_counts(stored)
         return CONFIG_MAPPING[model_type].from_dict(stored)
     except Exception as error:  # a config class checks its values with what it likes
-        raise CheckpointError(
-            f"{path} is not usable: {_reason(error)}. "
-            f"Supported architectures: {', '.join(ARCHITECTURES)}"
-        ) from error
+        raise CheckpointError(f"{path} is not usable: {_reason(error)}") from error
 
 
 def _reason(error: Exception) -> str:

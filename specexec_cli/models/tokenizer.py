@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, LlamaTokenizer, PreTrainedTokenizerBase
 from specexec_cli.errors import CheckpointError, TokenizerMismatchError
 from specexec_cli.models.gguf_tokenizer import load_gguf_tokenizer
 
+_PROBE = "def f(x):\n    return x  # naïve ✓ 12,345"
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -30,8 +31,17 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     alone = not any((folder / name).is_file() for name in _FILES if name != "tokenizer.model")
     try:
         if alone:
-            return LlamaTokenizer.from_pretrained(folder, local_files_only=True, add_bos_token=True)
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            found = LlamaTokenizer.from_pretrained(
+                folder, local_files_only=True, add_bos_token=True
+            )
+        else:
+            found = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        if not all(type(index) is int for index in found.get_vocab().values()):
+            raise ValueError("not every token has a whole number")
+        found.encode(_PROBE)
+        return found
     except Exception as error:  # the tokenizer libraries raise bare Exceptions
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{folder}: the tokenizer cannot be read: {reason}") from error
@@ -66,8 +76,7 @@ def check_same_tokenizer(
             f"the target's tokenizer has ids up to {max(ours)}, the draft model knows only "
             f"{draft_vocab_size} tokens. Choose a draft of the same model family"
         )
-    probe = "def f(x):\n    return x  # naïve ✓ 12,345"
-    if target.encode(probe) != draft.encode(probe):
+    if target.encode(_PROBE) != draft.encode(_PROBE):
         raise TokenizerMismatchError(
             "target and draft model share a vocabulary but split text differently (merges, "
             "normalisation or the beginning-of-text token). Choose a draft of the same model family"

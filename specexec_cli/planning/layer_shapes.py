@@ -14,6 +14,7 @@ from typing import Any
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
+from specexec_cli.planning.config_values import number, part, positive, values
 from specexec_cli.planning.packed_formats import PACKED_KINDS
 from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
 
@@ -58,22 +59,22 @@ def read_shape(config: Mapping[str, Any]) -> Shape:
     if kind is None:
         raise ConfigError(f"the model's size cannot be told: {refusal(name)}")
 
-    number = partial(_number, config)
-    hidden = number("hidden_size", "n_embd")
-    heads = number("num_attention_heads", "n_head")
+    said = partial(number, config)
+    hidden = said("hidden_size", "n_embd")
+    heads = said("num_attention_heads", "n_head")
     if name == "gpt_bigcode":
         kv_heads = 1 if config.get("multi_query", True) else heads
     else:
-        kv_heads = number("num_key_value_heads", default=kind.default_kv_heads or heads)
+        kv_heads = said("num_key_value_heads", default=kind.default_kv_heads or heads)
     return Shape(
         kind=kind,
         hidden=hidden,
-        layers=number("num_hidden_layers", "n_layer"),
+        layers=said("num_hidden_layers", "n_layer"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=number("head_dim", default=kind.default_head_dim or hidden // heads),
-        intermediate=number("intermediate_size", "n_inner", default=4 * hidden),
-        vocab=number("vocab_size"),
+        head_dim=said("head_dim", default=kind.default_head_dim or hidden // heads),
+        intermediate=said("intermediate_size", "n_inner", default=4 * hidden),
+        vocab=said("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", kind.tied_by_default)),
     )
 
@@ -99,7 +100,7 @@ def layer_weights(
     if shape.kind.latent:
         attention, latent_norms = _latent_attention(shape, config)
         others += latent_norms
-    if shape.kind.router_bias and index >= int(config.get("first_k_dense_replace", 0)):
+    if shape.kind.router_bias and index >= number(config, "first_k_dense_replace", default=0):
         others += expert_count(config)
     norms = shape.kind.query_key_norms
     if norms == "one head" or (norms == "as configured" and config.get("use_qk_norm", False)):
@@ -127,16 +128,16 @@ def layer_weights(
 def _latent_attention(shape: Shape, config: Mapping[str, Any]) -> tuple[list[Linear], int]:
     """Linears of multi-head latent attention, and the weights of their norms."""
     latent, rotated, value, query = (
-        _number(config, name)
+        number(config, name)
         for name in ("kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim")
     )
-    queries, rank = shape.heads * (query + rotated), config.get("q_lora_rank")
+    queries, rank = shape.heads * (query + rotated), number(config, "q_lora_rank", default=0)
     linears = [
         Linear(shape.hidden, latent + rotated),
         Linear(latent, shape.heads * (query + value)),
         Linear(shape.heads * value, shape.hidden),
     ]
-    if rank is None:
+    if not rank:
         return [Linear(shape.hidden, queries), *linears], latent
     return [Linear(shape.hidden, rank), Linear(rank, queries), *linears], latent + rank
 
@@ -163,7 +164,7 @@ def _gemma4_layer(
         others += shape.hidden
     if config.get("enable_moe_block"):
         experts = expert_count(config)
-        width = _number(config, "moe_intermediate_size")
+        width = number(config, "moe_intermediate_size")
         linears.append(Linear(shape.hidden, experts, quantized=False))
         linears += _gated(shape, width, experts, experts_per_row(config), expert=True)
         others += 4 * shape.hidden + experts  # three more norms, and the router's factors
@@ -172,23 +173,27 @@ def _gemma4_layer(
 
 def _gemma4_heads(shape: Shape, config: Mapping[str, Any], index: int) -> tuple[int, int, bool]:
     """Of a layer the size of a head, its key heads, and whether it has keys of its own."""
-    own = index < shape.layers - int(config.get("num_kv_shared_layers") or 0)
+    own = index < shape.layers - number(config, "num_kv_shared_layers", default=0)
     if not _sees_all(shape, config, index):
         return shape.head_dim, shape.kv_heads, own
-    kv_heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
-    return int(config.get("global_head_dim") or 512), int(kv_heads or shape.kv_heads), own
+    kv_heads = shape.kv_heads
+    if config.get("attention_k_eq_v"):
+        kv_heads = positive(config, "num_global_key_value_heads", default=kv_heads)
+    return positive(config, "global_head_dim", default=512), kv_heads, own
 
 
 def _sees_all(shape: Shape, config: Mapping[str, Any], index: int) -> bool:
     """Whether a layer of a Gemma 4 attends to all tokens: the last, and by default each 6th."""
-    kinds = config.get("layer_types")
+    kinds = values(config, "layer_types")
+    if kinds and len(kinds) < shape.layers:
+        raise ConfigError(f"config.json has {len(kinds)} layer_types for {shape.layers} layers")
     chosen = kinds[index] == "full_attention" if kinds else index % 6 == 5
     return chosen or index == shape.layers - 1
 
 
 def _per_layer_inputs(config: Mapping[str, Any]) -> int:
     """Width of what a layer of a Gemma 4 takes of a token's second embedding; 0: none is there."""
-    return int(config.get("hidden_size_per_layer_input", 256) or 0)
+    return number(config, "hidden_size_per_layer_input", default=256)
 
 
 def _gated(
@@ -206,37 +211,40 @@ def _mlp(shape: Shape, config: Mapping[str, Any], index: int) -> list[Linear]:
             Linear(shape.hidden, shape.intermediate),
             Linear(shape.intermediate, shape.hidden),
         ]
-    step = config.get("decoder_sparse_step") or config.get("interleave_moe_layer_step") or 1
-    sparse = (index + 1) % int(step) == 0
-    sparse &= index >= int(config.get("first_k_dense_replace", 0))
+    step = positive(config, "decoder_sparse_step", "interleave_moe_layer_step", default=1)
+    sparse = (index + 1) % step == 0
+    sparse &= index >= number(config, "first_k_dense_replace", default=0)
     if config.get("moe_layers") is not None:
-        sparse = index in config["moe_layers"]
-    if shape.kind.mlp != "experts" or not sparse or index in config.get("mlp_only_layers", ()):
-        return _gated(shape, int(config.get("intermediate_size_mlp", shape.intermediate)))
+        sparse = index in values(config, "moe_layers")
+    if shape.kind.mlp != "experts" or not sparse or index in values(config, "mlp_only_layers"):
+        return _gated(shape, number(config, "intermediate_size_mlp", default=shape.intermediate))
     experts = expert_count(config)
-    width = int(config.get("moe_intermediate_size", shape.intermediate))
+    width = number(config, "moe_intermediate_size", default=shape.intermediate)
     router = Linear(shape.hidden, experts, quantized=False)
     shared = []
     if shape.kind.shared_expert == "with a gate":
         gate = Linear(shape.hidden, 1, quantized=False)
-        shared = [gate, *_gated(shape, int(config["shared_expert_intermediate_size"]))]
-    elif count := 1 if shape.kind.shared_expert == "one" else config.get("n_shared_experts"):
-        shared = _gated(shape, int(count) * width)
+        shared = [gate, *_gated(shape, number(config, "shared_expert_intermediate_size"))]
+    elif shape.kind.shared_expert == "one":
+        shared = _gated(shape, width)
+    elif count := number(config, "n_shared_experts", default=0):
+        shared = _gated(shape, count * width)
     return [router, *shared, *_gated(shape, width, experts, experts_per_row(config), expert=True)]
 
 
 def linear_bytes(linear: Linear, item: int, config: Mapping[str, Any]) -> int:
     """Bytes of one stored weight matrix; of a packed one codes, scales, zeros and group index."""
-    quantization = config.get("quantization_config") or {}
+    quantization = part(config, "quantization_config")
     row_packed = row_bits(quantization, linear.inputs)
     whole = linear.expert or not packs_experts_alone(quantization)
     if row_packed is not None and linear.quantized and whole:
         return math.ceil(linear.inputs * linear.outputs * row_packed / 8)
-    bits = int(quantization.get("bits") or 0)
+    bits = number(quantization, "bits", default=0)
     if not bits or not linear.quantized:
         return linear.inputs * linear.outputs * item
-    group = int(quantization.get("group_size") or -1)
-    groups = 1 if group == -1 else -(-linear.inputs // group)
+    group = quantization.get("group_size")
+    group = 0 if group == -1 else number(quantization, "group_size", default=0)
+    groups = -(-linear.inputs // group) if group else 1
     codes = linear.inputs * linear.outputs * bits // 8
     scales_and_zeros = groups * linear.outputs * 2 + groups * linear.outputs * bits // 8
     kind = PACKED_KINDS.get(str(quantization.get("quant_method")))
@@ -250,9 +258,9 @@ def resident_params(shape: Shape, config: Mapping[str, Any]) -> int:
     norm = shape.hidden * (2 if shape.kind.biases == "all" else 1)
     more = 0
     if shape.kind.model_type == "gpt_bigcode":
-        more = int(config.get("n_positions", 1024)) * shape.hidden
+        more = number(config, "n_positions", default=1024) * shape.hidden
     elif shape.kind.gemma4 and (each := _per_layer_inputs(config)):
-        words = int(config.get("vocab_size_per_layer_input") or shape.vocab)
+        words = positive(config, "vocab_size_per_layer_input", default=shape.vocab)
         more = (words + shape.hidden) * shape.layers * each + each  # table, projection, its norm
     return tables + norm + more
 
@@ -263,7 +271,7 @@ def kv_elements(shape: Shape, config: Mapping[str, Any], index: int) -> int:
         head_dim, kv_heads, own = _gemma4_heads(shape, config, index)
         return 2 * kv_heads * head_dim if own else 0
     if shape.kind.latent:
-        return _number(config, "kv_lora_rank") + _number(config, "qk_rope_head_dim")
+        return number(config, "kv_lora_rank") + number(config, "qk_rope_head_dim")
     return 2 * shape.kv_heads * shape.head_dim
 
 
@@ -272,27 +280,16 @@ def expanded_elements(shape: Shape, config: Mapping[str, Any]) -> int:
     if not shape.kind.latent:
         return 0
     names = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    plain, rotated, value = (_number(config, name) for name in names)
+    plain, rotated, value = (number(config, name) for name in names)
     # the product that gives keys and values, and the keys with their rotated part behind them
     return shape.heads * (plain + value + plain + rotated)
 
 
 def expert_count(config: Mapping[str, Any]) -> int:
     """Experts of a mixture's layer."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return int(next((config[name] for name in names if config.get(name)), 8))
+    return positive(config, "num_local_experts", "num_experts", "n_routed_experts", default=8)
 
 
 def experts_per_row(config: Mapping[str, Any]) -> int:
     """Of a mixture's experts, how many a row is routed to."""
-    return int(config.get("num_experts_per_tok") or config.get("top_k_experts") or 2)
-
-
-def _number(config: Mapping[str, Any], *keys: str, default: int | None = None) -> int:
-    """The first of these that config.json has."""
-    for key in keys:
-        if config.get(key) is not None:
-            return int(config[key])
-    if default is None:
-        raise ConfigError(f"config.json of this {config['model_type']} model has no '{keys[0]}'")
-    return default
+    return positive(config, "num_experts_per_tok", "top_k_experts", default=2)

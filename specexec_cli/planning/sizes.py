@@ -17,6 +17,7 @@ from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, known_config
 from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
+from specexec_cli.planning.config_values import check_counts, part
 from specexec_cli.planning.layer_shapes import (
     Linear,
     expanded_elements,
@@ -137,9 +138,10 @@ def architecture_bytes(config: Mapping[str, Any]) -> ModelBytes:
         ConfigError: the architecture is not known, or a key is missing.
     """
     config = known_config(config)
+    check_counts(config)
     if _is_built(config):
         return _built_bytes(config)
-    config = {**config, **config.get("text_config", {})}
+    config = {**config, **part(config, "text_config")}
     shape = read_shape(config)
     item = DTYPE_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 2)
     layers, experts, params, active, largest = [], [], 0, 0, 0
@@ -215,7 +217,7 @@ def checkpoint_bytes(checkpoint: Checkpoint) -> ModelBytes:
 def _is_built(config: Mapping[str, Any]) -> bool:
     """Whether nobody wrote down how the sizes of the part for text follow from config.json."""
     whole = ARCHITECTURES.get(str(config.get("model_type")))
-    text = ARCHITECTURES.get(str((config.get("text_config") or {}).get("model_type")), whole)
+    text = ARCHITECTURES.get(str(part(config, "text_config").get("model_type")), whole)
     return whole is not None and text is not None and text.mlp == "built"
 
 
@@ -232,7 +234,7 @@ def _stored_dtype(checkpoint: Checkpoint) -> str:
 def _built_bytes(config: Mapping[str, Any]) -> ModelBytes:
     """As architecture_bytes, of a model that is built to be counted."""
     model = built(config)
-    merged = {**config.get("text_config", {}), **config}
+    merged = {**part(config, "text_config"), **config}
     item = DTYPE_BYTES.get(str(merged.get("dtype") or merged.get("torch_dtype")), 2)
     layers, experts, params, active = [], [], 0, 0
     linears: list[Linear] = []

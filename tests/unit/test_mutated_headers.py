@@ -6,7 +6,6 @@ What is read is read to the last byte: of every header that passes, all tensors.
 import json
 import random
 import signal
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
+from mutants import mutated
 from safetensors.torch import save_file
 
 from specexec_cli.errors import CheckpointError
@@ -25,35 +25,6 @@ from specexec_cli.offload.store import TensorRange, read_checkpoint, read_header
 
 MUTANTS = 1000
 HANGS_S = 60.0  # far more than a tiny file takes on any machine
-# numbers that headers lie with: signs, borders of 32 and 64 bits, and sums that wrap
-HOSTILE = (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
-
-
-def mutated(raw: bytes, header_bytes: int, rng: random.Random) -> bytes:
-    """The file with one to three damages within its header, or cut off."""
-    data = bytearray(raw)
-    for _ in range(rng.randint(1, 3)):
-        place = rng.randrange(header_bytes)
-        kind = rng.choice(("flip", "number", "wide", "cut", "double", "swap", "drop"))
-        if kind == "flip":
-            data[place] ^= 1 << rng.randrange(8)
-        elif kind == "number":
-            data[place : place + 4] = struct.pack("<I", rng.choice(HOSTILE) % 2**32)
-        elif kind == "wide":
-            data[place : place + 8] = struct.pack("<Q", rng.choice(HOSTILE))
-        elif kind == "cut":
-            del data[place + rng.randrange(64) :]
-        elif kind == "double":
-            data[place:place] = data[place : place + rng.randrange(1, 64)]
-        elif kind == "swap":
-            other = rng.randrange(header_bytes)
-            piece = data[other : other + 8]
-            data[place : place + len(piece)] = piece
-        else:
-            del data[place : place + rng.randrange(1, 16)]
-        if len(data) <= header_bytes:
-            return bytes(data)
-    return bytes(data)
 
 
 def tiny_gguf(path: Path) -> bytes:

@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
+
+from specexec_cli.kept import is_number, numbers
 
 SCHEMA = 1
 
 _NUMBER = (int, float)
 _MAYBE_NUMBER = (int, float, NoneType)
 _MAYBE_TEXT = (str, NoneType)
+_MOST = 1e18  # of any number in a row
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A list of numbers, or of lists of them, of a shape; -1 is any length."""
+
+    shape: tuple[int, ...] = (-1,)
+
+    def holds(self, value: object) -> bool:
+        """Whether a value is such a list."""
+        try:
+            numbers(value, self.shape, -_MOST, _MOST)
+        except ValueError:
+            return False
+        return True
+
 
 _COMMON: Mapping[str, Any] = {
     "schema": int,
@@ -38,7 +58,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "started": str,
         "finish_reason": str,
         "tokens_sha256": str,  # of the generated tokens
-        "tokens": list,
+        "tokens": _Numbers(),
         "metrics": {
             **dict.fromkeys(
                 ("generated_tokens", "target_passes", "total_s", "tokens_per_s", "ttft_s",
@@ -48,16 +68,16 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
                 ("tpot_s", "acceptance_rate", "token_acceptance_rate", "stream_bytes_per_s",
                  "link_share", "roofline_share"), _MAYBE_NUMBER),
         },
-        "passes": {"tokens": list, "tree_nodes": list, "draft_s": list, "verify_s": list},
-        "calibration": list,  # (2, 10, 3), see drafting.calibration.Reliability.bins
+        "passes": dict.fromkeys(("tokens", "tree_nodes", "draft_s", "verify_s"), _Numbers()),
+        "calibration": _Numbers((2, 10, 3)),  # see drafting.calibration.Reliability.bins
         "timing": dict,
     },
     "coverage": {
         **_COMMON,
         "case": {"temperature": _NUMBER, "max_tokens": int},
-        "top_k": list,
-        "draft_mass": list,
-        "target_mass": list,
+        "top_k": _Numbers(),
+        "draft_mass": _Numbers(),
+        "target_mass": _Numbers(),
         "positions": int,
     },
 }  # fmt: skip
@@ -65,11 +85,15 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 def problems(row: object) -> list[str]:
     """What is wrong with a row; nothing, if it is a result."""
-    if not isinstance(row, Mapping) or row.get("kind") not in FIELDS:
+    if not isinstance(row, Mapping) or row.get("kind") not in list(FIELDS):
         return [f"'kind' is not one of {', '.join(FIELDS)}"]
     found = _compare(row, FIELDS[row["kind"]], "")
     if not found and row["schema"] != SCHEMA:
         found.append(f"schema {row['schema']} is not {SCHEMA}: written by another version")
+    if not found and row["kind"] == "run" and row["metrics"]["total_s"] <= 0:
+        found.append("'metrics.total_s' is not above 0")
+    if not found and row["kind"] == "run":  # and what only some versions count
+        found += _compare(row["metrics"], dict.fromkeys(row["metrics"], _MAYBE_NUMBER), "metrics")
     return found
 
 
@@ -84,6 +108,10 @@ def _compare(value: Any, expected: Any, where: str) -> list[str]:
                 _compare(value[name], inner, path) if name in value else [f"'{path}' is missing"]
             )
         return found
+    if isinstance(expected, _Numbers):
+        return [] if expected.holds(value) else [f"'{where}' is no such list of numbers"]
+    if type(value) in (int, float) and not is_number(value, -_MOST, _MOST):
+        return [f"'{where}' is a number beyond all bounds"]
     if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
         return [f"'{where}' is {type(value).__name__}"]
     return []
