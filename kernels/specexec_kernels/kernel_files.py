@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -47,17 +48,21 @@ def read(symbol: str) -> bytes | None:
 
 def keep(symbol: str, machine_code: bytes) -> None:
     """Writes an object file, whole or not at all; where that fails the next process compiles."""
-    partial = f"{symbol}.{os.getpid()}"  # another process may be at the same one
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    partial = f"{symbol}.{secrets.token_hex(8)}"  # another process may be at the same one
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.environ.get("SPECEXEC_KERNEL_CACHE"):
             folder().chmod(0o700)  # one that was made under another umask; a given one stays
         with _opened_folder() as where:
             file = os.open(partial, flags, 0o600, dir_fd=where)
-            with open(file, "wb") as opened:
-                opened.write(_digest(symbol, machine_code) + machine_code)
-            os.replace(partial, f"{symbol}.o", src_dir_fd=where, dst_dir_fd=where)
+            try:
+                with open(file, "wb") as opened:
+                    opened.write(_digest(symbol, machine_code) + machine_code)
+                os.replace(partial, f"{symbol}.o", src_dir_fd=where, dst_dir_fd=where)
+            except OSError:
+                os.unlink(partial, dir_fd=where)
+                raise
 
 
 @contextlib.contextmanager

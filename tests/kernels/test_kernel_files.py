@@ -92,6 +92,32 @@ def test_a_link_to_machine_code_is_not_run(folder: Path, tmp_path: Path) -> None
     run_again(folder, compiles=True)
 
 
+def test_a_link_to_a_folder_of_another_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the link leads to is looked at, not the link."""
+    (tmp_path / "other").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    monkeypatch.setenv("SPECEXEC_KERNEL_CACHE", str(tmp_path / "link"))
+    kernel_files.keep("symbol", b"code")
+    assert kernel_files.read("symbol") == b"code"
+    (tmp_path / "other").chmod(0o770)
+    assert kernel_files.read("symbol") is None
+    kernel_files.keep("more", b"code")
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["symbol.o"]
+
+
+def test_a_file_that_cannot_be_kept_leaves_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*paths: object, **where: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kernel_files.os, "replace", full)
+    kernel_files.keep("symbol", b"code")
+    assert list(folder.iterdir()) == []
+
+
 def test_files_whose_names_were_swapped_are_compiled_anew(folder: Path) -> None:
     first = cpu_jit._Compiler()
     assert [result(first, 4), result(first, 5)] == [5, 6]
