@@ -7,6 +7,8 @@ from typing import Any
 from specexec_cli.engine.text import QueueFullError
 from specexec_cli.errors import ConfigError, SpecexecError
 
+_MOST_LETTERS = 600  # of a message: some repeat what a client sent
+
 
 class ApiError(Exception):
     """A request that is answered with an error.
@@ -30,6 +32,8 @@ def error_body(
 ) -> dict[str, Any]:
     """The object that tells of an error, in a response or in the middle of a stream."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    message = message if len(message) <= _MOST_LETTERS else f"{message[:_MOST_LETTERS]}..."
+    param = param and param[:_MOST_LETTERS]
     kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 

@@ -17,8 +17,10 @@ from specexec_cli.serve import chat_completions, metrics
 from specexec_cli.serve.api_errors import ApiError, api_error, error_body
 from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
 from specexec_cli.serve.completions import CompletionAnswer
-from specexec_cli.serve.guards import MOST_BODY_BYTES, Access, Guard
-from specexec_cli.serve.service import Prompt, Service
+from specexec_cli.serve.guards import Access, Guard
+from specexec_cli.serve.prompts import Prompt, PromptMaker
+from specexec_cli.serve.reading import Bodies
+from specexec_cli.serve.service import Service
 
 _ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
 _PAGE = {
@@ -35,47 +37,54 @@ def create_app(service: Service, access: Access) -> Any:
     """The ASGI application."""
     # documentation pages would be fetched from elsewhere
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    bodies = Bodies()
     _add_errors(app)
     _add_facts(app, service)
     _add_page(app)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = parsed(ChatBody, await _read(request))
-        service.check_model(body.model)
-        tools = chat_completions.offered(body)
-        known = chat_completions.dialect(service, tools)
-        count = body.max_completion_tokens or body.max_tokens
-        top = chat_completions.top_logprobs(body)
-        grammar = await chat_completions.grammar(service, body, tools, known)
+        async with bodies.read(request) as raw:
+            size = len(raw)
+            body = await service.encoding(lambda _: parsed(ChatBody, raw, service.window), size)
+            service.check_model(body.model)
+            tools = chat_completions.offered(body)
+            known = chat_completions.dialect(service, tools)
+            count = body.max_completion_tokens or body.max_tokens
+            top = chat_completions.top_logprobs(body)
+            grammar = await chat_completions.grammar(service, body, tools, known)
 
-        def encode() -> tuple[Prompt, list[Any]]:
-            prompt = service.chat_prompt(
-                chat_completions.template_messages(body.messages),
-                [tool.model_dump(exclude_none=True) for tool in tools] or None,
-                chat_completions.thinking(body),
-                answer_at_once=grammar is not None,
-            )
-            return prompt, service.texts(body, [prompt], count, top, grammar)
+            def encode(maker: PromptMaker) -> tuple[Prompt, list[Any]]:
+                prompt = maker.chat(
+                    chat_completions.template_messages(body.messages),
+                    [tool.model_dump(exclude_none=True) for tool in tools] or None,
+                    chat_completions.thinking(body),
+                    answer_at_once=grammar is not None,
+                )
+                return prompt, service.texts(body, [prompt], count, top, grammar)
 
-        prompt, requests = await service.encoding(encode)
-        texts = service.submit(requests)
+            prompt, requests = await service.encoding(encode, size)
+            texts = service.submit(requests)
         answer = chat_completions.ChatAnswer(service, request, body, texts, prompt, known, tools)
         return await answer.response()
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        body = parsed(CompletionBody, await _read(request))
-        service.check_model(body.model)
-        given: Any = body.prompt
-        many = isinstance(given, list) and not isinstance(given[0], int)
-        grammar = await chat_completions.json_grammar(service, body)
+        async with bodies.read(request) as raw:
+            size = len(raw)
+            body = await service.encoding(
+                lambda _: parsed(CompletionBody, raw, service.window), size
+            )
+            service.check_model(body.model)
+            given: Any = body.prompt
+            many = isinstance(given, list) and not isinstance(given[0], int)
+            grammar = await chat_completions.json_grammar(service, body)
 
-        def encode() -> list[Any]:
-            prompts = [service.raw_prompt(one) for one in (given if many else [given])]
-            return service.texts(body, prompts, body.max_tokens, body.logprobs, grammar)
+            def encode(maker: PromptMaker) -> list[Any]:
+                prompts = [maker.raw(one) for one in (given if many else [given])]
+                return service.texts(body, prompts, body.max_tokens, body.logprobs, grammar)
 
-        texts = service.submit(await service.encoding(encode))
+            texts = service.submit(await service.encoding(encode, size))
         return await CompletionAnswer(service, request, body, texts).response()
 
     @app.post("/v1/embeddings")
@@ -150,22 +159,6 @@ def _add_page(app: FastAPI) -> None:
         if name not in files:
             raise HTTPException(404)
         return sent(name)
-
-
-async def _read(request: Request) -> bytes:
-    """The body.
-
-    Raises:
-        ApiError: it is larger than a request may be.
-    """
-    read = bytearray()
-    async for piece in request.stream():
-        read += piece
-        if len(read) > MOST_BODY_BYTES:
-            raise ApiError(
-                413, f"the body is larger than {MOST_BODY_BYTES >> 20} MB", code="too_large"
-            )
-    return bytes(read)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from specexec_cli.guarded import parse_json
 from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.reading import Window, read_body
 
 MOST_CHOICES = 16  # texts of one request
 MOST_TOP_LOGPROBS = 20
+_MOST_NAME = 100  # letters of a field's name in an error
 
+_T = TypeVar("_T")
 _Text = Annotated[str, Field(max_length=1 << 22)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Count = Annotated[int, Field(ge=1, le=1 << 30)]
+_First = Annotated[_T, Field(fail_fast=True)]  # a list of which the first mistake alone is told
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -100,9 +102,9 @@ class ChatMessage(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: _Text | list[TextPart] | None = None
+    content: _Text | _First[list[TextPart]] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: _First[list[ToolCall]] | None = None
     tool_call_id: str | None = None
     # clients send replies back as they were
     reasoning_content: str | None = None
@@ -151,7 +153,7 @@ class NamedTool(_Body):
 class ChatBody(_Sampled):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: _Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
@@ -159,7 +161,7 @@ class ChatBody(_Sampled):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: _First[list[Literal["text"]]] | None = None
 
 
 class CompletionBody(_Sampled):
@@ -167,9 +169,9 @@ class CompletionBody(_Sampled):
 
     prompt: (
         _Text
-        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_CHOICES)]
-        | Annotated[list[int], Field(min_length=1)]
-        | Annotated[list[list[int]], Field(min_length=1, max_length=MOST_CHOICES)]
+        | Annotated[list[_Text], Field(min_length=1, max_length=MOST_CHOICES, fail_fast=True)]
+        | Annotated[list[int], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[_First[list[int]]], Field(min_length=1, max_length=MOST_CHOICES)]
     )
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
     echo: Literal[False] | None = None
@@ -180,17 +182,13 @@ class CompletionBody(_Sampled):
 _B = TypeVar("_B", bound=BaseModel)
 
 
-def parsed(kind: type[_B], raw: bytes) -> _B:
+def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
     """A request's body, checked.
 
     Raises:
         ApiError: it is not JSON, or not what this kind of request may hold; names the field.
     """
-    try:
-        found = parse_json(raw)
-        json.dumps(found, ensure_ascii=False, allow_nan=False).encode("utf-8")
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
+    found = read_body(raw, window)
     try:
         return kind.model_validate(found)
     except ValidationError as error:
@@ -202,7 +200,7 @@ def _told(error: ValidationError) -> ApiError:
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["type"] == "extra_forbidden":
-        where = ".".join(str(step) for step in first["loc"])
+        where = ".".join(str(step) for step in first["loc"])[:_MOST_NAME]
         return ApiError(
             400,
             f"'{where}' is not known here: leave it out, as it would change nothing",

@@ -15,8 +15,9 @@ from specexec_cli.serve import answers
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.bodies import ChatBody, ChatMessage, CompletionBody, NamedTool, Tool
 from specexec_cli.serve.completions import Answer
+from specexec_cli.serve.prompts import Prompt
 from specexec_cli.serve.reply import ReplyText, Said
-from specexec_cli.serve.service import Prompt, Service
+from specexec_cli.serve.service import Service
 from specexec_cli.serve.tool_dialects import KNOWN, dialect_of, has_tools
 from specexec_cli.serve.tools import Call, Dialect
 

@@ -77,7 +77,8 @@ class Connection(H11Protocol):
         others = [one for one in self.connections if isinstance(one, Connection)]
         super().connection_made(transport)
         self._since_s = self.loop.time()
-        if len(others) >= self._most and not close_idle(others, 1):
+        # several at once, since it takes a look at all of them
+        if len(others) >= self._most and not close_idle(others, 1 + self._most // 16):
             self._refuse(503, "Service Unavailable", "too many connections: try again later")
 
     def data_received(self, data: bytes) -> None:

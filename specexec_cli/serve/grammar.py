@@ -29,6 +29,7 @@ _CHECK = (
     "import sys; from llguidance import LLMatcher; "
     "sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))"
 )
+_MOST_CHARACTERS = 200_000  # of a grammar: some are kept
 _KEPT = 16  # grammars, since most requests of a program have the same one
 
 
@@ -93,6 +94,8 @@ class GrammarMaker:
         return GrammarConstraint(grammar.deep_copy(), self._eos_ids, prompt_tokens)
 
     def _compile(self, grammar: str, what: str) -> LLMatcher:
+        if len(grammar) > _MOST_CHARACTERS:
+            raise ConfigError(f"{what} cannot be used: more than {_MOST_CHARACTERS} characters")
         failure = _checked_apart(grammar)
         if not failure:
             matcher = LLMatcher(self._tokens, grammar, log_level=0)
@@ -112,7 +115,7 @@ def _checked_apart(grammar: str) -> str:
     except subprocess.TimeoutExpired:
         return f"it takes more than {_MOST_CHECK_S:g} s to read: make its patterns simpler"
     if found.returncode:
-        return f"reading it failed: {found.stderr.strip()[-200:] or f'exit {found.returncode}'}"
+        return f"reading it failed with exit {found.returncode}"
     return found.stdout
 
 

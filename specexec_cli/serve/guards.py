@@ -1,4 +1,4 @@
-"""Who may ask, and how much at once: checked before a request reaches a route."""
+"""Who may ask: checked before a request reaches a route."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specexec_cli.errors import ConfigError
 from specexec_cli.serve.api_errors import error_body
 
-MOST_BODY_BYTES = 8 << 20
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#*@]+")  # also those of apps and extensions
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 _OPEN_PATHS = ("/", "/health", "/page/")  # what a key is not asked for

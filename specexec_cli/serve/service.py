@@ -5,26 +5,25 @@ from __future__ import annotations
 import asyncio
 import copy
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from llguidance import LLMatcher
 
-from specexec_cli.chat.thinking import CLOSE, OPEN
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.engine.text import Engine, Running, TextRequest
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.models.channels import has_channels
-from specexec_cli.models.templates import Templates
 from specexec_cli.serve.answers import Spelling
 from specexec_cli.serve.api_errors import ApiError, api_error
 from specexec_cli.serve.bodies import ChatBody, CompletionBody
 from specexec_cli.serve.grammar import GrammarMaker
-from specexec_cli.session.encoding import PromptEncoder
+from specexec_cli.serve.prompts import Prompt, PromptMaker
+from specexec_cli.serve.reading import SMALL_BYTES, Window
 from specexec_cli.session.text_session import TextSession
 
 _T = TypeVar("_T")
@@ -38,21 +37,14 @@ class Defaults:
     max_tokens: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """What a text continues."""
-
-    text: str  # empty where tokens were given
-    tokens: tuple[int, ...]
-
-
 class Service:
     """One open session behind an engine.
 
-    Tokenizers are not made for several threads, so prompts are encoded in one thread, by a copy
-    that the engine does not use. Grammars, which may take seconds each, have threads of their own.
+    Requests of some length are read, and their prompts made, beside the others, which do not wait
+    for them. Grammars, which may take seconds each, have threads of their own.
 
     Attributes:
+        window: what a prompt can hold.
         spelling: of log-probabilities, for the event loop's thread alone; None until a request
             asks for them.
     """
@@ -69,24 +61,31 @@ class Service:
         self.model = Path(pair.name).name
         self.models = {self.model, Path(pair.target.name).name}
         self.draft = Path(pair.draft_name).name if pair.draft_name is not None else None
-        self.tokenizer = copy.deepcopy(session.tokenizer)
-        self._templates = Templates()
-        self._templates.start()
-        self._encoder = PromptEncoder(self.tokenizer, self.model, self._templates)
+        makers = [PromptMaker(session.tokenizer, self.model, self.context_length) for _ in range(2)]
+        self._small, self._large = makers
+        self._small.templates.start()
+        self.tokenizer = self._small.tokenizer
+        longest = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.window = Window(context_tokens=self.context_length, token_characters=longest)
         self._vocab_size, self._eos_ids = session.vocab_size, session.eos_ids
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-encoder")
         self._grammar_threads = ThreadPoolExecutor(
             max_workers=2, thread_name_prefix="specexec-grammar"
         )
         self.spelling: Spelling | None = None
 
-    async def encoding(self, work: Callable[[], _T]) -> _T:
-        """Runs what uses the tokenizer in the one thread that may.
+    async def encoding(self, work: Callable[[PromptMaker], _T], body_bytes: int = 0) -> _T:
+        """Runs what uses a tokenizer in the thread that may use it.
 
+        Args:
+            body_bytes: of the request that it is for.
         Raises:
             ApiError: in place of the errors of the rooms below.
         """
-        return await self._within(self._thread, work)
+        maker = self._small if body_bytes <= SMALL_BYTES else self._large
+        try:
+            return await maker.run(lambda: work(maker))
+        except SpecexecError as error:
+            raise api_error(error) from error
 
     async def grammar(self, work: Callable[[GrammarMaker], LLMatcher]) -> LLMatcher:
         """Compiles a grammar where others do not wait for it.
@@ -94,12 +93,10 @@ class Service:
         Raises:
             ApiError: it cannot be used, or this model has none.
         """
-        maker = await self.encoding(lambda: self.grammars)
-        return await self._within(self._grammar_threads, lambda: work(maker))
-
-    async def _within(self, threads: ThreadPoolExecutor, work: Callable[[], _T]) -> _T:
+        maker = await self.encoding(lambda _: self.grammars)
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            return await loop.run_in_executor(self._grammar_threads, lambda: work(maker))
         except SpecexecError as error:
             raise api_error(error) from error
 
@@ -113,40 +110,6 @@ class Service:
                 404, f"no model '{name}' is open here: this server has '{self.model}'",
                 param="model", code="model_not_found",
             )  # fmt: skip
-
-    def chat_prompt(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[dict[str, Any]] | None,
-        thinking: Mapping[str, Any] | None = None,
-        *,
-        answer_at_once: bool = False,
-    ) -> Prompt:
-        """The conversation in the model's template; in the encoder's thread.
-
-        Args:
-            answer_at_once: end the thinking part where the template opens it.
-        """
-        text = self._encoder.render_chat(messages, tools, thinking)
-        if answer_at_once and text.rstrip().endswith(OPEN):
-            text = f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as Qwen3's template does
-        return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
-
-    def raw_prompt(self, prompt: str | Sequence[int]) -> Prompt:
-        """Text or tokens to continue; in the encoder's thread."""
-        if isinstance(prompt, str):
-            return self._fitting(Prompt(text=prompt, tokens=tuple(self._encoder.encode(prompt))))
-        return self._fitting(Prompt(text="", tokens=tuple(prompt)))
-
-    def _fitting(self, prompt: Prompt) -> Prompt:
-        if len(prompt.tokens) >= self.context_length:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt.tokens)} tokens, the context window holds "
-                f"{self.context_length} and one must be left for the text: shorten the prompt",
-                code="context_length_exceeded",
-            )
-        return prompt
 
     @cached_property
     def grammars(self) -> GrammarMaker:
@@ -241,9 +204,8 @@ class Service:
         """Ends the engine and the threads; idempotent. Waits for no grammar."""
         self.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
-        self._templates.close()  # what runs now ends; what would come next is cancelled
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        self._templates.close()
+        for maker in (self._small, self._large):
+            maker.close()
 
 
 def sampling_of(body: ChatBody | CompletionBody, defaults: SamplingConfig) -> SamplingConfig:

@@ -6,7 +6,9 @@ import asyncio
 import threading
 import time
 
+import pytest
 from serve_soak import soak
+from serve_strangers import fuzz
 from serving import served, wait_until_idle
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
@@ -41,3 +43,16 @@ def test_a_few_dozen_clients_at_once() -> None:
         assert figures.texts.get("failed", 0) == 0
         for one in outcome.finished:
             assert (one.text, one.finish) == expected(session, one.body)
+
+
+def test_requests_made_from_the_servers_own_schema(capfd: pytest.CaptureFixture[str]) -> None:
+    with (
+        Session.open(pair="demo", method="autoregressive", offline=True) as session,
+        served(session) as server,
+    ):
+        told = asyncio.run(fuzz(server.url, 200, seed=2))
+        wait_until_idle(server.url, timeout_s=60)
+    assert told["200"] > 20
+    assert told["400"] > 20
+    assert told["left"] > 5
+    assert capfd.readouterr().err == ""

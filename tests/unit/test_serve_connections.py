@@ -19,6 +19,7 @@ import pytest
 from specexec_cli.engine.text import EngineFigures
 from specexec_cli.serve import connections, run
 from specexec_cli.serve.guards import Access
+from specexec_cli.serve.reading import Window
 from specexec_cli.serve.run import Server, listen
 
 HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Half: "
@@ -39,9 +40,14 @@ class Idle:
 @contextmanager
 def served() -> Iterator[tuple[int, Server]]:
     """A server without a model, and its port."""
+
+    async def encoding(work: Any, body_bytes: int) -> Any:
+        return work(None)
+
     service: Any = SimpleNamespace(
         engine=Idle(), closing=False, stop=lambda: None, model="toy", context_length=64, layers=2,
-        draft=None, facts={},
+        draft=None, facts={}, encoding=encoding,
+        window=Window(context_tokens=64, token_characters=16),
     )  # fmt: skip
     server = Server(service, Access(host="127.0.0.1"))
     with listen("127.0.0.1", 0) as address:

@@ -84,6 +84,11 @@ def test_schemas_that_cannot_be_used(schema: dict[str, str]) -> None:
         MAKER.json_schema(schema)
 
 
+def test_a_schema_of_any_size_is_not_kept() -> None:
+    with pytest.raises(ConfigError, match="more than 200000 characters"):
+        MAKER.json_schema({"enum": ["x" * 300_000]})
+
+
 def test_a_schema_that_takes_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Thirty of these patterns take llguidance minutes, whatever limits it is given."""
     monkeypatch.setattr(grammar, "_MOST_CHECK_S", 1.0)

@@ -13,7 +13,8 @@ import pytest
 from specexec_cli.engine.text import EngineFigures
 from specexec_cli.errors import ConfigError
 from specexec_cli.serve.app import create_app
-from specexec_cli.serve.guards import MOST_BODY_BYTES, Access, is_loopback
+from specexec_cli.serve.guards import Access, is_loopback
+from specexec_cli.serve.reading import MOST_BODY_BYTES
 
 KEY = "a key of some length"
 

@@ -16,7 +16,8 @@ from specexec_cli.engine.text import EngineFigures, Running, TextRequest
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.bodies import CompletionBody
-from specexec_cli.serve.service import Defaults, Prompt, Service
+from specexec_cli.serve.prompts import Prompt
+from specexec_cli.serve.service import Defaults, Service
 
 DEMO = Path(__file__).parents[2] / "specexec_cli" / "demo" / "target"
 TEXT = TextRequest(prompt=(1,), sampling=SamplingConfig(), generation=GenerationConfig())
@@ -90,7 +91,7 @@ def test_a_grammar_holds_nobody_else_up(service: Service) -> None:
             return maker.json_schema({"type": "object"})
 
         waiting = asyncio.ensure_future(service.grammar(slow))
-        found = await asyncio.wait_for(service.encoding(lambda: service.raw_prompt("x")), 30)
+        found = await asyncio.wait_for(service.encoding(lambda maker: maker.raw("x")), 30)
         assert found.tokens
         assert not waiting.done()
         hold.set()
@@ -101,8 +102,8 @@ def test_a_grammar_holds_nobody_else_up(service: Service) -> None:
 
 def test_with_a_grammar_the_thinking_that_a_template_opens_is_ended(service: Service) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    assert service.chat_prompt(messages, None).text.endswith("<think>\n")
-    at_once = service.chat_prompt(messages, None, answer_at_once=True)
+    assert service._small.chat(messages, None).text.endswith("<think>\n")
+    at_once = service._small.chat(messages, None, answer_at_once=True)
     assert at_once.text == "hi<|assistant|><think>\n\n</think>\n\n"
     tokens = service.tokenizer.encode(at_once.text, add_special_tokens=False)
     assert at_once.tokens == tuple(tokens)
@@ -113,17 +114,51 @@ def test_a_template_without_end_is_an_answer_and_holds_nobody_up(
 ) -> None:
     messages = [{"role": "user", "content": "hi"}]
     good = service.tokenizer.chat_template
-    service.chat_prompt(messages, None)
+    service._small.chat(messages, None)
     monkeypatch.setattr("specexec_cli.models.templates._MOST_S", 0.2)
     service.tokenizer.chat_template = (
         "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     )
     with pytest.raises(ApiError, match=r"the chat template of toy takes more than 0\.2 s") as told:
-        asyncio.run(service.encoding(lambda: service.chat_prompt(messages, None)))
+        asyncio.run(service.encoding(lambda maker: maker.chat(messages, None)))
     assert told.value.status == 500
     service.tokenizer.chat_template = good
     monkeypatch.undo()
-    assert service.chat_prompt(messages, None).tokens
+    assert service._small.chat(messages, None).tokens
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_long_prompt_is_read_no_further_than_it_may_fit(
+    service: Service, monkeypatch: pytest.MonkeyPatch, chat: bool
+) -> None:
+    monkeypatch.setattr("specexec_cli.serve.prompts._SLICE", 50)
+    maker, read = service._small, []
+    whole = type(maker.tokenizer).__call__
+
+    def counted(self: Any, text: str, **more: Any) -> Any:
+        read.append(len(text))
+        return whole(self, text, **more)
+
+    monkeypatch.setattr(type(maker.tokenizer), "__call__", counted)
+    messages = [{"role": "user", "content": "a b c d " * 1000}]
+    with pytest.raises(ApiError, match="has more than 64 tokens, the context window holds 64 and"):
+        maker.chat(messages, None) if chat else maker.raw(messages[0]["content"])
+    assert sum(read) < 1000
+    monkeypatch.undo()
+    assert len(maker.raw("a b c d " * 7).tokens) < 64
+
+
+def test_requests_of_some_length_hold_no_short_one_up(service: Service) -> None:
+    hold = threading.Event()
+
+    async def both() -> None:
+        slow = asyncio.ensure_future(service.encoding(lambda _: hold.wait(30), 1 << 20))
+        await asyncio.wait_for(service.encoding(lambda maker: maker.raw("x"), 1000), 30)
+        assert not slow.done()
+        hold.set()
+        assert await slow
+
+    asyncio.run(both())
 
 
 def test_tokens_are_spelled_by_a_tokenizer_of_their_own(service: Service) -> None:

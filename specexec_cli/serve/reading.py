@@ -1,0 +1,181 @@
+"""Bodies of requests as they come, and their limits: checked before anything is made of them.
+
+Reading JSON, and making pydantic's models of it, holds Python's one lock, and with it the event
+loop. What a body may hold is counted first, in steps that are short, so that nobody else waits for
+one that a stranger made to be slow.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.requests import Request
+
+from specexec_cli.guarded import parse_json
+from specexec_cli.serve.api_errors import ApiError
+
+MOST_BODY_BYTES = 8 << 20
+SMALL_BYTES = 64 << 10  # bodies that take little time; larger ones have a thread of their own
+_MOST_HELD_BYTES = 64 << 20  # of larger ones, until they are prompts
+_MOST_PARTS = 100_000  # texts, lists, objects and numbers that are not whole
+_MOST_VALUES = 1_000_000  # those and whole numbers: 8 MB of tokens
+_MOST_FIELDS = 200  # of a body, or of a message
+_OPENS = re.compile(r'["\[{]')
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """What a prompt can hold at most, whatever its text."""
+
+    context_tokens: int
+    token_characters: int  # of the longest token
+
+    @property
+    def characters(self) -> int:
+        """More cannot fit: each token stands for at most so many."""
+        return self.context_tokens * self.token_characters
+
+
+class Bodies:
+    """Takes bodies in, as many large ones at once as there is memory for."""
+
+    def __init__(self) -> None:
+        self._held = 0  # bytes of large bodies
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncIterator[bytes]:
+        """A request's body, which counts as held until the context is left.
+
+        Raises:
+            ApiError: it is larger than a request may be, or others are held.
+        """
+        read, counted = bytearray(), 0
+        try:
+            async for piece in request.stream():
+                read += piece
+                if len(read) > MOST_BODY_BYTES:
+                    raise ApiError(
+                        413, f"the body is larger than {MOST_BODY_BYTES >> 20} MB", code="too_large"
+                    )
+                if len(read) > SMALL_BYTES:
+                    self._held += len(read) - counted
+                    counted = len(read)
+                    if self._held > _MOST_HELD_BYTES:
+                        raise ApiError(
+                            429, "other large requests are being read: try again later",
+                            code="queue_full",
+                        )  # fmt: skip
+            yield bytes(read)
+        finally:
+            self._held -= counted
+
+
+def read_body(raw: bytes, window: Window) -> Any:
+    """The JSON value of a body, if a prompt of it may fit.
+
+    Raises:
+        ApiError: it is not JSON, holds more than any request needs, or cannot fit.
+    """
+    try:
+        text = raw.decode(json.detect_encoding(raw))
+        _count(text)
+        found = parse_json(text)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {str(error)[:200]}") from error
+    if isinstance(found, dict):
+        _check_fields(found)
+        _check_prompt(found, window)
+    return found
+
+
+def _count(text: str) -> None:
+    """
+    Raises:
+        ApiError: the body holds too much.
+        ValueError: a word stands in it that JSON does not have.
+    """
+    parts = values = last = 0
+    while last < len(text) and parts <= _MOST_PARTS:
+        found = _OPENS.search(text, last)
+        fractions, commas = _between(text[last : found.start() if found else len(text)])
+        parts, values = parts + 1 + fractions, values + commas
+        if found is None:
+            break
+        whole = _TEXT.match(text, found.start()) or found
+        last = whole.end()
+    if parts > _MOST_PARTS or values > _MOST_VALUES:
+        raise ApiError(
+            413,
+            f"the body holds more than {_MOST_PARTS} texts, lists and objects, or more than "
+            f"{_MOST_VALUES} values: no request needs as many",
+            code="too_large",
+        )
+
+
+def _between(text: str) -> tuple[int, int]:
+    """Letters of numbers that are not whole, and commas, where no text, list or object begins.
+
+    Raises:
+        ValueError: a word stands there that JSON does not have.
+    """
+    if len(text) < 3:  # it parts two others, as nearly always
+        return 0, text.count(",")
+    if "N" in text or "I" in text:
+        raise ValueError("NaN and Infinity are no numbers")
+    return text.count(".") + text.count("e") + text.count("E"), text.count(",")
+
+
+def _check_fields(found: Mapping[str, Any]) -> None:
+    messages = found.get("messages")
+    items = [found, *messages] if isinstance(messages, list) else [found]
+    for item in items:
+        if isinstance(item, dict) and len(item) > _MOST_FIELDS:
+            raise ApiError(
+                400, f"a request and its messages have at most {_MOST_FIELDS} fields each, this "
+                f"one has {len(item)}",
+            )  # fmt: skip
+
+
+def _check_prompt(found: Mapping[str, Any], window: Window) -> None:
+    prompt, messages = found.get("prompt"), found.get("messages")
+    for one in prompt if isinstance(prompt, list) else [prompt]:
+        if isinstance(one, str):
+            _check_characters(len(one), "prompt", window)
+    if isinstance(messages, list):
+        if len(messages) > window.context_tokens:
+            raise _too_long(f"{len(messages)} messages", window)
+        _check_characters(_characters([messages, found.get("tools")]), "conversation", window)
+
+
+def _check_characters(count: int, what: str, window: Window) -> None:
+    if count > max(window.characters, SMALL_BYTES):  # smaller ones are counted in tokens soon
+        raise _too_long(f"the {what} has {count} characters", window)
+
+
+def _too_long(what: str, window: Window) -> ApiError:
+    return ApiError(
+        400,
+        f"{what}, the context window holds {window.context_tokens} tokens of at most "
+        f"{window.token_characters} characters: shorten the prompt",
+        code="context_length_exceeded",
+    )
+
+
+def _characters(values: Sequence[Any]) -> int:
+    """Of all texts in values, however deep."""
+    count, open_ = 0, list(values)
+    while open_:
+        value = open_.pop()
+        if isinstance(value, str):
+            count += len(value)
+        elif isinstance(value, dict):
+            open_ += value.values()
+        elif isinstance(value, list):
+            open_ += value
+    return count
