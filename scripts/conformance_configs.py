@@ -46,7 +46,7 @@ _SMALL: list[tuple[str, int]] = [
 # names of widths of heads and of rows
 _WIDTHS = (
     r"(.*_)?head_dim|head_size|kv_channels|rotary_dim|(out_)?hidden_size|n_embd|d_model"
-    r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|mrope_section|intermediate_size"
+    r"|word_embed_proj_dim|embed_dim|dim|hidden_dim|intermediate_size"
 )
 _COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
@@ -191,8 +191,10 @@ def _widened(small: Mapping[str, Any], times: int) -> dict[str, Any]:
     for name, value in small.items():
         if isinstance(value, dict):
             value = _widened(value, times)
-        elif re.fullmatch(_WIDTHS, name) and value is not None:
-            value = [each * times for each in value] if isinstance(value, list) else value * times
+        elif name == "mrope_section":
+            value = [each * times for each in value]
+        elif re.fullmatch(_WIDTHS, name) and isinstance(value, int):
+            value *= times  # lists of widths, one for each layer, are as wide as real ones already
         found[name] = value
     return found
 
