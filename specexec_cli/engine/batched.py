@@ -23,6 +23,7 @@ from specexec_cli.engine.text import (
     QueueFullError,
     Running,
     TextRequest,
+    lasting,
 )
 from specexec_cli.errors import SpecexecError, clear_shortage
 from specexec_cli.models.text import TextStream
@@ -70,6 +71,7 @@ class Batched:
         self._changed = threading.Condition()  # guards these four and the counts
         self._ended: Counter[Finish] = Counter()
         self._passes = self._tokens = 0
+        self._failing: str | None = None
         self._began = (0.0, 0)  # time and bytes streamed at the first layer of the pass
         self._model.on_layer = self._on_layer
         self._thread = threading.Thread(target=self._run, name="specexec-engine", daemon=True)
@@ -121,6 +123,7 @@ class Batched:
                 bytes_streamed=self._model.bytes_streamed,
                 texts=dict(self._ended),
                 failed=self._failed,
+                failing=self._failing,
             )
 
     def close(self) -> None:
@@ -217,10 +220,12 @@ class Batched:
             return
         except Exception as error:
             _tell_bug(error)
+            self._failing = lasting(error)
             for text in texts:
                 self._end(text, "failed", error)
             return
         self._passes += 1
+        self._failing = None
         asked, held = self._session.experts_counted()
         carried = [text for text in texts if text.batched.carried]
         for text in carried:  # each has its share of the pass, as of the bytes

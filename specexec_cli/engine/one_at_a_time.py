@@ -7,7 +7,14 @@ import traceback
 from collections import Counter, deque
 
 from specexec_cli.core import GenerationStats, PassProgress
-from specexec_cli.engine.text import EngineFigures, Finish, QueueFullError, Running, TextRequest
+from specexec_cli.engine.text import (
+    EngineFigures,
+    Finish,
+    QueueFullError,
+    Running,
+    TextRequest,
+    lasting,
+)
 from specexec_cli.errors import SpecexecError
 from specexec_cli.session.text_session import Steps, TextSession
 
@@ -31,6 +38,7 @@ class OneAtATime:
         self._queue: deque[tuple[Running, Steps]] = deque()
         self._current: Running | None = None
         self._closed = False
+        self._failing: str | None = None
         self._changed = threading.Condition()  # guards all of these
         self._texts: Counter[Finish] = Counter()
         self._ended = GenerationStats()  # sums over texts that have ended
@@ -74,6 +82,7 @@ class OneAtATime:
                 generated_tokens=self._ended.generated_tokens + now.generated_tokens,
                 bytes_streamed=self._ended.bytes_streamed + now.bytes_streamed,
                 texts=dict(self._texts),
+                failing=self._failing,
             )
 
     def close(self) -> None:
@@ -134,6 +143,7 @@ class OneAtATime:
         try:
             for step in steps:
                 running.stats = self._session.stats
+                self._failing = None
                 if running.cancelled:
                     break
                 running.put(step)
@@ -142,6 +152,7 @@ class OneAtATime:
         except _Cancelled:
             pass
         except SpecexecError as error:
+            self._failing = lasting(error)
             return "failed", error
         except Exception as error:  # a bug of ours must not take the other texts with it
             traceback.print_exc()

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.core import FinishReason, GenerationStats, PassProgress, StepResult
-from specexec_cli.errors import SpecexecError
+from specexec_cli.errors import SpecexecError, StreamError, WorkerError
 from specexec_cli.sampling import Constraint
 
 Finish = FinishReason | Literal["cancelled", "failed"]
@@ -144,6 +144,14 @@ class EngineFigures:
     bytes_streamed: int
     texts: Mapping[Finish, int]  # that have ended, by how
     failed: bool = False  # an error of specexec itself has ended its thread
+    failing: str | None = None  # why the last pass failed, as the next ones will: see lasting
+
+
+def lasting(error: Exception) -> str | None:
+    """Why the passes that follow will fail as this one did, until files, devices or workers are
+    what they were; None where the error was of one pass or text.
+    """
+    return str(error) if isinstance(error, StreamError | WorkerError) else None
 
 
 class Engine(Protocol):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 from specexec_cli.engine.text import QueueFullError
 from specexec_cli.errors import ConfigError, SpecexecError
 
+_FOLDERS = re.compile(r"""(?<![^\s'"(])~?/(?:[^:\n]|:(?! ))*/""")  # whatever their names hold
+_LOG = logging.getLogger("uvicorn.error")
 _MOST_LETTERS = 600  # of a message: some repeat what a client sent
 
 
@@ -38,6 +42,11 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def without_folders(text: str) -> str:
+    """A message with the names of its files alone: where they lie is nobody's business."""
+    return _FOLDERS.sub("", text)
+
+
 def api_error(error: Exception) -> ApiError:
     """What a request is told of an error in the rooms below."""
     if isinstance(error, ApiError):
@@ -47,5 +56,8 @@ def api_error(error: Exception) -> ApiError:
     if isinstance(error, ConfigError):
         return ApiError(400, str(error))
     if isinstance(error, SpecexecError):
-        return ApiError(500, str(error), code=type(error).__name__)
+        told = without_folders(str(error))
+        if told != str(error):
+            _LOG.error("%s", error)
+        return ApiError(500, told, code=type(error).__name__)
     return ApiError(500, "an error of specexec itself: its log has the traceback", code="bug")

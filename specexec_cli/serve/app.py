@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from specexec_cli import __version__
 from specexec_cli.serve import chat_completions, metrics
-from specexec_cli.serve.api_errors import ApiError, api_error, error_body
+from specexec_cli.serve.api_errors import ApiError, api_error, error_body, without_folders
 from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
 from specexec_cli.serve.completions import CompletionAnswer
 from specexec_cli.serve.guards import Access, Guard
@@ -135,6 +135,9 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         now = service.engine.figures()
         word = "shutting down" if service.closing else "failed" if now.failed else "ok"
         told = {"status": word, "running": now.running, "waiting": now.waiting, "slots": now.slots}
+        if word == "ok" and now.failing is not None:
+            word = "failing"
+            told |= {"status": word, "reason": without_folders(now.failing)}
         return JSONResponse(told, 200 if word == "ok" else 503)
 
     @app.get("/metrics")

@@ -137,25 +137,41 @@ def test_the_end_of_the_server_ends_streams(session: TextSession, slots: int) ->
     assert "shutting down" in told[-4]
 
 
-def test_a_file_that_cannot_be_read_and_is_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_file_that_cannot_be_read_and_is_back(
+    tmp_path: Path, slots: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The weights are cut off under a running server, and put back."""
     demo = Path(specexec_cli.__file__).parent / "demo"
-    shutil.copytree(demo, tmp_path / "demo")
-    folders = {name: str(tmp_path / "demo" / name) for name in ("target", "draft")}
-    weights = tmp_path / "demo" / "target" / "model.safetensors"
+    folder = tmp_path / "some one's models"
+    shutil.copytree(demo, folder)
+    folders = {name: str(folder / name) for name in ("target", "draft")}
+    weights = folder / "target" / "model.safetensors"
     whole, stamp = weights.read_bytes(), weights.stat().st_mtime_ns
     with (
         Session.open(**folders, offload="ssd", offline=True) as session,
-        served(session) as server,
+        served(session, slots=slots) as server,
         closing(openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)) as client,
     ):
         asked = {"model": "target", "prompt": "def add(a, b):", "max_tokens": 24}
         expected = client.completions.create(**asked).choices[0].text
+        assert httpx.get(f"{server.url}/health").status_code == 200
         os.truncate(weights, len(whole) // 4)
         with pytest.raises(openai.InternalServerError, match=re.escape(weights.name)) as told:
             client.completions.create(**asked, seed=1)
         assert told.value.code == "StreamError"
+        stream = client.completions.create(**asked, stream=True)
+        with pytest.raises(openai.APIError, match=re.escape(weights.name)) as streamed:
+            list(stream)
+        health = httpx.get(f"{server.url}/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failing")
+        assert weights.name in health.json()["reason"]
+        models = httpx.get(f"{server.url}/v1/models").text
+        for answer in (str(told.value), str(streamed.value), health.text, models):
+            assert not any(part in answer for part in ("some", "one's", str(tmp_path))), answer
+        assert str(weights) in capfd.readouterr().err, "the log says where"
         weights.write_bytes(whole)
         os.utime(weights, ns=(stamp, stamp))  # another file in its place would be refused
         assert client.completions.create(**asked).choices[0].text == expected
-        assert server.service.engine.figures().texts["failed"] == 1
+        assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+        assert server.service.engine.figures().texts["failed"] == 2

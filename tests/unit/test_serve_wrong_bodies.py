@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from specexec_cli.serve import reading
-from specexec_cli.serve.api_errors import ApiError
+from specexec_cli.serve.api_errors import ApiError, without_folders
 from specexec_cli.serve.bodies import ChatBody, CompletionBody, parsed
 from specexec_cli.serve.reading import Window
 
@@ -150,3 +150,18 @@ def test_what_a_request_may_hold_comes_through() -> None:
     found = parsed(ChatBody, json.dumps({"messages": many}).encode("utf-16"), LARGE)
     assert len(found.messages) == 900
     assert found.messages[0].text == '"\\{[,' * 81
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("reading /a b/it's/c: failed at byte 3: Input/output error",
+         "reading c: failed at byte 3: Input/output error"),
+        ("/a:b/c/x.gguf was changed while it was read", "x.gguf was changed while it was read"),
+        ("cannot open '~/models/x': no such file or directory (~/y/z)",
+         "cannot open 'x': no such file or directory (z)"),
+        ("12 tokens/s, see https://a.b/c", "12 tokens/s, see https://a.b/c"),
+    ],
+)  # fmt: skip
+def test_folders_are_left_out_of_answers(text: str, told: str) -> None:
+    assert without_folders(text) == told
