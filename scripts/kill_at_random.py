@@ -106,7 +106,7 @@ def chat(folder: Path, moments: Iterator[float]) -> None:
     replies = [reply for reply in whole.splitlines() if reply]
     seconds = timed(lambda: runs.whole("chat", typed=typed))
     for moment in moments:
-        shutil.rmtree(folder / "XDG_STATE_HOME")
+        shutil.rmtree(folder / "XDG_STATE_HOME", ignore_errors=True)
         printed = runs.killed(moment * seconds, "chat", typed=typed).splitlines()
         files = list((folder / "XDG_STATE_HOME" / "specexec" / "chats").glob("*.jsonl"))
         kept = "".join(path.read_text() for path in files)
@@ -180,7 +180,7 @@ def pull(folder: Path, moments: Iterator[float]) -> None:
         arguments = ("pull", "org/big", "--yes")
         seconds = timed(lambda: runs.whole(*arguments))
         for moment in moments:
-            shutil.rmtree(folder / "HF_HOME")
+            shutil.rmtree(folder / "HF_HOME", ignore_errors=True)
             runs.killed(moment * seconds, *arguments)
             runs.whole(*arguments)
             (snapshot,) = (folder / "HF_HOME" / "hub" / "models--org--big" / "snapshots").iterdir()
