@@ -17,7 +17,7 @@ from virtual_time import Hardware, VirtualDevice, virtual_time
 
 from specexec_cli.config import Tier
 from specexec_cli.offload.cuda import DeviceStream
-from specexec_cli.offload.slabs import COPY_BYTES
+from specexec_cli.offload.slabs import COPY_BYTES, SWITCH_S
 from specexec_cli.offload.store import TensorRange
 from specexec_cli.planning.tiers import spread_order
 
@@ -43,7 +43,7 @@ class Mix:
     draft_steps: int = 20
     step_s: float = 5.5e-3  # of the GPU
     python_s: float = 1e-3  # of Python between two steps
-    switch_s: float = 5e-3
+    switch_s: float = SWITCH_S
     overlap: bool = False  # draft steps of the next tree while a pass waits for layers
     kept: float = 0.5  # of those steps, how many the next tree needs no more
     seed: int = 0
@@ -149,7 +149,7 @@ MIXES = {
     "ram + 5 on the SSD, 500 MB of pins": replace(WIDE, ssd=5, pins_bytes=500e6),
     "ram, link of 12.5 GB/s": replace(WIDE, link_bytes_per_s=12.5e9),
     "ram, 4 ms of Python between draft steps": replace(WIDE, python_s=4e-3),
-    "the same, interpreter taken after 0.5 ms": replace(WIDE, python_s=4e-3, switch_s=0.5e-3),
+    "the same, interpreter taken after 5 ms": replace(WIDE, python_s=4e-3, switch_s=5e-3),
     "ram, ring of 3, drafting in the pass, half of it kept": Mix(overlap=True),
     "ram, ring of 3, drafting in the pass, all of it kept": Mix(overlap=True, kept=1.0),
     "ram + 5 on the SSD, ring of 3, half kept": Mix(ssd=5, overlap=True),

@@ -26,6 +26,7 @@ from torch import Tensor
 from specexec_cli.errors import StreamError
 from specexec_cli.offload import copier, memory, stream, uplink
 from specexec_cli.offload.reader import DirectFile
+from specexec_cli.offload.slabs import SWITCH_S
 
 
 class DeadlockError(BaseException):
@@ -203,7 +204,9 @@ class Hardware:
     memcpy_bytes_per_s: float
     copy_overhead_s: float = 5e-6  # of the engine, for each copy
     call_s: float = 50e-6  # of Python, for each piece that the copier sends
-    switch_s: float = 5e-3  # after which Python takes the interpreter from a thread that computes
+    switch_s: float = (
+        SWITCH_S  # after which Python takes the interpreter from a thread that computes
+    )
     pins_bytes: int = 1 << 62
 
 

@@ -144,6 +144,9 @@ class DeviceStream:
             pass
         copied = self._copier.take()
         # until it is taken back, restart() has something to mend
+        # behind the last of them a tree grows and uploads its steps. Steps that are taken within
+        # a pass wait longer: the pass itself waits for the link then, which parts keep less busy.
+        self._copier.fine = index == self._streamed[-1]
         use = self._in_use = object()
         self._next_layer = following
         buffer = self._copier.next_buffer

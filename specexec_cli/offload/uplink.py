@@ -5,7 +5,8 @@
 
 At most IN_FLIGHT pieces are handed to the device's copy engine at once: one that it copies and one
 that it goes on with, so that it is never idle, and so that what others upload meanwhile waits for
-no more than these. Where a driver pins little memory (500 MB to 1 GB under WSL2 and in containers,
+no more than these. While others do, a pinned piece goes in FINE_PARTS, and no more copies than that
+are handed over. Where a driver pins little memory (500 MB to 1 GB under WSL2 and in containers,
 microsoft/WSL#14078), the slabs come first: any memory goes through them at the speed of a CPU's
 copy, and nobody but the copying thread waits for it.
 """
@@ -13,7 +14,7 @@ copy, and nobody but the copying thread waits for it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,12 @@ from specexec_cli.offload.link import Link
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import Notice
 from specexec_cli.offload.resident import as_blob
-from specexec_cli.offload.slabs import IN_FLIGHT, STAGING_SLABS
+from specexec_cli.offload.slabs import FINE_PARTS, IN_FLIGHT, STAGING_SLABS
+
+
+def _whole() -> bool:
+    """Nobody else uploads anything meanwhile."""
+    return False
 
 
 class Uplink:
@@ -36,7 +42,9 @@ class Uplink:
         self._registered: dict[int, Tensor] = {}  # by address
         self._slabs: list[Tensor] = []
         self._staged = 0  # pieces that went through slabs
-        self._flying: deque[Any] = deque()  # events of copies that may be under way
+        self._pieces = 0  # sent so far
+        # of copies that may be under way, the number of the piece, and the event
+        self._flying: deque[tuple[int, Any]] = deque()
 
     def pin(self, blobs: Sequence[Tensor], notice: Notice = lambda text: None) -> bool:
         """Registers memory, in the order given, as far as the driver grants it.
@@ -81,7 +89,9 @@ class Uplink:
         """Whether a blob that pin() was given goes to the device from where it lies."""
         return blob.data_ptr() in self._registered
 
-    def send(self, target: Tensor, source: Tensor, after: Any) -> Any:
+    def send(
+        self, target: Tensor, source: Tensor, after: Any, fine: Callable[[], bool] = _whole
+    ) -> Any:
         """Enqueues the copy of a piece, which begins once `after` is done; returns its event.
 
         Waits for room among the pieces in flight. `source` must stay as it is until IN_FLIGHT
@@ -90,23 +100,36 @@ class Uplink:
         Args:
             target: (bytes,) uint8 on the device.
             source: (bytes,) uint8, the blob that pin() was given or the beginning of it.
+            fine: whether others upload something meanwhile; a pinned piece then goes in FINE_PARTS.
         """
+        in_parts = fine
         if self._slabs and not self.is_pinned(source):
             # the copy out of it was before the IN_FLIGHT last ones, so it has been waited for
             slab = self._slabs[self._staged % STAGING_SLABS][: source.numel()]
             _stage(slab, source)
             self._staged += 1
-            source = slab
-        while len(self._flying) >= IN_FLIGHT:
-            self._link.wait(self._flying.popleft())
-        event = self._link.copy(target, source, after)
-        self._flying.append(event)
+            source, in_parts = slab, _whole  # the link waits for the CPU's copy, not others for it
+        sent, event = 0, after
+        while sent < source.numel():
+            while self._flying and self._is_full():
+                self._link.wait(self._flying.popleft()[1])
+            parts = FINE_PARTS if in_parts() else 1
+            part = slice(sent, sent - (-source.numel() // parts))
+            event = self._link.copy(target[part], source[part], after)
+            self._flying.append((self._pieces, event))
+            sent = part.stop
+        self._pieces += 1
         return event
+
+    def _is_full(self) -> bool:
+        """Whether the oldest copy in flight has to end before the next one is handed over."""
+        oldest, _ = self._flying[0]
+        return len(self._flying) >= FINE_PARTS or oldest <= self._pieces - IN_FLIGHT
 
     def land(self) -> None:
         """Waits until every piece has arrived."""
         while self._flying:
-            self._link.wait(self._flying.popleft())
+            self._link.wait(self._flying.popleft()[1])
 
     def close(self) -> None:
         """Waits for what is in flight and unregisters all memory. Idempotent."""

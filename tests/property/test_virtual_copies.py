@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 from dataclasses import replace
@@ -19,8 +20,9 @@ from virtual_time import DeadlockError, Hardware, VirtualTime, virtual_time
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
+from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.cuda import DeviceStream
-from specexec_cli.offload.slabs import IN_FLIGHT
+from specexec_cli.offload.slabs import IN_FLIGHT, SWITCH_S
 from specexec_cli.offload.store import TensorRange
 
 PIECE = 8192
@@ -160,6 +162,30 @@ def test_drafting_while_a_pass_waits_slows_no_copy(ssd: int) -> None:
 def test_whole_layers_in_one_copy_would_keep_uploads_waiting() -> None:
     """The clock sees what pieces are for."""
     assert outcome(replace(WIDE, piece_blocks=26), iterations=1).upload_s > 0.01
+
+
+@pytest.mark.parametrize("mix", [replace(WIDE, link_bytes_per_s=12.5e9), WIDE])
+def test_steps_wait_for_parts_of_pieces_and_the_link_is_no_more_idle(
+    mix: Mix, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a tree grows, a piece goes in parts."""
+    parts = outcome(mix, iterations=2)
+    whole_pieces = property(lambda copier: False, lambda copier, fine: None)
+    monkeypatch.setattr(Copier, "fine", whole_pieces, raising=False)
+    whole = outcome(mix, iterations=2)
+    assert parts.upload_s < whole.upload_s / 2
+    assert parts.idle_share < whole.idle_share + 0.005
+
+
+def test_copies_ask_python_for_the_interpreter_often() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for usual in (5e-3, 1e-4):
+            sys.setswitchinterval(usual)
+            outcome(Mix(), iterations=1)
+            assert sys.getswitchinterval() == pytest.approx(min(usual, SWITCH_S))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_a_deadlock_is_an_error() -> None:

@@ -21,7 +21,7 @@ from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import memory
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
-from specexec_cli.offload.slabs import SLAB_BYTES
+from specexec_cli.offload.slabs import FINE_PARTS, IN_FLIGHT, SLAB_BYTES
 from specexec_cli.offload.store import TensorRange, read_checkpoint
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Machine, Work, plan_of
@@ -295,18 +295,21 @@ def test_a_layer_goes_in_pieces_of_which_few_are_in_flight(
 ) -> None:
     link = LazyLink()
     longest: list[int] = []
+    most_bytes: list[int] = []
     copy = link.copy
 
     def noted(target: Tensor, source: Tensor, after: Any) -> Any:
         event = copy(target, source, after)
         longest.append(len(link.queue))
+        most_bytes.append(sum(waiting.numel() for _, waiting in link.queue))
         assert source.numel() <= PIECE
         return event
 
     link.copy = noted  # type: ignore[method-assign]
     with DeviceStream(layers, ["ram", "ssd"] * 2 + ["ram"], link, piece_bytes=PIECE) as stream:
         several(stream, weights, link, 2)
-    assert max(longest) == 2
+    assert max(longest) == FINE_PARTS
+    assert PIECE < max(most_bytes) <= IN_FLIGHT * PIECE
 
 
 def test_layers_are_copied_while_nobody_asks_for_one(
