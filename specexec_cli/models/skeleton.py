@@ -167,7 +167,9 @@ def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
             f"{_reason(error)}"
         ) from error
     text = model.config.get_text_config(decoder=True)
-    if attends_by_interface(decoder_layers(model, text.num_hidden_layers)[1]):
+    # a wrapper of several parts may not say it of its text, nor an older class of itself
+    layers = decoder_layers(model, text.num_hidden_layers)[1]
+    if model._supports_attention_backend or attends_by_interface(layers):
         text._attn_implementation = attention.DENSE
     return model
 
