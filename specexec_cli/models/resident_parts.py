@@ -15,7 +15,12 @@ from specexec_cli.models.head import Head
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.link import CudaLink
+from specexec_cli.offload.reader import lay_out
+from specexec_cli.offload.slabs import COPY_BYTES
+from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import read_tensors
+from specexec_cli.offload.upload import upload
 from specexec_cli.planning.built_sizes import path_of, text_decoder
 
 
@@ -66,7 +71,12 @@ def load_resident(
         if table.device == places[name] and dtype in (None, table.dtype)
     }
     # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
-    alone = in_ram | known.keys()
+    in_pieces = {
+        name
+        for name in tensors.keys() - known.keys()
+        if places[name].type == "cuda" and tensors[name].n_bytes > COPY_BYTES
+    }
+    alone = in_ram | known.keys() | in_pieces
     loaded = read_tensors([tensors[name] for name in tensors if name not in alone])
     loaded |= read_tensors([tensors[name] for name in in_ram - known.keys()])
     tables: dict[str, Tensor] = {}
@@ -75,11 +85,14 @@ def load_resident(
         module = model.get_submodule(path)
         packed = skeleton.restored.tables.get(name)
         if name in known:
-            weight = known[name]
+            stored = weight = known[name]
         else:
-            weight = loaded[tensor.name].to(places[name])
-            if dtype is not None and packed is None and not isinstance(module, QuantizedLinear):
-                weight = weight.to(dtype)
+            if name in in_pieces:
+                stored = _uploaded(tensor, places[name])
+            else:
+                stored = loaded[tensor.name].to(places[name])
+            keeps = dtype is None or packed is not None or isinstance(module, QuantizedLinear)
+            weight = stored if keeps else stored.to(dtype)
         if isinstance(module, nn.Embedding) and _looks_up(module):
             tables[name] = weight
             _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
@@ -91,7 +104,7 @@ def load_resident(
         elif isinstance(module, MixedLinear | QuantizedLinear):
             setattr(module, leaf, frozen(weight))
         else:
-            weight = loaded[tensor.name].to(device, torch.float32)
+            weight = stored.to(device, torch.float32)
             plus_one = name in skeleton.restored.plus_one
             _set_tensor(module, leaf, weight - 1 if plus_one else weight)
     head = model.get_submodule(head_path)
@@ -102,6 +115,16 @@ def load_resident(
     whole = Head(head, compute_dtype)
     _set_module(model, head_path, whole)
     return whole, tables
+
+
+def _uploaded(tensor: TensorRange, device: torch.device) -> Tensor:
+    """A tensor of a file in the memory of a GPU, which it reaches in pieces: a head of 2 GB takes
+    no 2 GB of RAM first."""
+    [found] = upload(
+        [lay_out([tensor])], CudaLink(device), piece_bytes=COPY_BYTES, notice=lambda text: None,
+        progress=lambda done, total: None,
+    )  # fmt: skip
+    return found[tensor.name]
 
 
 def load_layers(

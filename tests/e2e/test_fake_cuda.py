@@ -27,9 +27,10 @@ from specexec_cli.config import SamplingConfig, Tier, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.models import resident_parts
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.offload.store import TensorRange, read_checkpoint
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.masks import verification_rows
 
@@ -136,6 +137,34 @@ def test_the_table_of_embeddings_is_in_ram_unless_the_head_needs_it(
         head = model.skeleton.model.get_output_embeddings().linear.weight
         assert head.device.type == "cuda"
         model.close()
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_embeddings_and_head_reach_the_device_in_pieces(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is whole in RAM, unless it is to stay there."""
+    save_checkpoint(tmp_path, architecture(name))
+    expected = passes_on_the_cpu(tmp_path)
+    read: dict[str, int] = {}
+    read_tensors = resident_parts.read_tensors
+
+    def noted(tensors: list[TensorRange]) -> dict[str, Tensor]:
+        read.update({tensor.name: tensor.n_bytes for tensor in tensors})
+        return read_tensors(tensors)
+
+    monkeypatch.setattr(resident_parts, "COPY_BYTES", 4096)
+    monkeypatch.setattr(resident_parts, "read_tensors", noted)
+    with fake_cuda():
+        model = StreamedModel.open(
+            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram"
+        )
+        found = passes(model)
+        stays = {} if name == "llama-tied" else {"model.embed_tokens.weight"}
+        large = {tensor for tensor, n_bytes in read.items() if n_bytes > 4096}
+        assert large == set(stays)
+        model.close()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
