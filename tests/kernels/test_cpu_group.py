@@ -70,6 +70,10 @@ def test_each_product_is_as_if_alone(
         rows = torch.randn(ROWS, INPUTS, generator=torch.Generator().manual_seed(0)).to(dtype)
         groups = [Group(group) for group in weights]
         form = cpu_group.form_for(rows, groups)
+        rounded = kind in ("float16", "float32") and dtype == torch.bfloat16
+        if rounded:  # before it is multiplied, by models/linear.py and one by one
+            assert form is None
+            return
         if form is None:  # PyTorch multiplies where the CPU has instructions that kernels lack
             assert kind in ("bfloat16", "transposed")
             assert not cpu_jit.has_dot()

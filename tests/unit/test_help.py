@@ -104,4 +104,4 @@ def test_a_screen_that_knows_ascii_alone_gets_question_marks_and_no_traceback() 
         capture_output=True, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert b"demo  ?  4096 tokens of context" in done.stdout
+    assert b"demo  ?  memory for 4096 tokens of context" in done.stdout
