@@ -10,7 +10,7 @@ Knows nothing of torch, of formats, or of thread pools.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -107,7 +107,7 @@ class Panels:
         self.totals = emitter.reserve(shape.n_totals * shape.rows * shape.strip)
 
     def emit(
-        self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs, fill: Fill,
+        self, counter: Any, claims: Sequence[Any], args: PanelArgs, fill: Fill,
         fetch: Fetch = lambda *_: None, prepare: Callable[[Any, Any], None] = lambda *_: None,
     ) -> None:  # fmt: skip
         """The whole kernel.
