@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 100_000_000  # of a file; the limit of the safetensors library for headers
+_PART_BYTES = 1_000_000  # of a file that is read at once
 _MOST_DEPTH = 100  # lists and objects in one another; printing or copying deeper ones recurses
 _MOST_DIGITS = 40  # of a whole number; transformers writes 10**30 for "no limit"
 _MOST_TOML_BYTES = 1_000_000  # the models.toml of this program has 80,000
@@ -95,11 +96,13 @@ def read_toml(path: Path) -> dict[str, Any]:
 def _read(path: Path, most_bytes: int) -> bytes:
     if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a pipe would be waited for
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    raw = bytearray()
     with path.open("rb") as file:
-        raw = file.read(most_bytes + 1)
-    if len(raw) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    return raw
+        while part := file.read(_PART_BYTES):  # a read takes as much memory as it is allowed bytes
+            raw += part
+            if len(raw) > most_bytes:
+                raise ValueError(f"it has more than {most_bytes} bytes")
+    return bytes(raw)
 
 
 def _whole(digits: str) -> int:

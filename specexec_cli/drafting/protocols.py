@@ -38,7 +38,7 @@ class Committed(Protocol):
 
     @property
     def state(self) -> ModelState:
-        """Keys and values of the target's layers."""
+        """What the target's layers keep of its committed tokens."""
 
 
 class AheadDrafter(Drafter, Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,17 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     assert read_json(tmp_path / "large") == "x" * 100
     with pytest.raises(ValueError, match="more than 50 bytes"):
         read_json(tmp_path / "large", most_bytes=50)
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"bits": 4}')
+    tracemalloc.start()
+    try:
+        assert read_json(path) == {"bits": 4}
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_message_is_one_line_of_bounded_length() -> None:
