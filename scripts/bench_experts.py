@@ -38,7 +38,7 @@ from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, OutOfMemoryError, SpecexecError
 from specexec_cli.loading import this_site
 from specexec_cli.models.experts import split_layers
-from specexec_cli.models.row_checkpoint import read_packing
+from specexec_cli.models.packing import read_packing
 from specexec_cli.models.skeleton import build_skeleton
 from specexec_cli.offload.experts import READER_THREADS
 from specexec_cli.offload.memory import HugeBuffer

@@ -307,7 +307,7 @@ def _llama(folder: Path) -> Path:
 
 def _build(folder: Path) -> None:
     """All that opening a model does before a weight is read."""
-    from specexec_cli.models.row_checkpoint import read_packing
+    from specexec_cli.models.packing import read_packing
     from specexec_cli.models.skeleton import build_skeleton
     from specexec_cli.offload.store import read_checkpoint
     from specexec_cli.planning.sizes import checkpoint_bytes

@@ -21,9 +21,9 @@ from specexec_cli.models.binding import Binding
 from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.own_bits import hold_bits
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.pass_rows import Chunks, Span
-from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.models.tensor_finder import is_piece
 from specexec_cli.offload.resident import StayingTensors

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 
 
 class MixedEmbedding(nn.Module):

@@ -22,7 +22,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from specexec_cli.models.linear import MixedLinear, TransposedLinear
 from specexec_cli.models.own_bits import with_own_bits
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 
 Linear = MixedLinear | QuantizedLinear
 

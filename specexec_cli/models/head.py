@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 
 
 class Head(nn.Module):

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from specexec_cli.models.decoder_layer import is_norm
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.planning.memory import BLOCK_ROWS
 
 

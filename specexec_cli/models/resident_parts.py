@@ -13,7 +13,7 @@ from specexec_cli.models.decoder_layer import DecoderLayer
 from specexec_cli.models.embedding import MixedEmbedding, resident_linear
 from specexec_cli.models.head import Head
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.reader import lay_out

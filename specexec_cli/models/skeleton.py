@@ -23,8 +23,8 @@ from specexec_cli.models.layer_state import LAYER_STATES
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.modelling_code import attends_by_interface
 from specexec_cli.models.own_bits import use_own_bits
-from specexec_cli.models.quant_checkpoint import Packing, replace_linears
-from specexec_cli.models.quantized import parameter_name
+from specexec_cli.models.packed_linear import parameter_name
+from specexec_cli.models.packing import Packing, replace_linears
 from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder

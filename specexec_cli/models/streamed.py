@@ -26,6 +26,7 @@ from specexec_cli.models.layer_sources import open_experts, open_source
 from specexec_cli.models.layer_state import ModelState, state_kind
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
+from specexec_cli.models.packing import read_packing
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.resident_parts import (
@@ -34,7 +35,6 @@ from specexec_cli.models.resident_parts import (
     load_layers,
     load_resident,
 )
-from specexec_cli.models.row_checkpoint import read_packing
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.cuda import DeviceStream

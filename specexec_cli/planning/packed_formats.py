@@ -1,7 +1,7 @@
 """What tools call weights packed as GPTQ or AWQ pack them: one table for loading and sizes.
 
 An entry says how a config file names the method, which tensors a packed linear has, and which of
-the two layouts they have; `models/quant_checkpoint.py` makes linears of them. What the layouts mean
+the two layouts they have; `models/packing.py` makes linears of them. What the layouts mean
 is in specexec_kernels.formats, `gptq` and `awq`. Torch-free, because `plan` reads it before
 anything is loaded.
 """

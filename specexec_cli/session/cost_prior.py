@@ -20,8 +20,8 @@ from torch.func import functional_call
 from specexec_cli.core import DraftTree
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.quantized import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.planning.arithmetic import most_rows

@@ -29,7 +29,7 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from specexec_cli.errors import CheckpointError, ConfigError
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 
 INTEROP = (

@@ -14,7 +14,7 @@ from test_quantized import TOKENS, put, remove
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.session import Session

@@ -13,7 +13,7 @@ from fake_cuda import fake_cuda
 from specexec_cli import loading
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.models.linear import MixedLinear
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.planning import low_bits, memory
 from specexec_cli.planning.request import TreeRequest

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from specexec_cli.models.expert_mlp import PerExpert, Routing, _ActTimesUp
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.own_bits import use_own_bits
-from specexec_cli.models.quantized import QuantizedLinear
+from specexec_cli.models.packed_linear import QuantizedLinear
 
 EXPERTS, HIDDEN, INNER = 7, 64, 96
 

@@ -9,7 +9,7 @@ A format is one frozen dataclass:
   outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some;
 - `triton` names the few lines that read weights on a GPU.
 Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared
-(cpu_rows_lanes, cpu_rows_ir, cpu_rows, triton_rows, and specexec_cli.models.quant_checkpoint).
+(cpu_rows_lanes, cpu_rows_ir, cpu_rows, triton_rows, and specexec_cli.models.packing).
 """
 
 from __future__ import annotations

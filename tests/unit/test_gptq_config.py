@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.quant_config import QuantConfig
+from specexec_cli.models.gptq_config import QuantConfig
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 

@@ -2,7 +2,7 @@
 
 config.json's quantization_config comes first, then quantize_config.json (AutoGPTQ, GPTQModel), then
 quant_config.json (AutoAWQ). Methods, formats and dtypes that cannot be read are refused by name.
-Knows no tensors: models.quant_checkpoint holds these claims against them.
+Knows no tensors: models.gptq_tensors holds these claims against them.
 """
 
 from __future__ import annotations
