@@ -19,10 +19,11 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
-from specexec_cli.errors import ConfigError, clear_shortage
+from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic, probe_layer
 from specexec_cli.models.calibration_text import standard_pieces
 from specexec_cli.models.checkpoint_info import eos_token_ids
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
@@ -90,32 +91,32 @@ class Prepared:
         }
 
     @property
-    def ring_buffers(self) -> tuple[int, int]:
-        """Layers that the rings in RAM and on a GPU hold at once."""
+    def target_spec(self) -> ModelSpec:
+        """How the target is opened on the device that computes."""
         plan = self.decision.plan
-        return max(2, plan.ssd_buffers), max(2, plan.device_buffers)
+        return ModelSpec(
+            device=self.device,
+            dtype=self.dtype,
+            tiers=self.decision.tiers,
+            buffers=max(2, plan.ssd_buffers),
+            device_buffers=max(2, plan.device_buffers),
+            expert_bytes=plan.expert_bytes,
+            device_expert_bytes=plan.device_expert_bytes,
+            copy_rows=plan.copy_rows,
+            chunk_rows=self.decision.prompt_rows,
+        )
+
+    @property
+    def draft_spec(self) -> ModelSpec:
+        """How a draft model is opened there: to stay. Its bits choose no token."""
+        return ModelSpec(device=self.device, dtype=self.dtype, tiers=None, own_rows=False)
 
     def open_target(self, notice: Notice, progress: Progress) -> StreamedModel:
         """Loads what stays of the target and begins to stream the rest."""
         obstacle = dispatch.triton_obstacle(self.device) if self.device.type == "cuda" else None
         if obstacle is not None:
             notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
-        buffers, device_buffers = self.ring_buffers
-        with clear_shortage(f"{self.target.folder.name} does not fit into it"):
-            return StreamedModel.open(
-                self.target,
-                device=self.device,
-                dtype=self.dtype,
-                tiers=self.decision.tiers,
-                buffers=buffers,
-                device_buffers=device_buffers,
-                expert_bytes=self.decision.plan.expert_bytes,
-                device_expert_bytes=self.decision.plan.device_expert_bytes,
-                copy_rows=self.decision.plan.copy_rows,
-                chunk_rows=self.decision.prompt_rows,
-                notice=notice,
-                progress=progress,
-            )
+        return self.target_spec.open(self.target, notice=notice, progress=progress)
 
     @property
     def draft_shares(self) -> bool:
@@ -146,11 +147,7 @@ class Prepared:
         if target is not None:
             exact = self.target if self.decision.work.shares_layers else None
             shared = target.shared_parts(exact)
-        with clear_shortage(f"{self.draft.folder.name} does not fit into it"):
-            return StreamedModel.open(
-                self.draft, device=self.device, dtype=self.dtype, tiers=None, own_rows=False,
-                shared=shared, notice=notice,
-            )  # fmt: skip
+        return self.draft_spec.open(self.draft, shared=shared, notice=notice)
 
     def check_tokenizers(self) -> None:
         """Makes sure that target and draft model speak of the same tokens.

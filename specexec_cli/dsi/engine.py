@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specexec_cli.config import SamplingConfig, Tier
+from specexec_cli.config import SamplingConfig
 from specexec_cli.core import common_prefix
 from specexec_cli.dsi.messages import Ready
 from specexec_cli.dsi.workers import Stale
 from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -25,21 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _MEASURED_ROWS = (1, 32)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelSpec:
-    """What a worker process needs to load its model."""
-
-    folder: Path
-    device: str
-    dtype: str  # torch's name of it
-    tiers: Sequence[Tier] | None  # per layer, where it streams from; None keeps them loaded
-    expert_bytes: int = 0  # for slots of experts, which then come one by one
-    buffers: int = 3  # of the ring in RAM
-    device_buffers: int = 3  # of the ring on a GPU
-    threads: int  # for arithmetic on the CPU
-    vocab_size: int  # ids from here on are never drawn
 
 
 class StalePass(Exception):
@@ -295,27 +280,27 @@ class ModelDrafter:
         return self.cached.ready()
 
 
-def load_target(spec: ModelSpec) -> ModelTarget:
-    """Loads the target, in the process of the worker that serves it."""
-    return ModelTarget(_load(spec))
+def load_target(folder: Path, spec: ModelSpec, threads: int) -> ModelTarget:
+    """Loads the target, in the process of the worker that serves it.
+
+    Args:
+        threads: for arithmetic on the CPU.
+    """
+    return ModelTarget(_load(folder, spec, threads))
 
 
-def load_drafter(spec: ModelSpec) -> ModelDrafter:
-    """Loads the draft model, in the process of the worker that drafts with it."""
-    return ModelDrafter(_load(spec, own_rows=False), spec.vocab_size)
+def load_drafter(folder: Path, spec: ModelSpec, threads: int, vocab_size: int) -> ModelDrafter:
+    """Loads the draft model, in the process of the worker that drafts with it.
+
+    Args:
+        threads: for arithmetic on the CPU.
+        vocab_size: the target's; ids from there on are never drafted.
+    """
+    return ModelDrafter(_load(folder, spec, threads), vocab_size)
 
 
-def _load(spec: ModelSpec, *, own_rows: bool = True) -> StreamedModel:
+def _load(folder: Path, spec: ModelSpec, threads: int) -> StreamedModel:
     import torch
 
-    torch.set_num_threads(spec.threads)
-    return StreamedModel.open(
-        read_checkpoint(spec.folder),
-        device=torch.device(spec.device),
-        dtype=getattr(torch, spec.dtype),
-        tiers=spec.tiers,
-        expert_bytes=spec.expert_bytes,
-        buffers=spec.buffers,
-        device_buffers=spec.device_buffers,
-        own_rows=own_rows,
-    )
+    torch.set_num_threads(threads)
+    return spec.open(read_checkpoint(folder))

@@ -6,8 +6,8 @@ The models live in worker processes; this one keeps the tokenizer, the orchestra
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from specexec_cli.catalog.hub import fetch
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DSI_REJECTION, BenchMethod, DsiOptions, Method, TreeConfig
 from specexec_cli.core import PassProgress, StepResult
+from specexec_cli.device import usable_cores
 from specexec_cli.dsi.decoding import dsi
-from specexec_cli.dsi.engine import ModelSpec, load_drafter, load_target
+from specexec_cli.dsi.engine import ModelDrafter, ModelTarget, load_drafter, load_target
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
@@ -193,6 +194,33 @@ def _further_drafts(found: Prepared, request: Request) -> list[Path]:
     return folders
 
 
+def worker_loaders(
+    found: Prepared, drafts: Sequence[Path], devices: Sequence[str], servers: int
+) -> tuple[list[Callable[[], ModelTarget]], list[Callable[[], ModelDrafter]]]:
+    """What loads the target `servers` times and each draft model once, on these devices in turns.
+
+    Every target server is opened as the plan says, on a device of its own.
+
+    Args:
+        drafts: folders of the draft models; they share the last device.
+    Returns:
+        a function for each target server, and one for each drafter, to be called where it runs.
+    """
+    threads = max(1, usable_cores() // (servers + len(drafts)))
+    places = [torch.device(name) for name in devices]
+    spec, draft_spec = found.target_spec, replace(found.draft_spec, device=places[-1])
+    vocab_size = int(found.config.vocab_size)
+    targets = [
+        partial(
+            load_target, found.target.folder, replace(spec, device=places[n % len(places)]), threads
+        )
+        for n in range(servers)
+    ]
+    return targets, [
+        partial(load_drafter, each, draft_spec, threads, vocab_size) for each in drafts
+    ]
+
+
 def _start_workers(
     found: Prepared,
     drafts: Sequence[Path],
@@ -200,35 +228,14 @@ def _start_workers(
     servers: int,
     cluster: RayCluster | None,
 ) -> WorkerPool:
-    """Loads the target `servers` times and each draft model once, on these devices in turns.
+    """Starts the workers that `worker_loaders` describes.
 
     Args:
-        drafts: folders of the draft models; they share the last device.
         cluster: where the workers run; None for processes of this machine.
     Raises:
         WorkerError: a worker did not start.
     """
-    spec = partial(
-        ModelSpec,
-        dtype=found.settings["dtype"],
-        threads=max(1, (os.cpu_count() or 1) // (servers + len(drafts))),
-        vocab_size=int(found.config.vocab_size),
-    )
-    target = partial(
-        spec,
-        folder=found.target.folder,
-        tiers=found.decision.tiers,
-        expert_bytes=found.decision.plan.expert_bytes,
-        buffers=found.ring_buffers[0],
-        device_buffers=found.ring_buffers[1],
-    )
-    targets_to_load = [
-        partial(load_target, target(device=devices[n % len(devices)])) for n in range(servers)
-    ]
-    drafters_to_load = [
-        partial(load_drafter, spec(folder=folder, device=devices[-1], tiers=None))
-        for folder in drafts
-    ]
+    targets_to_load, drafters_to_load = worker_loaders(found, drafts, devices, servers)
     if cluster is None:
         return ProcessWorkers(targets_to_load, drafters_to_load)
     gpus = _share(cluster.gpus, servers + len(drafts))

@@ -7,25 +7,38 @@ The stand-in (tests/fake_cuda.py) refuses what CUDA would do on the first device
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import architecture, open_float32, random_tokens, save_checkpoint
+from checkpoints import (
+    BYTE_VOCAB,
+    architecture,
+    open_float32,
+    random_tokens,
+    save_checkpoint,
+    save_pair,
+)
 from fake_cuda import fake_cuda, seen
 from test_experts import logits_of_a_text, slot_bytes
 from torch import Tensor
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.loading import prepare
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload import link
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.link_probe import probe_link
+from specexec_cli.planning.request import Request
 from specexec_cli.sampling import Sampler
+from specexec_cli.session.dsi_session import worker_loaders
 
 SECOND = torch.device("cuda", 1)
 
@@ -95,6 +108,33 @@ def test_the_link_of_the_second_device_is_measured_there() -> None:
     with fake_cuda(devices=2) as runtime:
         assert probe_link(SECOND, 16 << 20, 0, repeats=1) > 0
         assert runtime.contexts == {1}
+
+
+def test_a_server_computes_experts_on_its_gpu_where_the_plan_has_them_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is sent to its process opens the target as a session of one device would."""
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)  # of the worker's process
+    config = architecture("qwen3-moe")
+    config.vocab_size = BYTE_VOCAB
+    target, draft = save_pair(tmp_path, target=config)
+    each = slot_bytes(target)
+    with fake_cuda(devices=2):
+        found = prepare(
+            Request(target=str(target), draft=str(draft), device="cuda:0", context_tokens=64)
+        )
+        plan = replace(
+            found.decision.plan, expert_bytes=3 * each, device_expert_bytes=4 * each, copy_rows=1
+        )
+        found = replace(found, decision=replace(found.decision, plan=plan))
+        targets, _ = worker_loaders(found, [draft], ["cuda:0", "cuda:1"], 2)
+        server = pickle.loads(pickle.dumps(targets[1]))()
+        with closing(server.cached.model) as model:
+            server.score([1, 40, 80, 120], 1)
+            assert model.device == torch.device("cuda", 1)
+            assert model.context.chunk_rows == found.decision.prompt_rows
+            experts = model.source._experts
+            assert experts.bytes_copied > 0
 
 
 class Matmul:

@@ -84,7 +84,7 @@ def test_servers_of_a_mixture_keep_and_read_experts_as_planned(tmp_path: Path, m
         assert isinstance(session, DsiSession)
         assert tokens_of(session, 1.0, 16) == expected
     (loaders,) = started
-    assert [loader.args[0].expert_bytes > 0 for loader in loaders] == [True, True]
+    assert [loader.args[1].expert_bytes > 0 for loader in loaders] == [True, True]
 
 
 def _command(process: psutil.Process) -> str:
