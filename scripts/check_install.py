@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PLATFORMS = {
@@ -36,6 +37,7 @@ VERSIONS = {
     "the lowest versions": ["--resolution", "lowest-direct"],
 }
 OLDEST_MACOS = "14.0"  # that torch has wheels for
+AT_ONCE = 6  # resolutions, each of which mostly waits for the package index
 
 
 def obstacle(project: Path, source: str, *options: str) -> str:
@@ -59,15 +61,23 @@ def failures(project: Path) -> int:
     """Resolves every combination; prints those that fail and returns how many they are."""
     combinations = list(itertools.product(PLATFORMS, PYTHONS, VERSIONS))
     start, failed = time.monotonic(), 0
-    for platform, python, versions in combinations:
-        reason = obstacle(
+
+    def reason_of(combination: tuple[str, str, str]) -> str:
+        platform, python, versions = combination
+        return obstacle(
             project, "pyproject.toml", "--all-extras", "--only-binary", ":all:",
             "--python-platform", PLATFORMS[platform], "--python-version", python,
             *VERSIONS[versions],
         )  # fmt: skip
-        if reason:
-            failed += 1
-            print(f"{platform}, Python {python}, {versions}:\n{reason}\n", flush=True)
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for combination, reason in zip(
+            combinations, pool.map(reason_of, combinations), strict=True
+        ):
+            if reason:
+                failed += 1
+                platform, python, versions = combination
+                print(f"{platform}, Python {python}, {versions}:\n{reason}\n", flush=True)
     print(
         f"check_install: {len(combinations) - failed} of {len(combinations)} installations "
         f"resolve ({time.monotonic() - start:.0f} s)"

@@ -37,6 +37,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--groups, which scripts/test and scripts/nightly give: see nightly_groups.py."""
+    parser.addoption("--groups", help="changed, all, or groups of tests/nightly.toml, as in a,b")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Lets Triton compile kernels where tests with a GPU are asked for, and interpret them else.
 
@@ -45,6 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if not re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr")):
         os.environ["TRITON_INTERPRET"] = "1"
+    if choice := config.getoption("groups"):
+        from nightly_groups import Selection
+
+        config.pluginmanager.register(Selection(choice))
 
 
 @pytest.fixture(scope="session", autouse=True)

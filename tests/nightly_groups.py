@@ -1,0 +1,190 @@
+"""Groups of tests that are slow and rarely break, and which of them have passed as they are now.
+
+tests/nightly.toml names the groups: their tests, and the paths whose changes can break them.
+scripts/nightly runs every test and writes, for each group that passed, a digest of those paths and
+tests to tests/nightly_passed.json, which is committed. scripts/test leaves out the groups whose
+digest is still the same. So a clean checkout tells what has to run, whatever was tested before.
+
+    python tests/nightly_groups.py changed    prints the groups that scripts/test leaves out
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# changes of these can break any test
+EVERYWHERE = ("pyproject.toml", "locks/test.txt", "tests/conftest.py", "tests/nightly.toml")
+_IMPORT = re.compile(r"^ *(?:from|import) (\w+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tests that scripts/test leaves out while nothing has changed that could break them.
+
+    Attributes:
+        tests: test files, or node ids as pytest prints them, without parameters.
+        always: node ids among these tests that run all the same.
+        guards: files and folders, relative to `root`, whose changes can break the tests.
+    """
+
+    root: Path
+    tests: tuple[str, ...]
+    guards: tuple[str, ...]
+    always: tuple[str, ...] = ()
+
+    def has(self, node_id: str) -> bool:
+        """Whether a test belongs to the group."""
+        return node_id not in self.always and any(names(each, node_id) for each in self.tests)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 in hex of all that can break the group: names of files and their bytes."""
+        found = hashlib.sha256()
+        for path in sorted(self._files()):
+            found.update(f"{path.relative_to(self.root).as_posix()}\0".encode())
+            found.update(hashlib.sha256(path.read_bytes()).digest())
+        return found.hexdigest()
+
+    def _files(self) -> set[Path]:
+        """Guarded files, files of the tests, and the helpers that these import.
+
+        Raises:
+            ValueError: a path does not exist.
+        """
+        tests = {each.partition("::")[0] for each in self.tests}
+        files = set[Path]()
+        for path in (self.root / each for each in (*self.guards, *tests, *EVERYWHERE)):
+            if not path.exists():
+                raise ValueError(f"tests/nightly.toml: there is no {path.relative_to(self.root)}")
+            files |= set(_within(path))
+        imported = {self.root / each for each in tests}
+        while imported:
+            files |= imported
+            imported = {helper for path in imported for helper in self._helpers(path)} - files
+        return files
+
+    def _helpers(self, path: Path) -> Iterator[Path]:
+        """Modules of tests/ that a file of tests/ imports by name."""
+        for name in _IMPORT.findall(path.read_text()):
+            for folder in (self.root / "tests", path.parent):
+                if (folder / f"{name}.py").is_file():
+                    yield folder / f"{name}.py"
+
+
+def names(entry: str, node_id: str) -> bool:
+    """Whether an entry of the table is the test's file, the test, or the test less parameters."""
+    return node_id.startswith(entry) and node_id[len(entry) :][:1] in ("", ":", "[")
+
+
+def _within(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+    for each in path.rglob("*"):
+        if each.is_file() and "__pycache__" not in each.parts:
+            yield each
+
+
+def groups(root: Path = ROOT) -> dict[str, Group]:
+    """The groups of tests/nightly.toml by name."""
+    table = tomllib.loads((root / "tests" / "nightly.toml").read_text())
+    return {
+        name: Group(root, **{key: tuple(paths) for key, paths in group.items()})
+        for name, group in table.items()
+    }
+
+
+def passed_file(root: Path = ROOT) -> Path:
+    """Where scripts/nightly writes the digest of each group that passed."""
+    return root / "tests" / "nightly_passed.json"
+
+
+def passed(root: Path = ROOT) -> list[str]:
+    """The groups that have passed and whose paths and tests have not changed since."""
+    file = passed_file(root)
+    digests = json.loads(file.read_text()) if file.exists() else {}
+    return [name for name, group in groups(root).items() if digests.get(name) == group.digest]
+
+
+def record(ran: Iterable[str], failed: set[str], root: Path = ROOT) -> None:
+    """Writes which of the groups that ran have passed; one with a test that failed has not."""
+    file, known = passed_file(root), groups(root)
+    digests = json.loads(file.read_text()) if file.exists() else {}
+    for name in ran:
+        digests[name] = known[name].digest
+        if any(known[name].has(node_id) for node_id in failed):
+            del digests[name]
+    digests = {name: digest for name, digest in digests.items() if name in known}
+    file.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
+
+
+def left_out(choice: str) -> list[str]:
+    """The groups that do not run.
+
+    Args:
+        choice: "changed" for all but those that have passed as they are, "all", or the names of
+            groups that run alone, as in "gpu,papers".
+    Raises:
+        ValueError: there is no group of that name.
+    """
+    if choice == "all":
+        return []
+    if choice == "changed":
+        return passed()
+    if unknown := set(choice.split(",")) - groups().keys():
+        raise ValueError(f"tests/nightly.toml has no group {', '.join(unknown)}")
+    return [name for name in groups() if name not in choice.split(",")]
+
+
+class Selection:
+    """A plugin of pytest for its option --groups, which conftest.py adds."""
+
+    def __init__(self, choice: str) -> None:
+        """Decides which groups run.
+
+        Args:
+            choice: see `left_out`. Whether groups passed is written down unless it is "changed".
+        """
+        self._groups = groups()
+        self._left_out = left_out(choice)
+        self._alone = choice not in ("changed", "all")  # nothing else runs than the named groups
+        ran = [name for name in self._groups if name not in self._left_out]
+        self._recorded = [] if choice == "changed" else ran
+        self._failed = set[str]()
+
+    def _runs(self, node_id: str) -> bool:
+        of = [name for name, group in self._groups.items() if group.has(node_id)]
+        return not set(of) & set(self._left_out) if of else not self._alone
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Deselects the tests that do not run."""
+        config.hook.pytest_deselected(items=[each for each in items if not self._runs(each.nodeid)])
+        items[:] = [each for each in items if self._runs(each.nodeid)]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remembers which tests failed."""
+        if report.failed:
+            self._failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Writes which groups passed, once, and not after a run that was cut short."""
+        whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        if self._recorded and whole and not hasattr(session.config, "workerinput"):
+            record(self._recorded, self._failed)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(" ".join(left_out(sys.argv[1])))
