@@ -44,9 +44,9 @@ from specexec_cli.offload.experts import READER_THREADS
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import BLOCK_BYTES, DirectFile, Layout, lay_out
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.machine import Setting
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import Setting
 
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo"
 WORKER = Path(__file__).with_name("expert_worker.py")

@@ -41,7 +41,7 @@ COMMANDS = (
 # A 24 GB card, 64 GB of RAM and a disk of which 812 GB are free, at a terminal.
 _STAND_IN = """
 from specexec_cli.cli import fetching, main
-from specexec_cli.planning import fetching as room, site
+from specexec_cli.planning import chosen_models as room, machine as site
 machine = site.described_site(ram_bytes=64 * 10**9, vram_bytes=24 * 10**9)
 fetching.described_site = lambda **_: machine
 room.free_disk_bytes = lambda: 812 * 10**9

@@ -28,20 +28,26 @@ from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload.disk_probe import probe_ssd
 from specexec_cli.offload.link import prepare_cuda
+from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost, arithmetic_name
-from specexec_cli.planning.link_probe import probe_link
+from specexec_cli.planning.chosen_models import ChosenPair, choose_pair
+from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
+from specexec_cli.planning.machine import Setting, Site, host_rate, known_rates
+from specexec_cli.planning.measured_rates import (
+    FlopsByRows,
+    LayerCost,
+    arithmetic_name,
+    load_rates,
+    new_rates,
+    rates_file,
+    save_rates,
+)
 from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
-from specexec_cli.planning.pair import ChosenPair, choose_pair
-from specexec_cli.planning.probe import probe_ssd
-from specexec_cli.planning.quiet import QuietCheck
-from specexec_cli.planning.rates import load_rates, new_rates, rates_file, save_rates
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import Setting, Site, host_rate, known_rates
-from specexec_cli.planning.tiers import Plan
-from specexec_cli.planning.weighing import check_own_copy, with_best_draft
+from specexec_cli.quiet import QuietCheck
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -258,7 +264,7 @@ def this_site(
         host_bytes_per_s=host_rate(rates),
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
-        measure=lambda target, plan: _measured(target, plan, device),
+        measure=partial(_measured, device),
         calibrate=partial(_calibrate, notice) if device.type == "cpu" else None,
     )
 
@@ -287,17 +293,19 @@ def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRow
     return points, cost
 
 
-def _measured(target: Checkpoint, plan: Plan, device: torch.device) -> Mapping[str, Setting]:
+def _measured(
+    device: torch.device, target: Checkpoint, ssd_bytes: int, link_bytes: int
+) -> Mapping[str, Setting]:
     """Short probes of the links that a pass will use, the SSD's on the target's own files.
 
     The doctor's figure may be of another disk, and of another day.
     """
     found = {}
-    if plan.link_bytes:
-        in_ram = max(plan.link_bytes - plan.ssd_bytes, 0)
+    if link_bytes:
+        in_ram = max(link_bytes - ssd_bytes, 0)
         rate = probe_link(device, _LINK_PROBE_BYTES, in_ram)
         found["link"] = Setting(rate, "measured")
-    if plan.ssd_bytes:
+    if ssd_bytes:
         small = target.total_bytes < _SMALL_BYTES
         probe = probe_ssd(target.files, _SMALL_SSD_PROBE_S if small else _SSD_PROBE_S)
         found["ssd"] = Setting(probe.bytes_per_s, "measured")

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from specexec_cli.planning import quiet
+from specexec_cli import quiet
 
 
 @dataclass
 class Fake:
-    """Stands in for what planning/quiet.py reads from the system."""
+    """Stands in for what quiet.py reads from the system."""
 
     others_cores: float = 0.0  # that other programs keep busy
     thread_share: float = 1.0  # of the time, in which the measuring thread computes

@@ -59,7 +59,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def others_unseen() -> Iterator[None]:
     """What runs beside the tests decides nothing: by default measurements count as undisturbed."""
-    from specexec_cli.planning import quiet
+    from specexec_cli import quiet
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(quiet, "user_seconds", lambda: None)

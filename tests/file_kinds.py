@@ -86,7 +86,7 @@ def whole(raw: bytes, rng: random.Random) -> bytes:
 
 @kind
 def rates(folder: Path) -> Sample:
-    from specexec_cli.planning.rates import Rates, load_rates, save_rates
+    from specexec_cli.planning.measured_rates import Rates, load_rates, save_rates
 
     path = folder / "rates.json"
     flops = {"float32": ((1, 1e9), (64, 1e11)), "bfloat16, 4 bits": ((1, 1e9),)}
@@ -98,7 +98,7 @@ def rates(folder: Path) -> Sample:
 
 @kind
 def runs(folder: Path) -> Sample:
-    from specexec_cli.planning.reached import Run, keep_run, load_runs
+    from specexec_cli.planning.expected_speed import Run, keep_run, load_runs
 
     path = folder / "runs.json"
     run = Run(date="2026-01-01", offload="ssd", device="cpu", tokens=20, passes=4, seconds=2.5)

@@ -27,16 +27,17 @@ from specexec_cli.device import (
     total_ram_bytes,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.arithmetic import (
+from specexec_cli.planning.measured_rates import (
     PACKED_BITS,
     FlopsByRows,
     LayerCost,
+    Rates,
     arithmetic_name,
     most_rows,
+    new_rates,
     product_seconds,
 )
-from specexec_cli.planning.quiet import QuietCheck
-from specexec_cli.planning.rates import Rates, new_rates
+from specexec_cli.quiet import QuietCheck
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
 SLOW_DISK_BYTES_PER_S = 1e9
@@ -165,7 +166,7 @@ def _kernels(gpu: bool) -> dict[str, Any]:
 
 def _measure_disk(folder: Path, check: QuietCheck) -> tuple[float | None, bool | None, str]:
     """Read rate, whether O_DIRECT works, and what prevented either."""
-    from specexec_cli.planning.probe import probe_folder
+    from specexec_cli.offload.disk_probe import probe_folder
 
     try:
         with check:
@@ -181,7 +182,6 @@ def _measure_cpu(
 ) -> tuple[float, dict[str, FlopsByRows], dict[str, LayerCost]]:
     """Memory rate, products by the name of their arithmetic, and the rest of a layer by dtype."""
     from specexec_cli.models import arithmetic_probe
-    from specexec_cli.planning.probe import probe_memory
 
     with products:
         flops = {
@@ -191,7 +191,7 @@ def _measure_cpu(
         }
     with others:
         layers = {name: arithmetic_probe.probe_layer(name) for name in ("float32", "bfloat16")}
-        return probe_memory(), flops, layers
+        return arithmetic_probe.probe_memory(), flops, layers
 
 
 def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
@@ -199,7 +199,7 @@ def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
     import torch
 
     from specexec_cli.loading import sees_cuda
-    from specexec_cli.planning.link_probe import probe_link
+    from specexec_cli.offload.link_probe import probe_link
 
     if not sees_cuda():
         return None, False

@@ -13,11 +13,11 @@ import typer
 from specexec_cli.catalog.downloads import Download, missing, pull
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, NotFetchedError, UnknownModelError
-from specexec_cli.planning.fetching import check_room, models_of, to_fetch
+from specexec_cli.planning.chosen_models import check_room, entries_of, to_fetch
+from specexec_cli.planning.draft_choice import check_own_copy
+from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import described_site
-from specexec_cli.planning.weighing import check_own_copy
 
 _CHUNK_BYTES = 1 << 20
 
@@ -51,7 +51,7 @@ def planned(request: Request) -> Decision | None:
     Raises:
         OutOfMemoryError: it does not fit.
     """
-    if request.method == "dsi" or any(entry.file for entry in missing(models_of(request))):
+    if request.method == "dsi" or any(entry.file for entry in missing(entries_of(request))):
         return None
     request = request.with_estimated_prompt()
     return resolve(request, described_site(vram_bytes=0 if request.device == "cpu" else None))

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.site import Site, described_site
+from specexec_cli.planning.machine import Site, described_site
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}

@@ -12,9 +12,9 @@ from specexec_cli.cli.option_groups import (
     TreeOptions,
 )
 from specexec_cli.errors import SpecexecError
-from specexec_cli.planning.alternatives import Change, changes_that_fit
 from specexec_cli.planning.memory import DoesNotFitError
 from specexec_cli.planning.resolve import RequestDoesNotFitError
+from specexec_cli.planning.what_fits import Change, changes_that_fit
 
 _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
 # Settings whose options have other names, and those of single commands.

@@ -23,8 +23,8 @@ from specexec_cli.cli.complete import names
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
-from specexec_cli.planning.fits import READING_TOKENS_PER_S, Fit, fits, recommended
 from specexec_cli.planning.speed import figure
+from specexec_cli.planning.what_fits import READING_TOKENS_PER_S, Fit, fits, recommended
 
 app = typer.Typer(
     cls=PanelGroup,

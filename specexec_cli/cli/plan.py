@@ -14,16 +14,24 @@ from specexec_cli.config import Method
 from specexec_cli.device import gpus
 from specexec_cli.dsi.plan import advise
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.outlook import Outlook, Richer, cache_share, outlook, with_more_ram
+from specexec_cli.planning.chosen_models import SizedModel
+from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
+from specexec_cli.planning.expected_speed import (
+    Outlook,
+    Richer,
+    Run,
+    cache_share,
+    load_runs,
+    outlook,
+    predicted,
+    runs_file,
+    with_more_ram,
+)
+from specexec_cli.planning.machine import ASSUMED
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
-from specexec_cli.planning.reached import Run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import ASSUMED
-from specexec_cli.planning.sized import SizedModel
-from specexec_cli.planning.tokens import predicted
-from specexec_cli.planning.weighing import check_own_copy, with_best_draft
 
 SCHEMA = 1
 

@@ -9,13 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from specexec_cli.device import format_bytes
+from specexec_cli.planning.chosen_models import SizedModel
+from specexec_cli.planning.expected_speed import Outlook, Range, Richer, Run, cache_share
+from specexec_cli.planning.machine import Setting
 from specexec_cli.planning.memory import Parts
-from specexec_cli.planning.outlook import Outlook, Range, Richer, cache_share
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
-from specexec_cli.planning.reached import Run
 from specexec_cli.planning.resolve import Decision
-from specexec_cli.planning.site import Setting
-from specexec_cli.planning.sized import SizedModel
 from specexec_cli.planning.speed import Pace, Speed, figure
 from specexec_cli.planning.tiers import Plan
 

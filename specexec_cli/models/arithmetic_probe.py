@@ -6,8 +6,9 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,20 @@ from specexec_cli.models.linear import MixedLinear, mixed_linear
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.offload.disk_probe import best_of
 from specexec_cli.offload.resident import TORCH_DTYPES
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.arithmetic import (
+from specexec_cli.planning.measured_rates import (
     PROBED_HIDDEN,
     PROBED_INTERMEDIATE,
     FlopsByRows,
     LayerCost,
 )
-from specexec_cli.planning.probe import best_of, probe_flops
 
+_ROW_COUNTS = (1, 128, 32, 8, 256)  # of measured products, the most telling first
+_RUN_S = 0.1  # that a run may take; the first of few rows may take longer
+_WIDTH = 4096  # of the square matrices that products are measured on
+_GROUP = 128  # inputs that share a scale in packed ones
 _LAYERS = 4  # enough that what a pass takes beside its layers hardly counts
 _ROWS, _PREFIX = 128, 256  # of the passes that are measured
 _SECONDS = 1.0  # after which no pass is repeated
@@ -49,6 +54,77 @@ _LINEARS: dict[str, tuple[int, ...]] = {
     "mlp.up_proj": (PROBED_INTERMEDIATE, PROBED_HIDDEN),
     "mlp.down_proj": (PROBED_HIDDEN, PROBED_INTERMEDIATE),
 }
+
+
+def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
+    """Bytes per second that a copy in RAM moves, each byte counted once."""
+    source = torch.ones(n_bytes, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    return n_bytes / best_of(repeats, lambda: target.copy_(source))
+
+
+def probe_flops(
+    stored: torch.dtype | int,
+    compute: torch.dtype,
+    linear: Callable[[Tensor, Any], Tensor],
+    rows: Sequence[int] = _ROW_COUNTS,
+    weight_bytes: int = 128 << 20,
+    seconds: float = 1.2,
+) -> FlopsByRows:
+    """FLOP/s of rows times a weight matrix, by rising number of rows.
+
+    Args:
+        stored: dtype of the weights, or the bits of packed ones; `compute`: of the rows.
+        linear: (rows, in), a weight -> (rows, out), as the model will call it. The weight is
+            (out, in), or a PackedWeight.
+        weight_bytes: as many matrices take turns, so that no cache holds the weights.
+        rows: the first two are always measured.
+        seconds: after this time no further one is begun, and none is repeated. Kernels may have to
+            be compiled, which comes on top for the last one.
+    """
+    deadline = time.perf_counter() + seconds
+    bits = stored if isinstance(stored, int) else 8 * stored.itemsize
+    count = max(1, 8 * weight_bytes // (_WIDTH * _WIDTH * bits))
+    weights = [_weight(stored) for _ in range(count)]
+    points: list[tuple[int, float]] = []
+    for n_rows in rows:
+        if len(points) >= 2 and time.perf_counter() > deadline:
+            break
+        inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
+        linear(inputs, weights[0])  # its kernel may have to be compiled
+        one_s = best_of(1, partial(linear, inputs, weights[0]))
+        # where products are fast, so that the weights of later ones are in no cache; where they
+        # are slow that hardly matters
+        chosen = weights[: max(1, int(_RUN_S / max(one_s, 1e-9)))]
+
+        def run(inputs: Tensor = inputs, chosen: list[Any] = chosen) -> None:
+            for weight in chosen:
+                linear(inputs, weight)
+
+        flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
+        points.append((n_rows, flop / best_of(3, run, deadline)))
+    return tuple(sorted(points))
+
+
+def _weight(stored: torch.dtype | int) -> Any:
+    """A square matrix; values do not matter to the time, but zeros and denormal numbers might."""
+    if not isinstance(stored, int):
+        return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
+    from specexec_kernels.formats.base import PackedWeight
+    from specexec_kernels.formats.gptq import Gptq
+
+    groups = _WIDTH // _GROUP
+
+    def words(rows: int, columns: int) -> Tensor:
+        return torch.full((rows, columns), 0x35353535, dtype=torch.int32)
+
+    tensors = {
+        "qweight": words(_WIDTH * stored // 32, _WIDTH),
+        "qzeros": words(groups, _WIDTH * stored // 32),
+        "scales": torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
+    }
+    return PackedWeight(Gptq(stored, _GROUP), _WIDTH, _WIDTH, tensors)
 
 
 def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:

@@ -17,17 +17,9 @@ from specexec_cli.config import SELF, SELF_DRAFTS
 from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.speed import TokensPerPass
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 
-# Tokens per pass of copies by their bits, measured on the demo target with 64 nodes: code at a
-# temperature of 0.7, code, and all prompts, greedy. SubSpec's copies in 4 bits bring 28 of
-# Qwen2.5-7B (arXiv:2509.18344).
-_TOKENS_PER_PASS = {4: (10.4, 15.0, 17.2), 3: (7.7, 11.8, 15.0), 2: (4.1, 6.1, 8.0)}
-# By which share they would rise if all layers were the target's own, from what up to three quarters
-# of them brought (docs/measured.md). In 4 bits there is next to nothing to gain.
-_GAIN_OF_EXACT_LAYERS = {4: 0.05, 3: 0.24, 2: 0.57}
 _FORMAT_VERSION = 2  # of what is kept: another one is never read
 
 
@@ -45,18 +37,6 @@ def own_bits(draft: str | None) -> int | None:
             f"`draft='{SELF}-3'` or `draft='{SELF}-2'`"
         )
     return SELF_DRAFTS[draft]
-
-
-def copy_tokens_per_pass(bits: int, share: float, max_depth: int) -> TokensPerPass:
-    """What a target's own copy is expected to bring.
-
-    Args:
-        share: of the layers, those that are the target's own.
-        max_depth: of the trees.
-    """
-    gain = 1.0 + share * _GAIN_OF_EXACT_LAYERS[bits]
-    low, typical, high = (min(gain * each, max_depth + 1.0) for each in _TOKENS_PER_PASS[bits])
-    return TokensPerPass(low, typical, high, "as the demo target's own copies reach")
 
 
 def quantization_keys(bits: int, group_size: int) -> dict[str, Any]:

@@ -12,17 +12,11 @@ from dataclasses import replace
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.offload.slabs import COPY_BYTES, PASSING_SLOTS, STAGING_SLABS
-from specexec_cli.planning.arithmetic import product_seconds
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.measured_rates import product_seconds
 from specexec_cli.planning.memory import FLOAT32_BYTES, Parts, Work
 from specexec_cli.planning.sizes import ExpertBytes, ModelBytes
-from specexec_cli.planning.tiers import (
-    Machine,
-    Plan,
-    buffer_bytes,
-    make_plan,
-    plan_of,
-    ring_buffers,
-)
+from specexec_cli.planning.tiers import Plan, buffer_bytes, make_plan, plan_of, ring_buffers
 
 _COARSE = 4  # a row that needs one expert of so many needs a large share of them
 MOST_CPU_ROWS = 64  # of an expert; with more rows its arithmetic outlasts a copy on any machine

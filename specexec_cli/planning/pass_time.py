@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specexec_cli.planning.arithmetic import most_rows, product_seconds
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.measured_rates import most_rows, product_seconds
 from specexec_cli.planning.mixtures import copied_bytes, missing_bytes
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.tiers import Plan
 
 # Starting the operations of one layer, whatever its size, where that has not been measured:
 # docs/measured.md, "Predicted speeds".

@@ -12,17 +12,11 @@ from typing import Literal
 from specexec_cli.config import ExpertPlace, OffloadMode, Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import FLOAT32_BYTES, DoesNotFitError, Work, gpu_parts
 from specexec_cli.planning.mixtures import gpu_mixture_plan, mixture_plan
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import (
-    Machine,
-    Plan,
-    make_plan,
-    plan_of,
-    ring_buffers,
-    table_in_ram,
-)
+from specexec_cli.planning.tiers import Plan, make_plan, plan_of, ring_buffers, table_in_ram
 
 _STAY_SHARE = 4  # a converted copy in a quarter of the free memory is not worth streaming
 

@@ -15,15 +15,13 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.exact_layers import faster_way
+from specexec_cli.planning.chosen_models import ChosenPair, SizedModel, choose_pair, models_of
+from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows
-from specexec_cli.planning.pair import ChosenPair, choose_pair
 from specexec_cli.planning.placement import Placed, place, placement_table
 from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request, in_whole_blocks
-from specexec_cli.planning.site import Setting, Site
-from specexec_cli.planning.sized import SizedModel, models_of
-from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, predict
-from specexec_cli.planning.tiers import Machine, Plan
+from specexec_cli.planning.speed import UNKNOWN_TOKENS_PER_PASS, TokensPerPass, faster_way, predict
+from specexec_cli.planning.tiers import Plan
 
 # Below this a model computes in float32 whatever the CPU: nothing is gained by rounding.
 SMALL_MODEL_BYTES = 1_000_000_000
@@ -176,7 +174,7 @@ def resolve(
         tree = _with_fewer_nodes(tree, best.nodes, request, pair, block_rows)
         work, plan = plan_for(tree)
     if site.measure is not None and target.checkpoint is not None:
-        settings |= site.measure(target.checkpoint, plan)
+        settings |= site.measure(target.checkpoint, plan.ssd_bytes, plan.link_bytes)
         # small models spend their time between the products, and plain decoding sizes no trees
         if draft is not None and target.sizes.total >= SMALL_MODEL_BYTES:
             site = site.calibrated(dtype, target.sizes.packed_bits)

@@ -15,7 +15,6 @@ from typing import Any
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.architectures import ARCHITECTURES, known_config
-from specexec_cli.planning.arithmetic import PACKED_BITS
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.config_values import check_counts, part
 from specexec_cli.planning.layer_shapes import (
@@ -29,6 +28,7 @@ from specexec_cli.planning.layer_shapes import (
     read_shape,
     resident_params,
 )
+from specexec_cli.planning.measured_rates import PACKED_BITS
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")

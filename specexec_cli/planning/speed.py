@@ -8,11 +8,13 @@ Tokens per pass are a property of the pair: of a paper, of models.toml, or of ea
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.planning.arithmetic import product_seconds
+from specexec_cli.planning.measured_rates import product_seconds
+from specexec_cli.planning.memory import DoesNotFitError, Work
 from specexec_cli.planning.pass_time import layers_seconds, pass_time
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, shared_layers
@@ -23,6 +25,13 @@ UNKNOWN_TOKENS_PER_PASS = (4.0, 6.0, 9.0)
 # A pair's figure holds for the texts it was measured on: SpecExec's pairs commit 0.5 to 0.6 as many
 # tokens on WikiText-2 as on chat (tables 1 and 2).
 _HARD_TEXT, _EASY_TEXT = 0.55, 1.15
+# Tokens per pass of copies by their bits, measured on the demo target with 64 nodes: code at a
+# temperature of 0.7, code, and all prompts, greedy. SubSpec's copies in 4 bits bring 28 of
+# Qwen2.5-7B (arXiv:2509.18344).
+_TOKENS_PER_PASS = {4: (10.4, 15.0, 17.2), 3: (7.7, 11.8, 15.0), 2: (4.1, 6.1, 8.0)}
+# By which share they would rise if all layers were the target's own, from what up to three quarters
+# of them brought (docs/measured.md). In 4 bits there is next to nothing to gain.
+_GAIN_OF_EXACT_LAYERS = {4: 0.05, 3: 0.24, 2: 0.57}
 _STREAM_SHARE = 0.85  # of a link's rate that passes reached where they reached the least
 
 
@@ -189,6 +198,58 @@ def _steps(tree: TreeConfig, nodes: int, tokens_per_pass: float) -> float:
     return min(tree.max_depth, nodes, max(nodes / tree.batch, 1.5 * tokens_per_pass))
 
 
+def copy_tokens_per_pass(bits: int, share: float, max_depth: int) -> TokensPerPass:
+    """What a target's own copy is expected to bring.
+
+    Args:
+        share: of the layers, those that are the target's own.
+        max_depth: of the trees.
+    """
+    gain = 1.0 + share * _GAIN_OF_EXACT_LAYERS[bits]
+    low, typical, high = (min(gain * each, max_depth + 1.0) for each in _TOKENS_PER_PASS[bits])
+    return TokensPerPass(low, typical, high, "as the demo target's own copies reach")
+
+
 def figure(value: float) -> str:
     """A speed or a rate with as many digits as a prediction deserves."""
     return f"{value:.0f}" if value >= 20 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
+
+
+def faster_way(
+    placed: Callable[[Work], Plan],
+    bits: int,
+    tree: TreeConfig,
+    work: Work,
+    draft: ModelBytes,
+) -> tuple[Work, Plan]:
+    """Whether a target's own copy drafts with the layers that stay on the GPU, or with copies.
+
+    The target's own leave room for more of them and are accepted more often; copies are read
+    faster, several times for each tree. Where all layers stay, only copies are worth having.
+
+    Args:
+        placed: the plan of a session.
+        bits: of the copy.
+        tree: the recommended one.
+    Raises:
+        DoesNotFitError: neither fits.
+    """
+    found: list[tuple[float, Work, Plan]] = []
+    refused: DoesNotFitError | None = None
+    for shares in (False, True):
+        work = replace(work, shares_layers=shares)
+        try:
+            plan = placed(work)
+        except DoesNotFitError as error:
+            refused = error
+            continue
+        if plan.shared_layers == len(plan.tiers):
+            continue  # nothing would be drafted with a copy
+        rate = copy_tokens_per_pass(bits, plan.shared_layers / len(plan.tiers), tree.max_depth)
+        speed = predict(plan, draft, tree, rate)
+        found.append((speed.typical, work, plan))
+    if not found:
+        assert refused is not None, "copies of layers that all stay would have fitted"
+        raise refused
+    _, work, plan = max(found, key=lambda each: each[0])
+    return work, plan

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 
 from specexec_cli.config import Tier
 from specexec_cli.device import HUGE_PAGE_BYTES
-from specexec_cli.errors import ConfigError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost
+from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import (
     DRAFT_MODEL,
-    GPU_CONTEXT_BYTES,
     DoesNotFitError,
     Parts,
     Work,
@@ -25,59 +23,6 @@ from specexec_cli.planning.memory import (
     gpu_parts,
 )
 from specexec_cli.planning.sizes import ModelBytes
-
-__all__ = ["Machine", "Plan", "Work", "make_plan", "plan_of"]
-
-# Of RAM that a GPU copies from, pages are pinned: what else runs on the machine must find memory
-# that is not, and so this share of it and so many bytes at least stay free.
-_UNPINNED_SHARE, _UNPINNED_BYTES = 0.1, 4_000_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What may be used, and how fast it is. `vram_bytes` 0: the CPU computes."""
-
-    ram_bytes: int
-    vram_bytes: int = 0
-    ssd_bytes_per_s: float = 2e9
-    link_bytes_per_s: float = 20e9  # pinned host memory to device
-    memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
-    flops: FlopsByRows = ()  # of the CPU where it computes
-    layer_cost: LayerCost | None = None  # likewise; None is not known
-    base_bytes: int = 500_000_000  # the process before any weight is loaded
-    context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
-    margin: float = 0.04  # share of each memory that is left alone
-    # of the CPU beside a GPU, by which the place of a mixture's experts is chosen
-    host_bytes_per_s: float = 20e9
-    host_flops: FlopsByRows = ()
-
-    def __post_init__(self) -> None:
-        rates = (self.ssd_bytes_per_s, self.link_bytes_per_s, self.memory_bytes_per_s)
-        if min(rates) <= 0 or min(self.ram_bytes, self.vram_bytes) < 0:
-            raise ConfigError("memory must be 0 or more and every rate above 0")
-
-    def usable(self, memory_bytes: int) -> int:
-        """How much of a memory may be filled: all but the margin."""
-        return int(memory_bytes * (1 - self.margin))
-
-    def usable_ram(self, least_bytes: int = 0) -> int:
-        """How much of the RAM may be filled; beside a GPU all but what is to stay unpinned.
-
-        Args:
-            least_bytes: without which nothing runs at all; only the margin is kept from it.
-        """
-        usable = self.usable(self.ram_bytes)
-        if not self.vram_bytes:
-            return usable
-        unpinned = max(int(self.ram_bytes * _UNPINNED_SHARE), _UNPINNED_BYTES)
-        return min(usable, max(self.ram_bytes - unpinned, least_bytes))
-
-    def ram_for(self, needed_bytes: int) -> int:
-        """The RAM of which so many bytes may be filled."""
-        enough = needed_bytes / (1 - self.margin)
-        if self.vram_bytes:
-            enough = max(needed_bytes / (1 - _UNPINNED_SHARE), needed_bytes + _UNPINNED_BYTES)
-        return int(enough) + 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

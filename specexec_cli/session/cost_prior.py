@@ -1,9 +1,9 @@
 """What is known of the cost of iterations before the first: what the policy cost begins with.
 
 A pass streams its bytes at the rate that the link was probed at. A CPU multiplies at the rates that
-were measured at its first use (planning/rates.py). Where there are none, as of a GPU, the rate is
-measured here, on one of the model's own linears filled with made-up weights. Small models spend
-their time between the products; those run a pass to find out.
+were measured at its first use (planning/measured_rates.py). Where there are none, as of a GPU, the
+rate is measured here, on one of the model's own linears filled with made-up weights. Small models
+spend their time between the products; those run a pass to find out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.resident import TORCH_DTYPES
-from specexec_cli.planning.arithmetic import most_rows
+from specexec_cli.planning.measured_rates import most_rows
 from specexec_cli.planning.memory import BLOCK_ROWS
 from specexec_cli.planning.pass_time import pass_time
 from specexec_cli.planning.resolve import Decision

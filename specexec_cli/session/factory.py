@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from specexec_cli.loading import Notice, Progress, prepare, unused_gpu
-from specexec_cli.planning.fetching import fetch_line, to_fetch
+from specexec_cli.planning.chosen_models import fetch_line, to_fetch
 from specexec_cli.planning.request import Request
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.loading import Notice
-from specexec_cli.planning.reached import Run, keep_run
+from specexec_cli.planning.expected_speed import Run, keep_run
 
 _NAME = "learned.json"
 
@@ -17,7 +17,7 @@ class LearnedFile:
 
     Args:
         folder: the pair's.
-        runs: see planning/reached.py.
+        runs: see planning/expected_speed.py.
         settings: of the session; what an iteration costs depends on its offload tier, device and
             dtype.
         notice: told, in one line, if the file cannot be written.

@@ -32,8 +32,8 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.planning.quiet import QuietCheck
-from specexec_cli.planning.reached import Run, runs_file
+from specexec_cli.planning.expected_speed import Run, runs_file
+from specexec_cli.quiet import QuietCheck
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.cost_prior import measured_prior
 from specexec_cli.session.expert_counts import ExpertCounts

@@ -34,8 +34,8 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.loading import prepare
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload import link
+from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.link_probe import probe_link
 from specexec_cli.planning.request import Request
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.dsi_session import worker_loaders

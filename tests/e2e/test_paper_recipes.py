@@ -26,7 +26,7 @@ from specexec_cli.lab.papers.disco import _gain_error
 from specexec_cli.lab.papers.lab import Lab, Rate
 from specexec_cli.lab.papers.report import text_of, write
 from specexec_cli.lab.papers.specexec_rates import PAPER, SPECINFER, grows
-from specexec_cli.planning.pair import choose_pair
+from specexec_cli.planning.chosen_models import choose_pair
 from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession
 

@@ -30,11 +30,11 @@ from specexec_cli.models.quantize import plan_quantization, write_quantized
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning import low_bits
-from specexec_cli.planning.alternatives import changes_that_fit
 from specexec_cli.planning.low_bits import own_folder
+from specexec_cli.planning.machine import described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
-from specexec_cli.planning.site import described_site
+from specexec_cli.planning.what_fits import changes_that_fit
 from specexec_cli.session import open_session
 
 

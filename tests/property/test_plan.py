@@ -10,12 +10,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.cli.mends import with_mend
+from specexec_cli.device import HUGE_PAGE_BYTES
 from specexec_cli.errors import ConfigError, OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
-from specexec_cli.planning.arithmetic import LayerCost, most_rows, product_seconds
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.measured_rates import LayerCost, most_rows, product_seconds
 from specexec_cli.planning.memory import (
     GPU_LIBRARY_BYTES,
     STEP_ROWS,
+    Work,
     activation_bytes,
     fixed_parts,
     gpu_parts,
@@ -23,14 +26,7 @@ from specexec_cli.planning.memory import (
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
-from specexec_cli.planning.tiers import (
-    HUGE_PAGE_BYTES,
-    Machine,
-    Plan,
-    Work,
-    make_plan,
-    spread_order,
-)
+from specexec_cli.planning.tiers import Plan, make_plan, spread_order
 
 MB, GB = 10**6, 10**9
 FLOPS = ((1, 5e9), (16, 40e9), (64, 90e9), (256, 100e9))

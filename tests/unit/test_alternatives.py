@@ -8,11 +8,11 @@ from huggingface_hub import constants
 
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning import site as site_module
-from specexec_cli.planning.alternatives import changes_that_fit
+from specexec_cli.planning import machine as site_module
+from specexec_cli.planning.machine import Site, described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
-from specexec_cli.planning.site import Site, described_site
+from specexec_cli.planning.what_fits import changes_that_fit
 
 GB = 10**9
 

@@ -16,10 +16,10 @@ from specexec_cli.cli.doctor import doctor, named_findings
 from specexec_cli.cli.doctor_report import Report, ask, slow_parts
 from specexec_cli.device import CpuInfo, GpuInfo
 from specexec_cli.errors import StreamError
-from specexec_cli.planning import probe
-from specexec_cli.planning.arithmetic import LayerCost
-from specexec_cli.planning.probe import SsdProbe
-from specexec_cli.planning.rates import Rates, load_rates
+from specexec_cli.models import arithmetic_probe
+from specexec_cli.offload import disk_probe
+from specexec_cli.offload.disk_probe import SsdProbe
+from specexec_cli.planning.measured_rates import LayerCost, Rates, load_rates
 
 GB = 10**9
 CARD = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "570")
@@ -116,14 +116,12 @@ def quick_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """The real examination with measurements replaced; returns where rates are kept."""
     from huggingface_hub import constants
 
-    from specexec_cli.models import arithmetic_probe
-
     kept = tmp_path / "kept" / "rates.json"
     monkeypatch.setattr(doctor_module, "rates_file", lambda: kept)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
     monkeypatch.setattr(doctor_report, "ask", lambda address: "no network")
-    monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(3e9, True))
-    monkeypatch.setattr(probe, "probe_memory", lambda: 1e10)
+    monkeypatch.setattr(disk_probe, "probe_folder", lambda folder: SsdProbe(3e9, True))
+    monkeypatch.setattr(arithmetic_probe, "probe_memory", lambda: 1e10)
     monkeypatch.setattr(arithmetic_probe, "probe_flops", lambda *args: ((1, 1e9), (128, 1e11)))
     monkeypatch.setattr(arithmetic_probe, "probe_layer", lambda dtype: COST)
     return kept
@@ -161,12 +159,12 @@ def test_what_was_measured_on_a_busy_machine_is_shown_and_not_kept(
     quiet = load_rates(quick_machine)
     busy = Fake(others_cores=0.5)
     busy.install(monkeypatch)
-    monkeypatch.setattr(probe, "probe_memory", lambda: busy.passes(2.0) or 1e9)
+    monkeypatch.setattr(arithmetic_probe, "probe_memory", lambda: busy.passes(2.0) or 1e9)
     found = json.loads(run("--json"))
     assert found["disturbed"] == {"memory": "other programs used 25% of the CPU"}
     assert found["rates"]["memory_bytes_per_s"] == 1e9
     assert any("25% of the CPU while memory was measured" in line for line in found["slow"])
-    monkeypatch.setattr(probe, "probe_folder", lambda folder: SsdProbe(4e9, True))
+    monkeypatch.setattr(disk_probe, "probe_folder", lambda folder: SsdProbe(4e9, True))
     run()
     assert load_rates(quick_machine) == replace(quiet, ssd_bytes_per_s=4e9)
 
@@ -185,7 +183,7 @@ def test_a_disk_that_fails_is_a_finding(
     def fail(folder: Path) -> SsdProbe:
         raise StreamError("cannot write to it")
 
-    monkeypatch.setattr(probe, "probe_folder", fail)
+    monkeypatch.setattr(disk_probe, "probe_folder", fail)
     quick_machine.parent.write_text("in the way")  # the rates cannot be kept either
     found = json.loads(run("--json"))
     assert found["disk_error"] == "cannot write to it"

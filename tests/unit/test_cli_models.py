@@ -21,8 +21,8 @@ from specexec_cli.catalog.models_file import TASKS
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.planning.fits import PATIENT_TOKENS_PER_S
 from specexec_cli.planning.speed import figure
+from specexec_cli.planning.what_fits import PATIENT_TOKENS_PER_S
 
 
 @pytest.fixture(autouse=True)

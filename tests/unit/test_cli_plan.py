@@ -18,9 +18,8 @@ from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
-from specexec_cli.planning import site as site_module
-from specexec_cli.planning.arithmetic import LayerCost
-from specexec_cli.planning.rates import new_rates, save_rates
+from specexec_cli.planning import machine as site_module
+from specexec_cli.planning.measured_rates import LayerCost, new_rates, save_rates
 
 GB = 10**9
 APP = typer.Typer()

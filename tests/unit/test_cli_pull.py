@@ -162,7 +162,7 @@ def test_a_full_disk_is_told_before_anything_is_fetched(
 ) -> None:
     from specexec_cli.catalog.downloads import Download
     from specexec_cli.catalog.models_file import ModelEntry
-    from specexec_cli.planning import fetching as planning
+    from specexec_cli.planning import chosen_models as planning
 
     found = Download(
         entry=ModelEntry(name="big", repo="org/big"), total_bytes=9 * 10**9,

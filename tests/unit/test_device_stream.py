@@ -23,8 +23,10 @@ from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
 from specexec_cli.offload.slabs import FINE_PARTS, IN_FLIGHT, SLAB_BYTES
 from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.planning.machine import Machine
+from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import ModelBytes
-from specexec_cli.planning.tiers import Machine, Work, plan_of
+from specexec_cli.planning.tiers import plan_of
 
 LAYERS = 5
 PIECE = 64 << 10  # a layer is three of them

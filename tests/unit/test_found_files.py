@@ -12,7 +12,7 @@ from huggingface_hub import constants
 from specexec_cli.catalog import others
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import NotFetchedError, UnknownModelError
-from specexec_cli.planning.sized import sized
+from specexec_cli.planning.chosen_models import sized
 
 GGUF = b"GGUF" + bytes(60)
 REPO = "bartowski/Tiny-GGUF"

@@ -11,8 +11,7 @@ from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import complete
 from specexec_cli.errors import ConfigError, UnknownModelError
-from specexec_cli.planning.fetching import models_of
-from specexec_cli.planning.pair import best_draft, choose_pair
+from specexec_cli.planning.chosen_models import best_draft, choose_pair, entries_of
 from specexec_cli.planning.request import Request
 
 
@@ -71,6 +70,6 @@ def test_another_revision_is_another_checkpoint(own_places: Path) -> None:
     assert not found.target.shape
     assert found.target.size_bytes is None
     assert found.draft == usual.draft
-    assert models_of(asked) == [found.target, found.draft]
+    assert entries_of(asked) == [found.target, found.draft]
     with pytest.raises(ConfigError, match="'demo-target' is a local folder"):
         choose_pair(registry, Request(pair="demo", revision="v1"))

@@ -16,10 +16,10 @@ from specexec_cli.device import HUGE_PAGE_BYTES, CpuInfo
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.planning import resolve as planner
+from specexec_cli.planning.machine import Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, activation_bytes
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import Setting, Site
 
 LINK, SSD = 20e9, 2e9
 
@@ -68,7 +68,7 @@ def test_the_rate_that_streamed_bytes_can_come_at(tmp_path: Path) -> None:
 
 def test_what_is_measured_takes_the_place_of_what_was_known(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, byte_llama())
-    where = replace(site(10**9, 0), measure=lambda target, plan: {"ssd": Setting(3e9, "measured")})
+    where = replace(site(10**9, 0), measure=lambda *arguments: {"ssd": Setting(3e9, "measured")})
     found = decided(tmp_path, where, "ssd")
     assert found.tiers == ("ssd",) * 4
     assert found.link_bytes_per_s == 3e9

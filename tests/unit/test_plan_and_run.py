@@ -20,10 +20,10 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.main import app
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning import site, sized
+from specexec_cli.offload.disk_probe import SsdProbe
+from specexec_cli.planning import chosen_models, machine
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.pass_time import pass_time
-from specexec_cli.planning.probe import SsdProbe
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import architecture_bytes
 
@@ -74,14 +74,14 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for module in (site, loading):
+    for module in (machine, loading):
         monkeypatch.setattr(module, "rates_file", lambda: tmp_path / "rates.json")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
     monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes, streamed_bytes: 25e9)
     # a plan's machine is not here to be measured
-    monkeypatch.setattr(site.Site, "calibrated", lambda here, dtype, packed_bits: here)
+    monkeypatch.setattr(machine.Site, "calibrated", lambda here, dtype, packed_bits: here)
     monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
 
 
@@ -89,12 +89,12 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_rows_context_tiers_and_bytes_are_the_same(
     pair: str, downloads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sized, "fetch", lambda entry, **options: downloads[entry.repo])
+    monkeypatch.setattr(chosen_models, "fetch", lambda entry, **options: downloads[entry.repo])
     for card in CARDS:
         # the process of a run is loaded when free memory is read, and CUDA's context is there; a
         # plan leaves room for both
         usable = 0.9 if card else 0.96
-        free_ram = RAM_BYTES - int(site.PROGRAM_BYTES / usable)
+        free_ram = RAM_BYTES - int(machine.PROGRAM_BYTES / usable)
         monkeypatch.setattr(loading, "free_ram_bytes", lambda free=free_ram: free)
         context = int((GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES) / 0.96) if card else 0
         free = card * 10**9 - context, card * 10**9

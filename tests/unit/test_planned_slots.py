@@ -6,6 +6,7 @@ import pytest
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import (
     PROMPT_ROWS,
     DoesNotFitError,
@@ -16,7 +17,7 @@ from specexec_cli.planning.memory import (
 )
 from specexec_cli.planning.request import MOST_SLOTS, Request, TreeRequest
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes
-from specexec_cli.planning.tiers import Machine, make_plan
+from specexec_cli.planning.tiers import make_plan
 
 LLAMA_7B = architecture_bytes(
     {

@@ -17,17 +17,12 @@ from torch.nn.functional import linear
 
 from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.models import arithmetic_probe
-from specexec_cli.offload import uplink
+from specexec_cli.models.arithmetic_probe import probe_flops, probe_memory
+from specexec_cli.offload import disk_probe, link_probe, uplink
+from specexec_cli.offload.disk_probe import probe_folder, probe_ssd
+from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.slabs import COPY_BYTES
-from specexec_cli.planning import link_probe, probe
-from specexec_cli.planning.arithmetic import PACKED_BITS
-from specexec_cli.planning.link_probe import probe_link
-from specexec_cli.planning.probe import (
-    probe_flops,
-    probe_folder,
-    probe_memory,
-    probe_ssd,
-)
+from specexec_cli.planning.measured_rates import PACKED_BITS
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +39,7 @@ def test_reads_cover_the_files_at_random(tmp_path: Path, monkeypatch: pytest.Mon
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes((1 << 20) + 100))
-    monkeypatch.setattr(probe, "RUN_BYTES", 256 << 10)
+    monkeypatch.setattr(disk_probe, "RUN_BYTES", 256 << 10)
     real, offsets = os.preadv, set()
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
@@ -101,7 +96,7 @@ def test_refused_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_folder_without_weights_gets_a_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "_TEMPORARY_BYTES", 8 << 20)
+    monkeypatch.setattr(disk_probe, "_TEMPORARY_BYTES", 8 << 20)
     (tmp_path / "tiny.safetensors").write_bytes(b"x")
     assert probe_folder(tmp_path, seconds=0.05).bytes_per_s > 0
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.safetensors"]
@@ -110,15 +105,15 @@ def test_a_folder_without_weights_gets_a_temporary_file(
 def test_a_folder_with_weights_is_only_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "RUN_BYTES", 4096)
+    monkeypatch.setattr(disk_probe, "RUN_BYTES", 4096)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "w.safetensors").write_bytes(bytes(8192))
-    monkeypatch.setattr(probe.tempfile, "NamedTemporaryFile", None)
+    monkeypatch.setattr(disk_probe.tempfile, "NamedTemporaryFile", None)
     assert probe_folder(tmp_path, seconds=0.02).bytes_per_s > 0
 
 
 def test_memory_and_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_WIDTH", 64)
+    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 64)
     assert probe_memory(1 << 20, repeats=2) > 0
     seen = set()
 
@@ -153,7 +148,7 @@ def test_what_a_layer_takes_besides_products_is_told_apart(monkeypatch: pytest.M
 
 
 def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_WIDTH", 256)
+    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 256)
     for bits in PACKED_BITS:
         weights = []
 
@@ -170,7 +165,7 @@ def test_arithmetic_of_packed_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_busy_machine_measures_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_WIDTH", 8)
+    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 8)
     points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=1, seconds=0.0)
     assert [rows for rows, _ in points] == [1, 128]
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from busy_machine import Fake
 
-from specexec_cli import device
-from specexec_cli.planning import quiet
-from specexec_cli.planning.quiet import QuietCheck
+from specexec_cli import device, quiet
+from specexec_cli.quiet import QuietCheck
 
 FOLDER = Path("/models")
 

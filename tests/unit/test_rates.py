@@ -14,14 +14,20 @@ from busy_machine import Fake
 
 from specexec_cli import loading
 from specexec_cli.device import CpuInfo
-from specexec_cli.planning import probe, rates
-from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost
+from specexec_cli.models import arithmetic_probe
+from specexec_cli.models.arithmetic_probe import probe_flops
+from specexec_cli.planning import measured_rates as rates
+from specexec_cli.planning.machine import Machine, Setting, Site
+from specexec_cli.planning.measured_rates import (
+    FlopsByRows,
+    LayerCost,
+    load_rates,
+    new_rates,
+    save_rates,
+)
 from specexec_cli.planning.memory import Work
-from specexec_cli.planning.probe import probe_flops
-from specexec_cli.planning.rates import load_rates, new_rates, save_rates
-from specexec_cli.planning.site import Setting, Site
 from specexec_cli.planning.sizes import architecture_bytes
-from specexec_cli.planning.tiers import Machine, Plan, make_plan
+from specexec_cli.planning.tiers import Plan, make_plan
 from specexec_cli.session import cost_prior
 
 POINTS: FlopsByRows = ((1, 1e9), (64, 1e11))
@@ -130,7 +136,7 @@ def test_a_calibration_takes_at_most_two_seconds(
     product_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On CPUs of very different speeds; a product of many rows takes as long as 20 of one."""
-    monkeypatch.setattr(probe, "_WIDTH", 8)
+    monkeypatch.setattr(arithmetic_probe, "_WIDTH", 8)
     now = 0.0
 
     def linear(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -138,7 +144,7 @@ def test_a_calibration_takes_at_most_two_seconds(
         now += product_s * max(1.0, rows.shape[0] / 6)
         return rows
 
-    monkeypatch.setattr(probe.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(arithmetic_probe.time, "perf_counter", lambda: now)
     points = probe_flops(torch.float32, torch.float32, linear, weight_bytes=4 * 256)
     assert {1, 128} <= {rows for rows, _ in points}
     assert now <= (2.0 if product_s < 0.05 else 4.0)

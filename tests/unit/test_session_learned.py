@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from specexec_cli import quiet
 from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.drafting.iteration_cost import CostModel, Iteration, IterationCost
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.planning import quiet
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session, local_session
 

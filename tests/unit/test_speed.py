@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import TreeConfig
-from specexec_cli.planning import reached as reached_module
+from specexec_cli.planning import expected_speed as reached_module
+from specexec_cli.planning.expected_speed import Run, keep_run, load_runs, predicted, runs_file
+from specexec_cli.planning.machine import Machine, described_site
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.pass_time import pass_time
-from specexec_cli.planning.reached import Run, keep_run, load_runs, runs_file
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import Decision, resolve
-from specexec_cli.planning.site import described_site
 from specexec_cli.planning.sizes import architecture_bytes
 from specexec_cli.planning.speed import TokensPerPass, predict
-from specexec_cli.planning.tiers import Machine, make_plan
-from specexec_cli.planning.tokens import predicted
+from specexec_cli.planning.tiers import make_plan
 
 DENSE = "mixtral-8x7b-instruct-gptq"
 RUN = Run(date="2026-01-02", offload="ssd", device="cpu", tokens=60, passes=10, seconds=5.0)

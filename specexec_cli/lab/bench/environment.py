@@ -70,9 +70,10 @@ def link(session: TextSession) -> dict[str, Any]:
         StreamError: the disk fails.
     """
     from specexec_cli.catalog.hub import fetch
+    from specexec_cli.models.arithmetic_probe import probe_memory
+    from specexec_cli.offload.disk_probe import probe_ssd
+    from specexec_cli.offload.link_probe import probe_link
     from specexec_cli.offload.store import read_checkpoint
-    from specexec_cli.planning.link_probe import probe_link
-    from specexec_cli.planning.probe import probe_memory, probe_ssd
 
     offload, device = session.settings["offload"], session.settings["device"]
     if offload == "none":

@@ -114,7 +114,7 @@ def _both(
     from specexec_cli.lab.bench.measure import measure_model
     from specexec_cli.lab.bench.runner import encode_prompts
     from specexec_cli.lab.commands.bench_models import measured_request, opened
-    from specexec_cli.planning.pair import choose_pair
+    from specexec_cli.planning.chosen_models import choose_pair
 
     request = measured_request(models, [dataset], lengths[1])
     pair = choose_pair(load_registry(request.models_file), request)

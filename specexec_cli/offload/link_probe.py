@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from specexec_cli.device import free_ram_bytes
 from specexec_cli.errors import clear_shortage
+from specexec_cli.offload.disk_probe import best_of
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.slabs import COPY_BYTES
-from specexec_cli.planning.probe import best_of
 
 if TYPE_CHECKING:
     from torch import Tensor

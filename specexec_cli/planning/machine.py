@@ -6,17 +6,75 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
+from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.arithmetic import FlopsByRows, LayerCost, arithmetic_name
+from specexec_cli.planning.measured_rates import (
+    FlopsByRows,
+    LayerCost,
+    Rates,
+    arithmetic_name,
+    load_rates,
+    rates_file,
+)
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
-from specexec_cli.planning.rates import Rates, load_rates, rates_file
-from specexec_cli.planning.tiers import Machine, Plan
 
 # Used where nothing was given or measured; the output says so.
 ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9, "GPU memory": 500e9}
 _PCIE_LANE_BYTES_PER_S = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 _PCIE_SHARE = 0.82  # of the lanes' rate that large pinned copies reach
 PROGRAM_BYTES = 500_000_000  # of a process that has yet to be started, before any weight
+
+
+# Of RAM that a GPU copies from, pages are pinned: what else runs on the machine must find memory
+# that is not, and so this share of it and so many bytes at least stay free.
+_UNPINNED_SHARE, _UNPINNED_BYTES = 0.1, 4_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What may be used, and how fast it is. `vram_bytes` 0: the CPU computes."""
+
+    ram_bytes: int
+    vram_bytes: int = 0
+    ssd_bytes_per_s: float = 2e9
+    link_bytes_per_s: float = 20e9  # pinned host memory to device
+    memory_bytes_per_s: float = 20e9  # of the memory the arithmetic reads weights from
+    flops: FlopsByRows = ()  # of the CPU where it computes
+    layer_cost: LayerCost | None = None  # likewise; None is not known
+    base_bytes: int = 500_000_000  # the process before any weight is loaded
+    context_bytes: int = GPU_CONTEXT_BYTES  # that CUDA itself has yet to take of the VRAM
+    margin: float = 0.04  # share of each memory that is left alone
+    # of the CPU beside a GPU, by which the place of a mixture's experts is chosen
+    host_bytes_per_s: float = 20e9
+    host_flops: FlopsByRows = ()
+
+    def __post_init__(self) -> None:
+        rates = (self.ssd_bytes_per_s, self.link_bytes_per_s, self.memory_bytes_per_s)
+        if min(rates) <= 0 or min(self.ram_bytes, self.vram_bytes) < 0:
+            raise ConfigError("memory must be 0 or more and every rate above 0")
+
+    def usable(self, memory_bytes: int) -> int:
+        """How much of a memory may be filled: all but the margin."""
+        return int(memory_bytes * (1 - self.margin))
+
+    def usable_ram(self, least_bytes: int = 0) -> int:
+        """How much of the RAM may be filled; beside a GPU all but what is to stay unpinned.
+
+        Args:
+            least_bytes: without which nothing runs at all; only the margin is kept from it.
+        """
+        usable = self.usable(self.ram_bytes)
+        if not self.vram_bytes:
+            return usable
+        unpinned = max(int(self.ram_bytes * _UNPINNED_SHARE), _UNPINNED_BYTES)
+        return min(usable, max(self.ram_bytes - unpinned, least_bytes))
+
+    def ram_for(self, needed_bytes: int) -> int:
+        """The RAM of which so many bytes may be filled."""
+        enough = needed_bytes / (1 - self.margin)
+        if self.vram_bytes:
+            enough = max(needed_bytes / (1 - _UNPINNED_SHARE), needed_bytes + _UNPINNED_BYTES)
+        return int(enough) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +85,9 @@ class Setting:
     source: str  # given, measured, assumed, free here, or the PCIe link it was worked out from
 
 
-# (target's files, plan) -> rates measured for the links that the plan streams through
-Measure = Callable[[Checkpoint, Plan], Mapping[str, Setting]]
+# (target's files, bytes that a pass reads from the SSD, bytes that it copies to a GPU) -> rates
+# measured for the links in use
+Measure = Callable[[Checkpoint, int, int], Mapping[str, Setting]]
 # (dtype, bits of packed weights) -> the CPU's products and the rest of its layers, measured
 Calibrate = Callable[[str, int], tuple[FlopsByRows, LayerCost]]
 

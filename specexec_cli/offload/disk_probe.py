@@ -1,7 +1,7 @@
-"""How fast this machine is: SSD, memory, arithmetic; link_probe.py has the GPU's link.
+"""How fast this machine's disk is read, as a pass reads it; link_probe.py has the GPU's link.
 
-Every rate is a best of several short runs, because disturbances only ever slow a run down; the SSD
-alone is an average, because that is what a pass will get. torch is imported by what needs it.
+The rate is an average, because that is what a pass will get. Other rates are those of the best of
+several short runs, because disturbances only ever slow a run down.
 """
 
 from __future__ import annotations
@@ -14,25 +14,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import BLOCK_BYTES, PIECE_BYTES, READER_THREADS, DirectFile
-from specexec_cli.planning.arithmetic import FlopsByRows
 
 if TYPE_CHECKING:
-    from torch import Tensor, dtype
+    pass
 
 RUN_BYTES = 64 << 20  # read in sequence from each random start
 _TEMPORARY_BYTES = 256 << 20
 _MEND = "Close other programs"
-_ROWS = (1, 128, 32, 8, 256)  # most telling first
-_RUN_S = 0.1  # that a run may take; the first of few rows may take longer
-_WIDTH = 4096  # of the square matrices that arithmetic is measured on
-_GROUP = 128  # inputs that share a scale in packed ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,83 +136,6 @@ def _read_for(
     if errors:
         raise errors[0]
     return total, time.perf_counter() - started
-
-
-def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
-    """Bytes per second that a copy in RAM moves, each byte counted once."""
-    import torch
-
-    source = torch.ones(n_bytes, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    target.copy_(source)
-    return n_bytes / best_of(repeats, lambda: target.copy_(source))
-
-
-def probe_flops(
-    stored: dtype | int,
-    compute: dtype,
-    linear: Callable[[Tensor, Any], Tensor],
-    rows: Sequence[int] = _ROWS,
-    weight_bytes: int = 128 << 20,
-    seconds: float = 1.2,
-) -> FlopsByRows:
-    """FLOP/s of rows times a weight matrix, by rising number of rows.
-
-    Args:
-        stored: dtype of the weights, or the bits of packed ones; `compute`: of the rows.
-        linear: (rows, in), a weight -> (rows, out), as the model will call it. The weight is
-            (out, in), or a PackedWeight.
-        weight_bytes: as many matrices take turns, so that no cache holds the weights.
-        rows: the first two are always measured.
-        seconds: after this time no further one is begun, and none is repeated. Kernels may have to
-            be compiled, which comes on top for the last one.
-    """
-    import torch
-
-    deadline = time.perf_counter() + seconds
-    bits = stored if isinstance(stored, int) else 8 * stored.itemsize
-    count = max(1, 8 * weight_bytes // (_WIDTH * _WIDTH * bits))
-    weights = [_weight(stored) for _ in range(count)]
-    points: list[tuple[int, float]] = []
-    for n_rows in rows:
-        if len(points) >= 2 and time.perf_counter() > deadline:
-            break
-        inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
-        linear(inputs, weights[0])  # its kernel may have to be compiled
-        one_s = best_of(1, partial(linear, inputs, weights[0]))
-        # where products are fast, so that the weights of later ones are in no cache; where they
-        # are slow that hardly matters
-        chosen = weights[: max(1, int(_RUN_S / max(one_s, 1e-9)))]
-
-        def run(inputs: Tensor = inputs, chosen: list[Any] = chosen) -> None:
-            for weight in chosen:
-                linear(inputs, weight)
-
-        flop = 2.0 * n_rows * _WIDTH * _WIDTH * len(chosen)
-        points.append((n_rows, flop / best_of(3, run, deadline)))
-    return tuple(sorted(points))
-
-
-def _weight(stored: dtype | int) -> Any:
-    """A square matrix; values do not matter to the time, but zeros and denormal numbers might."""
-    import torch
-
-    if not isinstance(stored, int):
-        return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
-    from specexec_kernels.formats.base import PackedWeight
-    from specexec_kernels.formats.gptq import Gptq
-
-    groups = _WIDTH // _GROUP
-
-    def words(rows: int, columns: int) -> Tensor:
-        return torch.full((rows, columns), 0x35353535, dtype=torch.int32)
-
-    tensors = {
-        "qweight": words(_WIDTH * stored // 32, _WIDTH),
-        "qzeros": words(groups, _WIDTH * stored // 32),
-        "scales": torch.full((groups, _WIDTH), 0.5, dtype=torch.float16),
-    }
-    return PackedWeight(Gptq(stored, _GROUP), _WIDTH, _WIDTH, tensors)
 
 
 def best_of(repeats: int, run: Callable[[], object], deadline: float = math.inf) -> float:

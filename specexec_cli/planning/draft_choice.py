@@ -17,11 +17,11 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.offload.store import Checkpoint
+from specexec_cli.planning.expected_speed import predicted
+from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import SMALL_MODEL_BYTES, Decision, resolve
-from specexec_cli.planning.site import Site
 from specexec_cli.planning.speed import Speed, figure
-from specexec_cli.planning.tokens import predicted
 
 
 @dataclass(frozen=True, slots=True)

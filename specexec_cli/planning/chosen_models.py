@@ -1,0 +1,277 @@
+"""Which models a request means: names, sizes before weights are loaded, and what is to be fetched.
+
+Torch-free: `plan` asks too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specexec_cli.catalog.downloads import Download, free_disk_bytes, missing, survey
+from specexec_cli.catalog.hub import cached_snapshot, fetch, fetch_config
+from specexec_cli.catalog.models_file import ModelEntry, weight_files
+from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
+from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
+from specexec_cli.device import format_bytes
+from specexec_cli.errors import ConfigError, NotFetchedError, UnknownModelError
+from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.planning.low_bits import own_bits, own_config
+from specexec_cli.planning.request import Request
+from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes
+
+_TIMES_SMALLER = 8  # than its target, a draft model should be
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenPair:
+    """The models that a session runs, and the tree recommended for them."""
+
+    name: str  # the pair's, or the target's reference
+    target: ModelEntry
+    draft: ModelEntry | None
+    tree: TreeConfig  # recommended
+    suffix: bool = False  # trees are grown from the text's own past, without a draft model
+    own_bits: int | None = None  # the draft model is the target's copy in so many bits
+
+    @property
+    def draft_name(self) -> str | None:
+        """What drafts; None where nothing does."""
+        return self.draft.name if self.draft is not None else SUFFIX if self.suffix else None
+
+
+def choose_pair(registry: Registry, request: Request) -> ChosenPair:
+    """Resolves a request's names to a target and, where the method needs one, a draft model.
+
+    A target that no pair names takes the best draft model of its tokenizer.
+
+    Raises:
+        UnknownModelError: a name is not known, or no draft is known for the target.
+        ConfigError: contradicting options, or a revision of a folder.
+    """
+    pair, target, draft = request.pair, request.target, request.draft
+    if pair is not None and target is not None:
+        raise ConfigError("`pair` and `target` exclude each other: a pair names its target")
+    known: PairEntry | None
+    if target is None:
+        known = registry.pair(pair or "demo")
+        target, name = known.target, known.name
+    else:
+        known = registry.pair_for_target(target)
+        name = known.name if known is not None and draft is None else target
+    target_entry = registry.resolve(target)
+    if request.revision is not None:
+        target_entry = target_entry.at(request.revision)
+    tree = known.tree if known is not None else TreeConfig()
+    if request.method == "autoregressive":
+        return ChosenPair(name, target_entry, None, tree)
+    if draft is None and known is not None:
+        draft = known.draft
+    if draft in (SUFFIX, AUTO_DRAFT):  # before it has been weighed, there is no draft model
+        if request.method == "dsi":
+            raise ConfigError(f"`draft='{draft}'` takes no device: use it without `method='dsi'`")
+        # a repetition may be as long as the tree is large
+        return ChosenPair(name, target_entry, None, replace(tree, max_depth=tree.budget), True)
+    if draft is None:
+        return ChosenPair(name, target_entry, best_draft(registry, target), tree)
+    bits = own_bits(draft)
+    if bits is not None:
+        if request.method == "dsi":
+            raise ConfigError(f"`draft='{draft}'` is not for `method='dsi'`: give a draft model")
+        if target_entry.file is not None:  # known before the file is here
+            raise ConfigError(
+                f"`draft='{draft}'`: the target is a GGUF file, of which no copy is made. Give "
+                "another `draft`, such as `draft='suffix'`"
+            )
+        # it has no folder before the target's files are here
+        own = ModelEntry(name=draft, repo=f"{SELF}-{bits}")
+        return ChosenPair(name, target_entry, own, tree, own_bits=bits)
+    return ChosenPair(name, target_entry, registry.resolve(draft), tree)
+
+
+def best_draft(registry: Registry, target: str) -> ModelEntry:
+    """The draft model for a target that no pair names.
+
+    Of those that models.toml knows for its tokenizer, one that is on this machine comes before one
+    that is not; then one made for chat, or not, as the target is; then the largest that is small
+    beside the target.
+
+    Raises:
+        UnknownModelError: none is known.
+    """
+    entry = registry.resolve(target)
+    drafts = [registry.resolve(name) for name in registry.drafts_for(target)]
+    if not drafts:
+        raise UnknownModelError(
+            f"no pair names '{target}' as its target, so the draft model is not known: "
+            "give `draft`, draft with the target's own layers in 4 bits, `draft='self'`, from the "
+            "text's own past, `draft='suffix'`, or run without: `method='autoregressive'`"
+        )
+
+    def rank(draft: ModelEntry) -> tuple[bool, bool, bool, int]:
+        here = draft.folder is not None or cached_snapshot(draft) is not None
+        params = draft.params or 0
+        small = params * _TIMES_SMALLER <= (entry.params or 0)
+        return here, draft.chat == entry.chat, small, params if small else -params
+
+    return max(drafts, key=rank)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedModel:
+    """A model and what is known of it before its weights are loaded."""
+
+    entry: ModelEntry
+    config: Mapping[str, Any]  # config.json's
+    sizes: ModelBytes
+    source: str  # where the sizes come from: its files, models.toml or config.json
+    checkpoint: Checkpoint | None  # headers and folder, where they are here
+
+    @property
+    def window_tokens(self) -> int | None:
+        """The model's own context window; None where nothing tells."""
+        config = {**self.config, **self.config.get("text_config", {})}
+        known = config.get("max_position_embeddings") or config.get("n_positions")
+        return int(known) if known else None
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """Of weights that are not quantized, as config.json says."""
+        config = {**self.config, **self.config.get("text_config", {})}
+        return config.get("dtype") or config.get("torch_dtype")
+
+    @property
+    def table_dtype(self) -> str | None:
+        """Of embeddings and head, which are the largest tensors: as the files say, if here."""
+        if self.checkpoint is None:
+            return self.stored_dtype
+        largest = max(self.checkpoint.tensors.values(), key=lambda tensor: tensor.n_bytes)
+        names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+        return names.get(largest.dtype)
+
+
+def models_of(
+    pair: ChosenPair, offline: bool, check: Callable[[Checkpoint], object] | None
+) -> tuple[SizedModel, SizedModel | None]:
+    """The pair's target and draft model.
+
+    Args:
+        check: called with every checkpoint; what is not here is then fetched. None reckons with
+            sizes from elsewhere instead.
+    Raises:
+        SpecexecError: a model is not to be had, or its sizes are not.
+    """
+
+    def find(entry: ModelEntry) -> SizedModel:
+        if check is None:
+            return sized(entry, offline)
+        checkpoint = read_checkpoint(fetch(entry, offline=offline))
+        check(checkpoint)
+        return _of_files(entry, checkpoint)
+
+    target = find(pair.target)
+    if pair.draft is None:
+        return target, None
+    if pair.own_bits is not None:
+        return target, own_sized(pair.draft, target, pair.own_bits)
+    return target, find(pair.draft)
+
+
+def sized(entry: ModelEntry, offline: bool) -> SizedModel:
+    """The model's sizes without downloading its weights.
+
+    Raises:
+        UnknownModelError: they are neither here, nor in models.toml, nor on the hub.
+        NotFetchedError: a GGUF file that is not here.
+    """
+    folder = entry.folder or cached_snapshot(entry)
+    if folder is not None and weight_files(folder):
+        return _of_files(entry, read_checkpoint(folder))
+    if entry.file is not None:
+        raise NotFetchedError(
+            f"{entry.name} is not on this machine, and only the file itself tells how large its "
+            f"layers are: specexec pull {entry.name}"
+        )
+    if entry.shape:
+        config, source = entry.config_json(), "models.toml"
+    else:
+        config, source = fetch_config(entry, offline=offline), "config.json"
+    return SizedModel(entry, config, architecture_bytes(config), source, None)
+
+
+def own_sized(entry: ModelEntry, target: SizedModel, bits: int) -> SizedModel:
+    """The target's low-bit copy, which need not have been made.
+
+    Raises:
+        ConfigError: the target's weights are quantized already.
+    """
+    # a GGUF file's config says nothing of it
+    if target.sizes.packed or target.config.get("quantization_config") is not None:
+        raise ConfigError(
+            f"`draft='{entry.name}'`: the target's weights are quantized already, so a copy in "
+            "fewer bits would hardly be smaller and much worse. Give another `draft`, such as "
+            "`draft='suffix'`"
+        )
+    config = own_config(target.config, bits)
+    return SizedModel(entry, config, architecture_bytes(config), f"the target in {bits} bits", None)
+
+
+def _of_files(entry: ModelEntry, checkpoint: Checkpoint) -> SizedModel:
+    config = checkpoint.config
+    return SizedModel(entry, config, checkpoint_bytes(checkpoint), "its files", checkpoint)
+
+
+def entries_of(request: Request) -> list[ModelEntry]:
+    """Target and draft models of the request, at the revisions it asks for.
+
+    Raises:
+        UnknownModelError, ConfigError: see choose_pair.
+    """
+    registry = load_registry(request.models_file)
+    pair = choose_pair(registry, request)
+    if pair.draft is None or pair.own_bits is not None:  # that one is made of the target
+        return [pair.target]
+    more = request.dsi.more_drafts if request.method == "dsi" else ()
+    return [pair.target, pair.draft, *map(registry.resolve, more)]
+
+
+def to_fetch(request: Request) -> list[Download]:
+    """What is not on this machine; nothing where the request may not use the network.
+
+    Raises:
+        UnknownModelError: a name is not known, or the hub has no such model or does not answer.
+    """
+    from huggingface_hub import constants
+
+    absent = missing(entries_of(request))
+    if request.offline or constants.is_offline_mode():
+        return []
+    return [survey(entry) for entry in absent]
+
+
+def check_room(downloads: Sequence[Download]) -> int:
+    """Makes sure that the disk has room for what is to be fetched.
+
+    Returns:
+        Bytes that are free on the cache's disk.
+    Raises:
+        NotFetchedError: it is too small.
+    """
+    from huggingface_hub import constants
+
+    needed = sum(download.fetch_bytes for download in downloads)
+    free = free_disk_bytes()
+    if needed > free:
+        raise NotFetchedError(
+            f"{format_bytes(needed)} to fetch, but the disk of {constants.HF_HUB_CACHE} has "
+            f"{format_bytes(free)} free: `specexec rm NAME` makes room, or set HF_HOME to a folder "
+            "on a larger disk"
+        )
+    return free
+
+
+def fetch_line(downloads: list[Download]) -> str:
+    """How much a download is, in one line, for whoever is not asked."""
+    named = ", ".join(f"{item.entry.repo} {format_bytes(item.fetch_bytes)}" for item in downloads)
+    return f"fetching {named} into the cache of the hub"

@@ -1,0 +1,231 @@
+"""Which pairs fit a machine, and the best of them; what would make a request fit that does not.
+
+Each is planned before it is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from specexec_cli.catalog.downloads import missing
+from specexec_cli.catalog.registry import ModelEntry, PairEntry, load_registry
+from specexec_cli.config import SELF
+from specexec_cli.errors import SpecexecError
+from specexec_cli.planning.chosen_models import ChosenPair, choose_pair
+from specexec_cli.planning.expected_speed import predicted
+from specexec_cli.planning.machine import Site
+from specexec_cli.planning.request import DEFAULT_CONTEXT_TOKENS, Request
+from specexec_cli.planning.resolve import resolve
+from specexec_cli.planning.speed import Speed
+from specexec_cli.planning.tiers import Plan
+
+# Where a pair's target would be computed from; no: it does not fit.
+Place = Literal["VRAM", "RAM", "SSD", "no"]
+READING_TOKENS_PER_S = 4.0  # about as fast as text is read
+PATIENT_TOKENS_PER_S = 0.3  # a paragraph in five minutes; nobody waits longer
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A pair on a machine."""
+
+    pair: PairEntry
+    target: ModelEntry
+    draft: ModelEntry | None  # None: the text's own past
+    place: Place
+    speed: Speed | None  # None where it does not fit
+    fetch_bytes: int | None  # of both models, as far as they are not here; None is not known
+    gated: bool  # of what is to be fetched, something wants an accepted licence
+
+
+def fits(site: Site, models_file: Path | None) -> list[Fit]:
+    """Every pair that is known, in models.toml's order; nothing is downloaded.
+
+    Raises:
+        ConfigError: a models file cannot be used.
+    """
+    registry = load_registry(models_file)
+    found = []
+    for pair in registry.pairs.values():
+        try:
+            target, draft = registry.resolve(pair.target), registry.draft_of(pair)
+        except SpecexecError:  # a folder of the user's own that has gone
+            continue
+        request = Request(pair=pair.name, models_file=models_file, offline=True)
+        place: Place = "no"
+        speed = None
+        try:
+            decision = resolve(request, site)
+        except SpecexecError:  # it does not fit, or nothing tells how big it is
+            pass
+        else:
+            place, speed = place_of(decision.plan, site), predicted(decision, models_file)
+        absent = missing([target] if draft is None else [target, draft])
+        sizes = [entry.size_bytes for entry in absent]
+        known = [size for size in sizes if size is not None]
+        fetch_bytes = sum(known) if len(known) == len(sizes) else None
+        gated = any(entry.gated for entry in absent)
+        found.append(Fit(pair, target, draft, place, speed, fetch_bytes, gated))
+    return found
+
+
+def place_of(plan: Plan, site: Site) -> Place:
+    """The slowest place that weights of the target come from."""
+    if plan.ssd_bytes:
+        return "SSD"
+    on_gpu = site.settings["vram"].value > 0
+    in_vram = on_gpu and set(plan.tiers) == {"resident"} and not plan.expert_bytes
+    return "VRAM" if in_vram else "RAM"
+
+
+def recommended(found: Sequence[Fit], task: str) -> list[Fit]:
+    """The best pair for a task and, behind it, a larger and a faster one where there are.
+
+    The best is the one of the highest `rank`; the others are the highest of those that are larger,
+    or half as fast again.
+    """
+    usable = [fit for fit in found if task in fit.pair.tasks and fit.speed is not None]
+    if not usable:
+        return []
+    best = max(usable, key=rank)
+    current = [fit for fit in usable if fit.target.superseded <= best.target.superseded]
+    larger = [
+        fit
+        for fit in current
+        if _params(fit) > _params(best) and _speed(fit) >= PATIENT_TOKENS_PER_S
+    ]
+    faster = [fit for fit in current if _speed(fit) > 1.5 * _speed(best)]
+    return [best, *(max(others, key=_size) for others in (larger, faster) if others)]
+
+
+def rank(fit: Fit) -> tuple[bool, bool, int, bool, float]:
+    """How a pair that fits compares with others for the same task; the highest is recommended.
+
+    A model that newer ones have replaced comes behind all others. A target that writes at least as
+    fast as one reads comes before one that is slower. Of the former the largest is the best, and of
+    one size what needs no accepted licence, then the faster; of the latter the fastest.
+    """
+    fluent = _speed(fit) >= READING_TOKENS_PER_S
+    size = _size(fit) if fluent else (0, True, _speed(fit))
+    return (not fit.target.superseded, fluent, *size)
+
+
+def _speed(fit: Fit) -> float:
+    assert fit.speed is not None
+    return fit.speed.typical
+
+
+def _params(fit: Fit) -> int:
+    return fit.target.params or 0
+
+
+def _size(fit: Fit) -> tuple[int, bool, float]:
+    return _params(fit), not fit.gated, _speed(fit)
+
+
+_LEAST_BUDGET, _LEAST_CONTEXT = 16, 512
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of the request, and what a user sets for it; context None leaves it as it is."""
+
+    request: Request
+    settings: tuple[tuple[str, str | int], ...] = ()  # name in a Request or its tree, value
+    context_tokens: int | None = None
+
+
+def changes_that_fit(request: Request, site: Site, context_tokens: int) -> list[Change]:
+    """Changes with which the request fits the machine, the nearest to what was asked for first.
+
+    Args:
+        request: one that does not fit.
+        context_tokens: that it came to; its prompt need not be counted again.
+    Returns:
+        One change of every kind that helps by itself; where none does, one that takes several.
+    """
+    site = replace(site, measure=None)  # what a link reaches does not decide what fits
+    plain = replace(request, prompt=None, context_tokens=context_tokens)
+    kinds = (_stream, _budgets, _drafts, _contexts)
+    alone = [found for kind in kinds if (found := _first(kind(plain), site))]
+    if not alone:
+        together = (
+            Change(context.request, (*budget.settings, *draft.settings), context.context_tokens)
+            for draft in (Change(plain), *_drafts(plain))
+            for budget in _budgets(draft.request)
+            for context in (Change(budget.request), *_contexts(budget.request))
+        )  # fmt: skip
+        found = _first(together, site)
+        alone = [found] if found else []
+    if plain.method != "autoregressive":
+        undrafted = Change(replace(plain, method="autoregressive"), (("method", "autoregressive"),))
+        if not alone and _fits(undrafted.request, site):
+            alone = [undrafted]
+    return alone
+
+
+def _first(changes: Iterator[Change], site: Site) -> Change | None:
+    return next((change for change in changes if _fits(change.request, site)), None)
+
+
+def _fits(request: Request, site: Site) -> bool:
+    try:
+        resolve(request, site)
+    except SpecexecError:  # it does not fit, or its size cannot be told, which helps nobody
+        return False
+    return True
+
+
+def _stream(request: Request) -> Iterator[Change]:
+    if request.offload != "auto":
+        yield Change(replace(request, offload="auto"), (("offload", "auto"),))
+
+
+def _budgets(request: Request) -> Iterator[Change]:
+    """Half as many nodes, and half of those, and so on."""
+    if request.method == "autoregressive":
+        return
+    pair = _pair(request)
+    nodes = request.tree.budget or pair.tree.budget
+    while (nodes := nodes // 2) >= _LEAST_BUDGET:
+        depth = request.tree.depth and min(request.tree.depth, nodes)
+        tree = replace(request.tree, budget=nodes, depth=depth)
+        yield Change(replace(request, tree=tree), (("budget", nodes),))
+
+
+def _contexts(request: Request) -> Iterator[Change]:
+    """Powers of two: a context is a round number."""
+    tokens = 1 << (request.context_tokens or DEFAULT_CONTEXT_TOKENS).bit_length()
+    while (tokens := tokens // 2) >= _LEAST_CONTEXT:
+        if tokens == request.context_tokens:
+            continue
+        yield Change(replace(request, context_tokens=tokens), (), tokens)
+
+
+def _drafts(request: Request) -> Iterator[Change]:
+    """Smaller draft models of the same tokenizer that models.toml knows.
+
+    Those first that are made for chat, or not, as the target is; among them the largest.
+    """
+    if request.method == "autoregressive":
+        return
+    registry, pair = load_registry(request.models_file), _pair(request)
+    if pair.draft is None:
+        return
+    if pair.own_bits is not None:
+        for bits in range(pair.own_bits - 1, 1, -1):
+            name = f"{SELF}-{bits}"
+            yield Change(replace(request, draft=name), (("draft", name),))
+        return
+    drafts = [registry.resolve(name) for name in registry.drafts_for(pair.target.name)]
+    drafts.sort(key=lambda one: (one.chat == pair.target.chat, one.params or 0), reverse=True)
+    for draft in drafts:
+        if (draft.size_bytes or 0) < (pair.draft.size_bytes or 0):
+            yield Change(replace(request, draft=draft.name), (("draft", draft.name),))
+
+
+def _pair(request: Request) -> ChosenPair:
+    return choose_pair(load_registry(request.models_file), request)
