@@ -117,7 +117,7 @@ def passed(root: Path = ROOT) -> list[str]:
 
 
 def record(ran: Iterable[str], failed: set[str], root: Path = ROOT) -> None:
-    """Writes which of the groups that ran have passed; one with a test that failed has not."""
+    """Writes which of the groups that ran have passed: those without a test that failed."""
     file, known = passed_file(root), groups(root)
     digests = json.loads(file.read_text()) if file.exists() else {}
     for name in ran:
@@ -128,7 +128,7 @@ def record(ran: Iterable[str], failed: set[str], root: Path = ROOT) -> None:
     file.write_text(json.dumps(digests, indent=1, sort_keys=True) + "\n")
 
 
-def left_out(choice: str) -> list[str]:
+def left_out(choice: str, root: Path = ROOT) -> list[str]:
     """The groups that do not run.
 
     Args:
@@ -140,27 +140,26 @@ def left_out(choice: str) -> list[str]:
     if choice == "all":
         return []
     if choice == "changed":
-        return passed()
-    if unknown := set(choice.split(",")) - groups().keys():
+        return passed(root)
+    if unknown := set(choice.split(",")) - groups(root).keys():
         raise ValueError(f"tests/nightly.toml has no group {', '.join(unknown)}")
-    return [name for name in groups() if name not in choice.split(",")]
+    return [name for name in groups(root) if name not in choice.split(",")]
 
 
 class Selection:
     """A plugin of pytest for its option --groups, which conftest.py adds."""
 
-    def __init__(self, choice: str) -> None:
+    def __init__(self, choice: str, root: Path = ROOT) -> None:
         """Decides which groups run.
 
         Args:
             choice: see `left_out`. Whether groups passed is written down unless it is "changed".
         """
-        self._groups = groups()
-        self._left_out = left_out(choice)
+        self._root, self._groups = root, groups(root)
+        self._left_out = left_out(choice, root)
         self._alone = choice not in ("changed", "all")  # nothing else runs than the named groups
-        ran = [name for name in self._groups if name not in self._left_out]
-        self._recorded = [] if choice == "changed" else ran
-        self._failed = set[str]()
+        self._records = choice != "changed"
+        self._passed, self._failed = set[str](), set[str]()
 
     def _runs(self, node_id: str) -> bool:
         of = [name for name, group in self._groups.items() if group.has(node_id)]
@@ -175,15 +174,20 @@ class Selection:
         items[:] = [each for each in items if self._runs(each.nodeid)]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Remembers which tests failed."""
+        """Remembers which tests passed and which failed."""
         if report.failed:
             self._failed.add(report.nodeid)
+        elif report.passed and report.when == "call":
+            self._passed.add(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Writes which groups passed, once, and not after a run that was cut short."""
         whole = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if self._recorded and whole and not hasattr(session.config, "workerinput"):
-            record(self._recorded, self._failed)
+        if self._records and whole and not hasattr(session.config, "workerinput"):
+            tests = self._passed | self._failed
+            ran = [name for name in self._groups if any(map(self._groups[name].has, tests))]
+            if ran:
+                record(ran, self._failed, self._root)
 
 
 if __name__ == "__main__":

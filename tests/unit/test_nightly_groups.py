@@ -86,6 +86,33 @@ def test_a_group_with_a_failure_has_not_passed(project: Path) -> None:
     assert passed(project) == []
 
 
+@pytest.mark.parametrize(
+    ("choice", "cut_short", "expected"),
+    [
+        ("all", False, ["slow"]),
+        ("slow", False, ["slow"]),
+        ("changed", False, []),
+        ("all", True, []),
+    ],
+)
+def test_what_ran_and_passed_is_written(
+    project: Path, choice: str, cut_short: bool, expected: list[str]
+) -> None:
+    selection, session = Selection(choice, project), Mock(config=object())
+    for node, outcome in (
+        ("e2e/test_slow.py::test_two", "passed"),
+        ("test_other.py::test_grid", ""),
+    ):
+        report: Any = Mock(nodeid=f"tests/{node}", when="call", passed=bool(outcome), failed=False)
+        selection.pytest_runtest_logreport(report)
+    code = pytest.ExitCode.INTERRUPTED if cut_short else pytest.ExitCode.OK
+    selection.pytest_sessionfinish(session, code)
+    assert passed(project) == expected
+    selection.pytest_runtest_logreport(Mock(nodeid="tests/e2e/test_slow.py::test_one", failed=True))
+    selection.pytest_sessionfinish(session, code)
+    assert passed(project) == []
+
+
 def test_entries_name_files_tests_and_tests_of_some_parameters() -> None:
     assert names("tests/test_a.py", "tests/test_a.py::test_b[c]")
     assert names("tests/test_a.py::test_b", "tests/test_a.py::test_b[c]")
