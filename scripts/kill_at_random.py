@@ -56,7 +56,8 @@ class Runs:
             name: str(folder / name)
             for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "HF_HOME")
         }
-        self.environment = {**kept, **homes, "OMP_NUM_THREADS": "1", **environment}
+        settings = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        self.environment = {**kept, **homes, **settings, **environment}
         # compiled kernels are not what is tried here, and compiling them would take most of a run
         self.environment["SPECEXEC_KERNEL_CACHE"] = str(folder.parent / "kernels")
 
@@ -83,10 +84,20 @@ class Runs:
         """What the program prints where nobody kills it.
 
         Raises:
-            Lost: it ends with an error.
+            Lost: it ends with an error, or not at all; says where each of its threads was then.
         """
         process = self.start(*arguments, typed=typed)
-        out, told = process.communicate(timeout=TIMEOUT_S)
+        try:
+            out, told = process.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGABRT)  # at which Python's faulthandler tells its threads
+            try:
+                _, told = process.communicate(timeout=10)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                _, told = process.communicate()
+            hung = f"{' '.join(arguments[:2])} did not end in {TIMEOUT_S} s:\n{told[-5000:]}"
+            raise Lost(hung) from None
         if process.returncode:
             raise Lost(f"{' '.join(arguments[:2])} ended with {process.returncode}: {told[-500:]}")
         return out
