@@ -26,9 +26,11 @@ def folder_for_now(name: str) -> str:
 # What sessions learn about a pair must not pass from one run of the tests to the next.
 os.environ["XDG_CACHE_HOME"] = folder_for_now("cache")
 
-# Each CPU kernel is compiled once in a run, by whichever of its processes needs it first.
+# Each CPU kernel is compiled once, by whichever process of whichever run needs it first: a file's
+# name is the digest of all that its machine code follows from, and others' folders are not read.
 if "SPECEXEC_KERNEL_CACHE" not in os.environ:
-    os.environ["SPECEXEC_KERNEL_CACHE"] = folder_for_now("kernels")
+    kernels = Path(tempfile.gettempdir(), f"specexec-tests-kernels-{os.getuid()}")
+    os.environ["SPECEXEC_KERNEL_CACHE"] = str(kernels)
 
 sys.path.insert(0, str(Path(__file__).parent))  # tests import toys.py by name
 

@@ -30,6 +30,7 @@ from specexec_cli.planning.sizes import architecture_bytes
 RAM_BYTES = 64 * 10**9
 CARDS = (0, 8, 12, 16, 24, 48)  # GB; 0 is a machine without a GPU
 PAIRS = [pair.name for pair in load_registry().pairs.values() if "demo" not in pair.name]
+WHOLE = 12  # every twelfth pair is held against every card, the others each against one
 
 
 def write_holes(folder: Path, config: dict[str, object]) -> None:
