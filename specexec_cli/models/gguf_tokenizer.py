@@ -11,26 +11,21 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import transformers
 from platformdirs import user_cache_path
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf, shown
+from specexec_cli.gguf.pre_tokenizers import BEGINS, PATTERNS, WHOLE_PIECES
 from specexec_cli.guarded import parse_json
 
-# what llama.cpp does for these vocabularies (src/llama-vocab.cpp), as their makers' tokenizers do:
-# whole words that are tokens need no merges, and a text begins with the beginning-of-text token
-_WHOLE_WORDS = frozenset(
-    ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "tekken")
-)
-_PLAIN = ("default", "gpt-2", None)  # text is split as GPT-2 does
 _SPECIAL = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",
@@ -60,7 +55,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
             return AutoTokenizer.from_pretrained(
                 kept, local_files_only=True, trust_remote_code=False
             )
-    tokenizer = _build(path, metadata)
+    tokenizer = build_gguf_tokenizer(path, metadata)
     with suppress(OSError):  # a cache
         _keep(tokenizer, kept)
     return tokenizer
@@ -73,7 +68,7 @@ def _kept_at(metadata: Mapping[str, Any]) -> Path:
     return user_cache_path("specexec", appauthor=False) / "tokenizers" / name
 
 
-_VERSION = 1  # of what is made of a vocabulary here
+_VERSION = 2  # of what is made of a vocabulary here
 
 
 def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -88,17 +83,23 @@ def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         raise
 
 
-def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer that a file's metadata describe.
+
+    Args:
+        path: of the file, for messages.
+        metadata: of the keys `tokenizer.*`, without that word, and `general.architecture`.
+    Raises:
+        CheckpointError: it is of a kind that is not known, or makes no sense.
+    """
     # here, since it brings many models' tokenizers with it
-    from transformers.integrations.gguf.gguf_tokenizer_mapping import (
-        GGUF_PRE_TOKENIZER_SPLITS,
-        convert_gguf_tokenizer,
-    )
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     tokens, kind, split = (metadata.get(f"ggml.{key}") for key in ("tokens", "model", "pre"))
     assert isinstance(tokens, list)
     byte_level = kind == "gpt2"
-    if byte_level and split not in _PLAIN and split not in GGUF_PRE_TOKENIZER_SPLITS:
+    split = split or "default"
+    if byte_level and split not in PATTERNS:
         raise CheckpointError(
             f"{path}: how its tokenizer {shown(split)} splits text is not known: "
             "name a folder with the original model's tokenizer with `tokenizer`"
@@ -116,14 +117,15 @@ def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     try:
         backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)
         backend = _without_invented(backend, len(tokens))
-        if split in _WHOLE_WORDS:
-            backend.model.ignore_merges = True
+        if byte_level:
+            backend.pre_tokenizer = _splitting(PATTERNS[split])
+            backend.model.ignore_merges = split in WHOLE_PIECES
         special = {
             name: tokens[metadata[f"ggml.{key}"]]
             for name, key in _SPECIAL.items()
             if f"ggml.{key}" in metadata
         }
-        begins = not byte_level or split in _WHOLE_WORDS
+        begins = not byte_level or split in BEGINS
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
             add_bos_token=bool(metadata.get("ggml.add_bos_token", begins)),
@@ -134,6 +136,14 @@ def _build(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
     except Exception as error:  # whatever a value of the metadata makes the libraries do
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: its tokenizer cannot be read: {reason}") from error
+
+
+def _splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
+    """Pieces of bytes: each pattern cuts what the one before it left."""
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
+    return pre_tokenizers.Sequence(
+        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
 
 
 def _without_invented(backend: Tokenizer, count: int) -> Tokenizer:

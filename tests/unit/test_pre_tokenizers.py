@@ -1,0 +1,84 @@
+"""Vocabularies of GGUF files split text as llama.cpp splits it, or as their makers do.
+
+goldens/pre_tokenizers.json is written by scripts/pre_tokenizer_goldens.py with llama.cpp.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.gguf.pre_tokenizers import PATTERNS, WHOLE_PIECES
+from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer
+
+GOLDENS = json.loads(
+    (Path(__file__).parent.parent / "goldens" / "pre_tokenizers.json").read_text("utf-8")
+)
+BEGIN = len(GOLDENS["tokens"]) - 1  # <s>
+THAI, HINDI, COMBINING, CASES, SPACES, DIGITS = (
+    next(text for text in GOLDENS["texts"] if part in text)
+    for part in ("สวัสดี", "नमस्ते", "combining", "camelCase", "\u2003", "123456 1234567")
+)
+# Where llama.cpp says that it simplifies the makers' pattern, the makers' is used: it has no
+# classes of capitals, small letters and marks, its \d is ASCII, and its \s has U+2028.
+SIMPLIFIED = {
+    "gpt-4o": {THAI, HINDI, COMBINING}, "tekken": {THAI, HINDI, COMBINING},
+    "kimi-k2": {CASES, THAI, HINDI, COMBINING}, "tiny_aya": {CASES}, "youtu": {CASES},
+    "deepseek-llm": {SPACES}, "deepseek-coder": {SPACES}, "superbpe": {DIGITS},
+}  # fmt: skip
+
+
+def tokenizer(name: str | None, **metadata: Any) -> PreTrainedTokenizerBase:
+    described = {
+        "general.architecture": "llama", "ggml.model": "gpt2", "ggml.tokens": GOLDENS["tokens"],
+        "ggml.merges": GOLDENS["merges"], "ggml.token_type": [1] * BEGIN + [3],
+        "ggml.bos_token_id": BEGIN, **metadata,
+    }  # fmt: skip
+    if name is not None:
+        described["ggml.pre"] = name
+    return build_gguf_tokenizer(Path("model.gguf"), described)
+
+
+@pytest.mark.parametrize("group", GOLDENS["groups"], ids=lambda group: group["names"][0])
+def test_text_is_split_as_by_llama_cpp(group: dict[str, Any]) -> None:
+    simplified = SIMPLIFIED.get(group["names"][0], set())
+    # each pattern once
+    for name in {(PATTERNS[name], name in WHOLE_PIECES): name for name in group["names"]}.values():
+        words = tokenizer(name)
+        found = dict(zip(GOLDENS["texts"], group["ids"], strict=True))
+        other = {
+            text
+            for text, ids in found.items()
+            if words.encode(text, add_special_tokens=False) != ids
+        }
+        assert other == simplified, name
+        assert all(words.decode(words.encode(text)).endswith(text) for text in found)
+
+
+def test_every_name_has_a_golden() -> None:
+    assert sorted(name for group in GOLDENS["groups"] for name in group["names"]) == sorted(
+        PATTERNS
+    )
+
+
+def test_a_file_that_names_none_is_split_as_llama_cpp_does_by_default() -> None:
+    text = GOLDENS["texts"][0]
+    assert tokenizer(None).encode(text) == tokenizer("default").encode(text)
+    assert tokenizer(None).encode(text) != tokenizer("gpt-2").encode(text)
+
+
+@pytest.mark.parametrize(("name", "begins"), [("llama-bpe", True), ("qwen2", False)])
+def test_the_first_token_follows_the_name_unless_the_file_says_it(name: str, begins: bool) -> None:
+    assert (tokenizer(name).encode("a")[0] == BEGIN) is begins
+    stated = tokenizer(name, **{"ggml.add_bos_token": not begins})
+    assert (stated.encode("a")[0] == BEGIN) is not begins
+
+
+def test_an_unknown_name_is_refused_in_one_line() -> None:
+    with pytest.raises(CheckpointError, match=r"model\.gguf: how its tokenizer 'nobody' splits"):
+        tokenizer("nobody")
