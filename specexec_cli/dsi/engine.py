@@ -8,16 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import SamplingConfig
-from specexec_cli.core import common_prefix
+from specexec_cli.core import DraftTree, common_prefix
 from specexec_cli.dsi.messages import Ready
 from specexec_cli.dsi.workers import Stale
 from specexec_cli.errors import NonFiniteLogitsError
+from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.model_spec import ModelSpec
-from specexec_cli.models.pass_rows import PassRows, embeddable
+from specexec_cli.models.pass_rows import embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.verify.rejection import DRAFT_STREAM, draw, settle
+from specexec_cli.verify.verifier import LocalTarget
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,53 +34,57 @@ class StalePass(Exception):
 
 
 class CachedModel:
-    """A model and the cache of one sequence."""
+    """A model whose passes carry what its cache lacks of a text, and end once they are stale."""
 
     def __init__(self, model: StreamedModel) -> None:
         self.model = model
-        self.tokens: list[int] = []  # whose rows are in the cache
-        self.cache = model.new_state()
         self.rows_run = 0
-        self._stale: Stale = _never
-        for layer in model.skeleton.layers:
-            layer.register_forward_pre_hook(self._poll)
+        self._target = LocalTarget(model)
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """The tokens whose rows are in the cache, as the model embeds them."""
+        return self._target.tokens
+
+    @property
+    def state(self) -> ModelState:
+        """What the layers keep of them."""
+        return self._target.state
 
     def logits(self, tokens: Sequence[int], first: int, stale: Stale) -> Tensor | None:
         """Logits for positions first .. len(tokens); rows the cache has are not run again.
 
         Args:
             first: 1 .. len(tokens).
-            stale: polled before each layer.
+            stale: polled behind each layer.
         Returns:
             (len(tokens) + 1 - first, vocab); None if the pass became stale, and then the cache
-            holds the common prefix.
+            holds at most the common prefix.
         """
-        keep = min(common_prefix(self.tokens, tokens), first - 1)
-        del self.tokens[keep:]
-        self.cache.crop(keep)
-        self.cache.reserve(len(tokens) + 256)
-        missing = embeddable(tokens[keep:], self.model.vocab_size)
-        self.rows_run += len(missing)
-        self._stale = stale
+        text = embeddable(tokens, self.model.vocab_size)
+        self._target.crop(min(common_prefix(self.tokens, text), first - 1))
+        self._target.reserve(len(text) + 256)
+        pending, drafts = text[len(self.tokens) : first], text[first:]
+        self.rows_run += len(pending) + len(drafts)
+
+        def poll(index: int) -> None:
+            if stale():
+                raise StalePass
+
         try:
-            rows = PassRows.chain(missing, keep)
-            logits = self.model.forward(rows, self.cache, range(first - 1 - keep, len(missing)))
-        except BaseException as error:
-            # layers before the interruption hold rows of an unfinished pass
-            self.cache.crop(keep)
-            if self.model.source is not None:
-                self.model.source.restart()
-            if isinstance(error, StalePass):
-                return None
-            raise
+            self.model.on_layer = poll
+            logits = self._target.verify(pending, DraftTree.chain(drafts))
+        except StalePass:
+            return None
         finally:
-            self._stale = _never
-        self.tokens = list(tokens)
+            self.model.on_layer = lambda index: None
+        self._target.commit(range(len(drafts)))
         return logits
 
     def fill(self, tokens: Sequence[int], stale: Stale) -> bool:
         """Bring the cache up to `tokens`; False if that became stale."""
-        if common_prefix(self.tokens, tokens) == len(tokens):
+        text = embeddable(tokens, self.model.vocab_size)
+        if common_prefix(self.tokens, text) == len(text):
             return True
         return self.logits(tokens, len(tokens), stale) is not None
 
@@ -91,12 +97,7 @@ class CachedModel:
 
     def forget(self) -> None:
         """Empty the cache."""
-        self.tokens = []
-        self.cache.crop(0)
-
-    def _poll(self, module: object, args: object) -> None:
-        if self._stale():
-            raise StalePass
+        self._target.crop(0)
 
     def ready(self) -> Ready:
         """Seconds of a pass by its rows, and the context window."""

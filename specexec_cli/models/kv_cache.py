@@ -8,7 +8,7 @@ branch may be inside that of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -16,6 +16,7 @@ import torch
 from specexec_kernels import dispatch
 from torch import Tensor
 
+from specexec_cli.core import common_prefix
 from specexec_cli.models.layer_state import Ints, LayerState, ModelState
 from specexec_cli.planning.memory import STEP_SLOTS
 
@@ -178,6 +179,11 @@ class SlotCache(ModelState):
         for layer in self.layers:
             if self.read_by_steps and layer.is_initialized and layer.keys.shape[2] < slots:
                 layer.grow(slots)
+
+    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
+        """See ModelState; the begin of a path that lies in its place already is not moved."""
+        in_place = common_prefix(path, range(prefix_len, prefix_len + len(path)))
+        super().commit(prefix_len + in_place, path[in_place:], below)
 
     def let_steps_read(self) -> None:
         """From now on another model's captured steps read every slot, filled or not.

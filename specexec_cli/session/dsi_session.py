@@ -196,7 +196,7 @@ def _further_drafts(found: Prepared, request: Request) -> list[Path]:
 
 def worker_loaders(
     found: Prepared, drafts: Sequence[Path], devices: Sequence[str], servers: int
-) -> tuple[list[Callable[[], ModelTarget]], list[Callable[[], ModelDrafter]]]:
+) -> tuple[Sequence[Callable[[], ModelTarget]], Sequence[Callable[[], ModelDrafter]]]:
     """What loads the target `servers` times and each draft model once, on these devices in turns.
 
     Every target server is opened as the plan says, on a device of its own.

@@ -24,6 +24,7 @@ from specexec_cli.core import DraftTree, common_prefix
 from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.dsi.engine import ModelTarget
 from specexec_cli.models import layer_state
 from specexec_cli.models.layer_state import Ints, LayerState
 from specexec_cli.models.streamed import StreamedModel
@@ -231,6 +232,18 @@ def test_texts_in_one_pass_and_copied_beginnings_are_those_alone(
     for logits in together[1:]:
         assert torch.equal(logits[0], one_by_one(model, tokens))
     assert torch.equal(together[1], together[2])
+
+
+def test_a_dsi_server_draws_the_plain_text_whatever_it_was_asked_before(
+    models: tuple[StreamedModel, StreamedModel],
+) -> None:
+    """Prefixes that differ, and positions that it has rows of already."""
+    context, server = random_tokens(6), ModelTarget(models[0])
+    steps = autoregressive(LocalTarget(models[0]), Sampler(SamplingConfig()), context, 10, ())
+    text = [*context, *(token for step in steps for token in step.tokens)]
+    server.verify([*context, 5, 6, 7], len(context), lambda: False)
+    for first in (6, 10, 8, 12):
+        assert server.verify(text[:-1], first, lambda: False) == tuple(text[first:])
 
 
 def test_a_crop_says_what_is_left(models: tuple[StreamedModel, StreamedModel]) -> None:

@@ -59,11 +59,11 @@ def models(pair) -> Iterator[list[StreamedModel]]:
 
 def assert_cache_is_a_fresh_prefill(cached: CachedModel) -> None:
     fresh = cached.model.new_state()
-    assert cached.cache.length == len(cached.tokens)
+    assert cached.state.length == len(cached.tokens)
     if not cached.tokens:
         return
     cached.model.forward(PassRows.chain(cached.tokens, 0), fresh, [])
-    for ours, expected in zip(cached.cache.layers, fresh.layers, strict=True):
+    for ours, expected in zip(cached.state.layers, fresh.layers, strict=True):
         assert ours.length == expected.length == len(cached.tokens)
         for name in ("keys", "values"):
             torch.testing.assert_close(
@@ -206,7 +206,7 @@ def test_latencies_are_measured_and_leave_an_empty_cache(models):
     assert set(seconds) == {1, 32}
     assert all(value > 0 for value in seconds.values())
     assert target.cached.tokens == []
-    assert target.cached.cache.length == 0
+    assert target.cached.state.length == 0
 
 
 def test_a_draft_model_at_the_edges_of_what_it_knows(tmp_path: Path) -> None:

@@ -79,6 +79,18 @@ def test_the_target_s_cache(model: StreamedModel, reserve: int) -> None:
     assert_fresh(model, target._state, target.tokens)
 
 
+def test_a_path_that_lies_in_its_place_is_not_moved(
+    model: StreamedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a chain's does, whose drafts are accepted from the first on."""
+    target, context, drafts = LocalTarget(model), random_tokens(9), random_tokens(5, seed=3)
+    monkeypatch.setattr(dispatch, "compact_kv", pytest.fail)
+    target.verify(context, DraftTree.chain(drafts))
+    target.commit(range(3))
+    assert target.tokens == [*context, *drafts[:3]]
+    assert_fresh(model, target._state, target.tokens)
+
+
 def failing_at(layer: int, error: type[BaseException]) -> Callable[[int], None]:
     def on_layer(index: int) -> None:
         if index == layer:
