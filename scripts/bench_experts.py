@@ -62,7 +62,7 @@ def decision_for(rig: Path, draft: Path, share: float) -> Decision:
         ConfigError: the rig is no mixture.
     """
     request = Request(target=str(rig), draft=str(draft))
-    site = replace(this_site([torch.device("cpu")]), measure=None)
+    site = replace(this_site(torch.device("cpu")), measure=None)
     low, high, found = 0, 1 << 38, None
     while high - low > 1 << 20:
         ram = (low + high) // 2

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.device import format_bytes, free_ram_bytes, gpu_obstacle, gpus
+from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.arithmetic_probe import probe_arithmetic, probe_layer
 from specexec_cli.models.calibration_text import standard_pieces
@@ -28,6 +29,7 @@ from specexec_cli.models.own_copy import copy_obstacle, own_copy
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
+from specexec_cli.offload import link
 from specexec_cli.offload.disk_probe import probe_ssd
 from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
@@ -44,7 +46,7 @@ from specexec_cli.planning.measured_rates import (
     rates_file,
     save_rates,
 )
-from specexec_cli.planning.memory import GPU_LIBRARY_BYTES
+from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.quiet import QuietCheck
@@ -169,8 +171,7 @@ class Prepared:
 def prepare(
     request: Request,
     *,
-    copies: int = 1,
-    devices: Sequence[str] = (),
+    workers: Layout | None = None,
     notice: Notice = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> Prepared:
@@ -180,8 +181,7 @@ def prepare(
 
     Args:
         notice, progress: told of that.
-        copies: of the target, which share this machine's RAM, in turns on each of `devices`.
-        devices: the request's own unless told.
+        workers: that compute in place of this process; the plan is then one target server's.
     Raises:
         SpecexecError: whatever is wrong, in one line.
     """
@@ -192,7 +192,10 @@ def prepare(
             tokenizers[folder] = load_tokenizer(folder)
         return tokenizers[folder]
 
-    site = this_site([pick_device(name) for name in devices or [request.device]], copies, notice)
+    if workers is not None:
+        site = site_of_workers(workers, notice)
+    else:
+        site = this_site(pick_device(request.device), notice)
     request = with_best_draft(request, site, notice, copy_obstacle)
     _check_before_download(request, site)
     decision = resolve(
@@ -235,36 +238,57 @@ def _check_before_download(request: Request, site: Site) -> None:
         check_own_copy(known, models_file=request.models_file)
 
 
-def this_site(
-    devices: Sequence[torch.device], copies: int = 1, notice: Notice = lambda text: None
-) -> Site:
-    """This machine as one copy of the target sees it: what the fullest device has room for.
+def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
+    """This machine, on one device of which this process is to compute.
 
     Args:
-        copies: of the target, in turns on each of the devices.
         notice: told where something is measured beside other programs, and so not kept.
     """
-    device, vram_bytes = devices[0], 0
+    vram_bytes = 0
     if device.type == "cuda":
         prepare_cuda()
         torch.cuda.empty_cache()  # what an earlier session left
         # asking creates the CUDA context: what is told is free beside it, and RAM is asked after it
-        free = [torch.cuda.mem_get_info(each)[0] for each in devices]
-        vram_bytes = min(free) // -(-copies // len(devices))
+        vram_bytes = torch.cuda.mem_get_info(device)[0]
+    return replace(
+        _site(device, vram_bytes, notice),
+        program_bytes=0,  # this process is loaded already: its memory is not among what is free
+        context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
+        measure=partial(_measured, device),
+    )
+
+
+def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site:
+    """This machine as one of DSI's target servers sees it: its part of the fullest device.
+
+    This process makes no context on any GPU, so the links to them are not measured.
+
+    Args:
+        notice: as for `this_site`.
+    Raises:
+        WorkerError: a GPU does not tell how much of its memory is free.
+    """
+    devices, vram_bytes = [torch.device(name) for name in workers.devices], 0
+    if devices[0].type == "cuda":
+        # whoever asked had a context, which is gone
+        vram_bytes = min(link.free_vram(devices)) + GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
+    site = _site(devices[0], vram_bytes, notice)
+    return workers.share(replace(site, measure=partial(_measured, None)))
+
+
+def _site(device: torch.device, vram_bytes: int, notice: Notice) -> Site:
+    """This machine with a device that has so many bytes free, for a process yet to be started."""
     rates = load_rates(rates_file())
     return Site(
         device=str(device),
         settings={
-            "ram": Setting(free_ram_bytes() // copies, "free here"),
+            "ram": Setting(free_ram_bytes(), "free here"),
             "vram": Setting(vram_bytes, "free here"),
             **known_rates(rates, vram_bytes > 0),
         },
         flops=(rates and rates.flops) or {},
         layers=(rates and rates.layers) or {},
         host_bytes_per_s=host_rate(rates),
-        program_bytes=0,  # this process is loaded already: its memory is not among what is free
-        context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
-        measure=partial(_measured, device),
         calibrate=partial(_calibrate, notice) if device.type == "cpu" else None,
     )
 
@@ -294,14 +318,17 @@ def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRow
 
 
 def _measured(
-    device: torch.device, target: Checkpoint, ssd_bytes: int, link_bytes: int
+    device: torch.device | None, target: Checkpoint, ssd_bytes: int, link_bytes: int
 ) -> Mapping[str, Setting]:
     """Short probes of the links that a pass will use, the SSD's on the target's own files.
 
     The doctor's figure may be of another disk, and of another day.
+
+    Args:
+        device: whose link is probed; None where this process is to make no context on it.
     """
     found = {}
-    if link_bytes:
+    if link_bytes and device is not None:
         in_ram = max(link_bytes - ssd_bytes, 0)
         rate = probe_link(device, _LINK_PROBE_BYTES, in_ram)
         found["link"] = Setting(rate, "measured")

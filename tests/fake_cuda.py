@@ -46,6 +46,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from uncounted import uncounted
 
+from specexec_cli.offload import link
+
 CUDA = torch.device("cuda", 0)
 MOST_DEVICES = 2
 VRAM_BYTES = 8_000_000_000
@@ -539,6 +541,7 @@ def fake_cuda(
         }.items():
             patch.setattr(torch.cuda, name, value)
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+        patch.setattr(link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices])
         patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")
         for module, name in KERNELS:
             patch.setattr(module, name, _kernel(getattr(module, name)))

@@ -10,9 +10,11 @@ import typer
 
 from specexec_cli.cli import machine, option_groups, options
 from specexec_cli.cli.render import notice
-from specexec_cli.config import Method
+from specexec_cli.config import DsiOptions, Method
 from specexec_cli.device import gpus
+from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.plan import advise
+from specexec_cli.errors import ConfigError
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
@@ -27,7 +29,7 @@ from specexec_cli.planning.expected_speed import (
     runs_file,
     with_more_ram,
 )
-from specexec_cli.planning.machine import ASSUMED
+from specexec_cli.planning.machine import ASSUMED, Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
 from specexec_cli.planning.request import Request, TreeRequest
@@ -50,6 +52,8 @@ def plan(
     budget: options.Budget = None,
     offload: options.Offload = "auto",
     experts: options.Experts = "auto",
+    sp: options.Sp = "auto",
+    devices: options.Devices = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and text together. Default: 4096.")
     ] = None,
@@ -59,19 +63,27 @@ def plan(
 
     Nothing is downloaded: sizes come from models.toml, from the checkpoint's headers if it is on
     this machine, or else from its config.json on the hub. Rates that are not given are those
-    `specexec doctor` measured here.
+    `specexec doctor` measured here. With `--method dsi` the plan is that of each target server:
+    --vram is of each GPU, --ram of all workers together.
     """
-    option_groups.one_of(method, "--method", ("specexec", "autoregressive"))
+    option_groups.one_of(method, "--method", ("specexec", "autoregressive", "dsi"))
     request = Request(
         pair=pair, target=target, draft=draft, method=cast(Method, method),
         models_file=models_file, offline=offline, offload=option_groups.offload_mode(offload),
         experts=option_groups.expert_place(experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
+        dsi=option_groups.dsi_options(sp, "auto", devices),
     )  # fmt: skip
     site = machine.site(ram, vram, ssd, link)
+    layout = _layout(request, site)
+    if layout is not None:
+        site = layout.share(site)
     decision = resolve(with_best_draft(request, site, notice, _copy_obstacle), site)
     check_own_copy(decision, notice, models_file, _copy_obstacle)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
+    if layout is not None:
+        lines = [layout.describe(), "Speeds are those of draft trees on one of them.", dsi]
+        dsi = " ".join(line for line in lines if line)
     speed, runs = predicted(decision, models_file), _runs(decision)
     one_pass = pass_time(decision.plan, speed.nodes + 1)
     if as_json:
@@ -84,6 +96,24 @@ def plan(
     draft_sizes = decision.draft.sizes if decision.draft else None
     more = without_ssd(decision.plan, draft_sizes, request.experts)
     show_plan(decision, one_pass, more, dsi, speed, runs, *expert_outlook(decision, request))
+
+
+def _layout(request: Request, site: Site) -> Layout | None:
+    """The workers of the method dsi; None for other methods.
+
+    Raises:
+        ConfigError: options of workers without them.
+    """
+    options = request.dsi
+    if request.method != "dsi":
+        if options != DsiOptions():
+            raise ConfigError("--sp and --devices are for --method dsi alone")
+        return None
+    on_gpu = site.settings["vram"].value > 0
+    names = options.devices or tuple(f"cuda:{gpu.index}" for gpu in gpus() if on_gpu)
+    if not names:
+        names = ("cuda:0", "cuda:1") if on_gpu else ("cpu",)
+    return Layout(devices=names, servers=target_servers(options, names))
 
 
 def _copy_obstacle(target: Checkpoint, bits: int) -> str:

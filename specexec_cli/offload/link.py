@@ -6,6 +6,9 @@ Tests fake it.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -13,9 +16,16 @@ import torch
 from torch import Tensor
 
 from specexec_cli.device import under_wsl
+from specexec_cli.errors import WorkerError
 
 # What users set the allocator by; the second is the older name.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+_ASK_FREE = """
+import sys, torch
+for name in sys.argv[1:]:
+    print(torch.cuda.mem_get_info(torch.device(name))[0])
+"""
 
 
 def prepare_cuda() -> None:
@@ -52,6 +62,28 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
+
+
+def free_vram(devices: Sequence[torch.device]) -> list[int]:
+    """Free bytes of GPUs, for a process that is to make no context on any of them.
+
+    CUDA tells what is free to those alone who have a context there, so a process of its own asks.
+    What that one's contexts took is not among what it was told.
+
+    Raises:
+        WorkerError: it got no answer.
+    """
+    names = [str(device) for device in devices]
+    command = [sys.executable, "-c", _ASK_FREE, *names]
+    try:
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    except subprocess.CalledProcessError as error:
+        reason = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+    except (OSError, subprocess.TimeoutExpired) as error:
+        reason = str(error)
+    else:
+        return [int(line) for line in asked.stdout.split()]
+    raise WorkerError(f"DSI: no memory of {', '.join(names)} is to be had: {reason}")
 
 
 class Link(Protocol):

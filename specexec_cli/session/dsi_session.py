@@ -21,6 +21,7 @@ from specexec_cli.core import PassProgress, StepResult
 from specexec_cli.device import usable_cores
 from specexec_cli.dsi.decoding import dsi
 from specexec_cli.dsi.engine import ModelDrafter, ModelTarget, load_drafter, load_target
+from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.messages import DRAFTER, Score
 from specexec_cli.dsi.orchestrator import DsiConfig, Orchestrator
 from specexec_cli.dsi.plan import DsiPlan, make_plan
@@ -28,10 +29,11 @@ from specexec_cli.dsi.pool import WorkerPool
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.dsi.ray_workers import RayCluster, RayWorkers
 from specexec_cli.errors import ConfigError, WorkerError
-from specexec_cli.loading import Notice, Prepared, pick_device
+from specexec_cli.loading import Notice, Prepared, Progress, pick_device, prepare
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.chosen_models import choose_pair
 from specexec_cli.planning.request import Request
 from specexec_cli.session.text_session import GenerationRequest, Steps, TextSession
 
@@ -133,13 +135,7 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
     return [f"cuda:{n}" for n in range(count)] or ["cpu"]
 
 
-def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
-    """How many instances of the target to run: as asked for, or as many as the devices allow."""
-    # from three devices on, the drafter has one to itself
-    return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
-
-
-def open_dsi(found: Prepared, request: Request, notice: Notice) -> DsiSession | None:
+def open_dsi(request: Request, notice: Notice, progress: Progress) -> DsiSession | None:
     """Starts the workers and measures them; None, with a notice, where DSI would not pay.
 
     Numbers given by the user are obeyed whatever the plan says.
@@ -149,22 +145,56 @@ def open_dsi(found: Prepared, request: Request, notice: Notice) -> DsiSession | 
         TokenizerMismatchError, UnknownModelError: a draft model's tokens are not the target's, or
             it is not here.
     """
-    if found.draft is None:
+    if choose_pair(load_registry(request.models_file), request).draft is None:
         return None
-    options, device = request.dsi, request.device
-    found.check_tokenizers()
-    drafts = [found.draft.folder, *_further_drafts(found, request)]
+    options = request.dsi
     cluster = RayCluster(options.ray) if options.ray is not None else None
-    devices = ray_devices(cluster) if cluster else choose_devices(options, device)
-    forced = options.sp is not None or options.lookahead is not None
-    if len(devices) < 2 and not forced:
+    try:
+        devices = ray_devices(cluster) if cluster else choose_devices(options, request.device)
+        forced = options.sp is not None or options.lookahead is not None
+        if len(devices) >= 2 or forced:
+            return _open(request, devices, cluster, forced, notice, progress)
         notice("DSI needs two devices or more and there is one: using `method='specexec'`")
+    except BaseException:
         if cluster is not None:
             cluster.close()
-        return None
-    workers = _start_workers(found, drafts, devices, target_servers(options, devices), cluster)
+        raise
+    if cluster is not None:
+        cluster.close()
+    return None
+
+
+def _open(
+    request: Request,
+    devices: Sequence[str],
+    cluster: RayCluster | None,
+    forced: bool,
+    notice: Notice,
+    progress: Progress,
+) -> DsiSession | None:
+    """Plans for these devices, starts the workers there and measures them.
+
+    Args:
+        forced: whether to go on whatever the measurement says; None is returned otherwise.
+    """
+    further, sp = _further_drafts(request), target_servers(request.dsi, devices)
+    layout = Layout(
+        devices=devices,
+        servers=sp,
+        drafters=1 + len(further),
+        further_draft_bytes=sum(read_checkpoint(each).total_bytes for each in further),
+    )
+    # in a cluster every machine has memory of its own
+    here = replace(layout, devices=[str(pick_device(request.device))], servers=1)
+    found = prepare(request, workers=here if cluster else layout, notice=notice, progress=progress)
+    assert found.draft is not None, "the pair has one"
+    found.check_tokenizers()
+    for folder in further:
+        vocab_size = int(load_config(read_checkpoint(folder)).vocab_size)
+        check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
+    workers = _start_workers(found, [found.draft.folder, *further], layout, cluster)
     try:
-        plan = _plan(workers, options.lookahead)
+        plan = _plan(workers, request.dsi.lookahead)
         if not plan.worthwhile and not forced:
             notice(f"{plan.describe()}: not worth it, using `method='specexec'`")
             workers.close()
@@ -173,7 +203,7 @@ def open_dsi(found: Prepared, request: Request, notice: Notice) -> DsiSession | 
         settings = {
             "offload": found.decision.plan.label,
             "device": ",".join(devices),
-            "sp": str(target_servers(options, devices)),
+            "sp": str(sp),
             "lookahead": str(plan.lookahead),
         }
         return DsiSession(found, workers, plan, settings, notice)
@@ -182,51 +212,39 @@ def open_dsi(found: Prepared, request: Request, notice: Notice) -> DsiSession | 
         raise
 
 
-def _further_drafts(found: Prepared, request: Request) -> list[Path]:
+def _further_drafts(request: Request) -> list[Path]:
     """Folders of the draft models beside the pair's own."""
     registry = load_registry(request.models_file)
-    folders = []
-    for name in request.dsi.more_drafts:
-        folder = fetch(registry.resolve(name), offline=request.offline)
-        vocab_size = int(load_config(read_checkpoint(folder)).vocab_size)
-        check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
-        folders.append(folder)
-    return folders
+    return [
+        fetch(registry.resolve(name), offline=request.offline) for name in request.dsi.more_drafts
+    ]
 
 
 def worker_loaders(
-    found: Prepared, drafts: Sequence[Path], devices: Sequence[str], servers: int
+    found: Prepared, drafts: Sequence[Path], layout: Layout
 ) -> tuple[Sequence[Callable[[], ModelTarget]], Sequence[Callable[[], ModelDrafter]]]:
-    """What loads the target `servers` times and each draft model once, on these devices in turns.
-
-    Every target server is opened as the plan says, on a device of its own.
+    """What loads each target server, opened as the plan says, and each draft model.
 
     Args:
-        drafts: folders of the draft models; they share the last device.
+        drafts: folders of the draft models.
     Returns:
         a function for each target server, and one for each drafter, to be called where it runs.
     """
-    threads = max(1, usable_cores() // (servers + len(drafts)))
-    places = [torch.device(name) for name in devices]
-    spec, draft_spec = found.target_spec, replace(found.draft_spec, device=places[-1])
-    vocab_size = int(found.config.vocab_size)
+    threads = max(1, usable_cores() // (layout.servers + len(drafts)))
+    devices = [torch.device(layout.server_device(number)) for number in range(layout.servers)]
     targets = [
         partial(
-            load_target, found.target.folder, replace(spec, device=places[n % len(places)]), threads
+            load_target, found.target.folder, replace(found.target_spec, device=device), threads
         )
-        for n in range(servers)
+        for device in devices
     ]
-    return targets, [
-        partial(load_drafter, each, draft_spec, threads, vocab_size) for each in drafts
-    ]
+    spec = replace(found.draft_spec, device=torch.device(layout.drafter_device))
+    vocab_size = int(found.config.vocab_size)
+    return targets, [partial(load_drafter, each, spec, threads, vocab_size) for each in drafts]
 
 
 def _start_workers(
-    found: Prepared,
-    drafts: Sequence[Path],
-    devices: Sequence[str],
-    servers: int,
-    cluster: RayCluster | None,
+    found: Prepared, drafts: Sequence[Path], layout: Layout, cluster: RayCluster | None
 ) -> WorkerPool:
     """Starts the workers that `worker_loaders` describes.
 
@@ -235,10 +253,10 @@ def _start_workers(
     Raises:
         WorkerError: a worker did not start.
     """
-    targets_to_load, drafters_to_load = worker_loaders(found, drafts, devices, servers)
+    targets_to_load, drafters_to_load = worker_loaders(found, drafts, layout)
     if cluster is None:
         return ProcessWorkers(targets_to_load, drafters_to_load)
-    gpus = _share(cluster.gpus, servers + len(drafts))
+    gpus = _share(cluster.gpus, layout.servers + len(drafts))
     return RayWorkers(cluster, targets_to_load, drafters_to_load, gpus=gpus)
 
 

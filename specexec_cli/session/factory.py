@@ -33,18 +33,13 @@ def open_session(
     passed_over = unused_gpu() if request.device == "auto" else None
     if passed_over is not None:
         notice(passed_over)
-    copies, devices = 1, [request.device]
     if request.method == "dsi":
-        from specexec_cli.session.dsi_session import choose_devices, open_dsi, target_servers
+        from specexec_cli.session.dsi_session import open_dsi
 
-        if request.dsi.ray is None:  # in a cluster every machine has memory of its own
-            devices = choose_devices(request.dsi, request.device)
-            copies = target_servers(request.dsi, devices)
-    found = prepare(request, copies=copies, devices=devices, notice=notice, progress=progress)
-    if request.method == "dsi":
-        distributed = open_dsi(found, request, notice)
+        distributed = open_dsi(request, notice, progress)
         if distributed is not None:
             return distributed
+    found = prepare(request, notice=notice, progress=progress)
     draft = None if found.draft_shares else found.open_draft(notice)
     target = found.open_target(notice, progress)
     if found.draft_shares:

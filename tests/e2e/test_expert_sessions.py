@@ -67,7 +67,7 @@ def opened(asked: Request) -> LocalSession:
 
 def little_vram(asked: Request) -> int:
     """Bytes, so few that some experts, and not all, have slots of their own in VRAM."""
-    found = resolve(asked, loading.this_site([loading.pick_device("cuda")]))
+    found = resolve(asked, loading.this_site(loading.pick_device("cuda")))
     for free in range(1 << 20, 1 << 26, 1 << 17):
         machine = replace(found.machine, vram_bytes=free)
         try:

@@ -31,6 +31,8 @@ from torch import Tensor
 
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.drafter import ModelDrafter
+from specexec_cli.dsi.layout import Layout
+from specexec_cli.errors import WorkerError
 from specexec_cli.loading import prepare
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload import link
@@ -38,6 +40,7 @@ from specexec_cli.offload.link_probe import probe_link
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.request import Request
 from specexec_cli.sampling import Sampler
+from specexec_cli.session import Session, dsi_session
 from specexec_cli.session.dsi_session import worker_loaders
 
 SECOND = torch.device("cuda", 1)
@@ -119,22 +122,37 @@ def test_a_server_computes_experts_on_its_gpu_where_the_plan_has_them_there(
     config.vocab_size = BYTE_VOCAB
     target, draft = save_pair(tmp_path, target=config)
     each = slot_bytes(target)
-    with fake_cuda(devices=2):
-        found = prepare(
-            Request(target=str(target), draft=str(draft), device="cuda:0", context_tokens=64)
-        )
+    layout = Layout(devices=["cuda:0", "cuda:1"], servers=2)
+    with fake_cuda(devices=2) as runtime:
+        request = Request(target=str(target), draft=str(draft), context_tokens=64)
+        found = prepare(request, workers=layout)
         plan = replace(
             found.decision.plan, expert_bytes=3 * each, device_expert_bytes=4 * each, copy_rows=1
         )
         found = replace(found, decision=replace(found.decision, plan=plan))
-        targets, _ = worker_loaders(found, [draft], ["cuda:0", "cuda:1"], 2)
+        targets, _ = worker_loaders(found, [draft], layout)
         server = pickle.loads(pickle.dumps(targets[1]))()
         with closing(server.cached.model) as model:
             server.score([1, 40, 80, 120], 1)
-            assert model.device == torch.device("cuda", 1)
             assert model.context.chunk_rows == found.decision.prompt_rows
-            experts = model.source._experts
-            assert experts.bytes_copied > 0
+            assert model.source._experts.bytes_copied > 0
+        assert runtime.contexts == {1}
+
+
+def test_a_session_of_workers_makes_no_context_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks what is free by another process, and measures no link."""
+    target, draft = map(str, save_pair(tmp_path))
+
+    def start(*loaders: object) -> None:
+        raise WorkerError("the workers would start now")
+
+    monkeypatch.setattr(dsi_session, "ProcessWorkers", start)
+    with fake_cuda(devices=2) as runtime:
+        with pytest.raises(WorkerError, match="would start now"):
+            Session.open(target=target, draft=draft, method="dsi", offload="ram")
+        assert runtime.contexts == set()
 
 
 class Matmul:

@@ -80,6 +80,23 @@ def test_the_table_tells_layers_time_and_speed() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_a_target_server_of_dsi_has_its_part_of_what_all_workers_take() -> None:
+    """Two servers and a drafter on two GPUs, the second of which has two contexts."""
+    pair = ("--target", "qwen2.5-7b-instruct", "--ram", "64GB", "--vram", "24GB")
+    alone, found = as_json(*pair), as_json(*pair, "--method", "dsi", "--devices", "cuda:0,cuda:1")
+    assert found["vram"]["CUDA context"] == 2 * alone["vram"]["CUDA context"]
+    assert found["ram"]["program"] == 1.5 * alone["ram"]["program"]
+    assert found["machine"]["ram"] == {"value": 32 * GB, "source": "given"}
+    assert found["machine"]["vram"] == {"value": 24 * GB, "source": "given"}
+    assert "of each of 2 target servers of DSI" in found["dsi"]
+    assert "CUDA contexts of all 3 workers" in found["dsi"]
+    three = as_json(*pair, "--method", "dsi", "--sp", "3")
+    assert three["vram"]["CUDA context"] == 2 * alone["vram"]["CUDA context"]
+    assert three["machine"]["vram"]["value"] == 12 * GB
+    with pytest.raises(ConfigError, match="--sp and --devices are for --method dsi alone"):
+        run(*pair, "--sp", "3")
+
+
 def test_a_mixture_that_is_all_in_memory_says_so() -> None:
     args = ("--pair", "qwen3-30b-a3b-gptq", "--vram", "8GB", "--ram", "32GB")
     text = " ".join(run(*args).split())

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from specexec_cli import loading
 from specexec_cli.device import GpuInfo
-from specexec_cli.errors import ConfigError
-from specexec_cli.loading import pick_device, this_site
+from specexec_cli.dsi.layout import Layout
+from specexec_cli.errors import ConfigError, WorkerError
+from specexec_cli.loading import pick_device, site_of_workers, this_site
+from specexec_cli.offload import link
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.session import Session
 
@@ -34,19 +38,34 @@ def test_a_gpu_that_is_not_there(two_gpus: None) -> None:
         pick_device("cuda:2")
 
 
-@pytest.mark.parametrize(("copies", "vram_bytes"), [(1, 6 * GB), (2, 6 * GB), (3, 3 * GB)])
-def test_copies_of_the_target_are_placed_for_the_fullest_device(
-    copies: int, vram_bytes: int, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("servers", "vram_bytes"), [(1, 6 * GB), (2, 6 * GB), (3, 3 * GB)])
+def test_target_servers_are_planned_for_the_fullest_device(
+    servers: int, vram_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    free = {0: 8 * GB, 1: 6 * GB}
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index], 0))
+    """What is free was asked for by a process whose context is gone."""
+    asked = GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
+    free = {"cuda:0": 8 * GB - asked, "cuda:1": 6 * GB - asked}
+    monkeypatch.setattr(link, "free_vram", lambda devices: [free[str(each)] for each in devices])
     monkeypatch.setattr(loading, "free_ram_bytes", lambda: 12 * GB)
-    devices = [pick_device(name) for name in ("cuda:0", "cuda:1")]
-    site = this_site(devices, copies)
+    site = site_of_workers(Layout(devices=["cuda:0", "cuda:1"], servers=servers))
     assert site.device == "cuda:0"
-    assert site.settings["ram"].value == 12 * GB // copies
+    assert site.settings["ram"].value == 12 * GB // servers
     assert site.settings["vram"].value == vram_bytes
+
+
+def test_another_process_tells_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    devices = [torch.device("cuda", number) for number in range(2)]
+    stand_in = tmp_path / "torch.py"
+    stand_in.write_text(
+        "device = str\nclass cuda:\n    mem_get_info = lambda name: (5 + int(name[-1]), 9)\n"
+    )
+    assert link.free_vram(devices) == [5, 6]
+    stand_in.write_text("raise RuntimeError('no driver')")
+    with pytest.raises(WorkerError, match="of cuda:0, cuda:1 is to be had: RuntimeError: no drive"):
+        link.free_vram(devices)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +130,6 @@ def test_what_is_free_is_asked_with_the_context_in_place(
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", vram)
     monkeypatch.setattr(loading, "free_ram_bytes", ram)
-    machine = this_site([pick_device("cuda:0")]).machine("float16")
+    machine = this_site(pick_device("cuda:0")).machine("float16")
     assert asked == ["vram", "ram"]
     assert machine.context_bytes == GPU_LIBRARY_BYTES < GPU_CONTEXT_BYTES

@@ -202,7 +202,7 @@ def test_a_session_keeps_what_it_measured_undisturbed(
     )
     monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
     notices: list[str] = []
-    site = loading.this_site([torch.device("cpu")], notice=notices.append)
+    site = loading.this_site(torch.device("cpu"), notice=notices.append)
     assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
     found = load_rates(kept)
     assert found is not None
@@ -211,7 +211,7 @@ def test_a_session_keeps_what_it_measured_undisturbed(
     assert found.layers == {"float32": COST} | ({} if told else {"bfloat16": COST})
     line = f"{told} while arithmetic in bfloat16, 4 bits was measured: what was found is used for "
     assert notices == ([f"{line}this run and not kept"] if told else [])
-    assert loading.this_site([torch.device("cpu")]).flops == found.flops
+    assert loading.this_site(torch.device("cpu")).flops == found.flops
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_next_session_time(
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_written_only_costs_the_next_session_time(
     monkeypatch.setattr(loading, "rates_file", lambda: tmp_path / "file" / "rates.json")
     monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
     monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
-    site = loading.this_site([torch.device("cpu")])
+    site = loading.this_site(torch.device("cpu"))
     assert site.calibrated("float32", 0).flops == {"float32": POINTS}
 
 
