@@ -1,1 +1,1 @@
-"""Models whose decoder layers come one after another: transformers' modules over our caches."""
+"""Runs models layer by layer: transformers' modules, fed with streamed weights, over our caches."""

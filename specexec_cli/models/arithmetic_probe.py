@@ -1,5 +1,7 @@
-"""How fast this machine's CPU computes, measured as the models call it: products, and the rest of
-a decoder layer."""
+"""Measures how fast this machine's CPU multiplies and how long the rest of a decoder layer takes.
+
+Both are measured through the functions that the models call.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +33,13 @@ from specexec_cli.planning.measured_rates import (
     LayerCost,
 )
 
-_ROW_COUNTS = (1, 128, 32, 8, 256)  # of measured products, the most telling first
-_RUN_S = 0.1  # that a run may take; the first of few rows may take longer
-_WIDTH = 4096  # of the square matrices that products are measured on
-_GROUP = 128  # inputs that share a scale in packed ones
-_LAYERS = 4  # enough that what a pass takes beside its layers hardly counts
-_ROWS, _PREFIX = 128, 256  # of the passes that are measured
-_SECONDS = 1.0  # after which no pass is repeated
+_ROW_COUNTS = (1, 128, 32, 8, 256)  # rows of the measured products, the most telling first
+_RUN_S = 0.1  # aimed length of a run, at least one product
+_WIDTH = 4096  # width and height of the weight matrices
+_GROUP = 128  # inputs that share a scale in packed matrices
+_LAYERS = 4  # layers of the probed model: the time of a pass outside its layers hardly counts
+_ROWS, _PREFIX = 128, 256  # rows and prefix tokens of the measured passes
+_SECONDS = 1.0  # no pass is repeated after this time
 _HEADS, _VOCAB = 32, 64
 _CONFIG = {
     "model_type": "llama", "hidden_size": PROBED_HIDDEN, "intermediate_size": PROBED_INTERMEDIATE,
@@ -57,7 +59,7 @@ _LINEARS: dict[str, tuple[int, ...]] = {
 
 
 def probe_memory(n_bytes: int = 128 << 20, repeats: int = 4) -> float:
-    """Bytes per second that a copy in RAM moves, each byte counted once."""
+    """Speed of a copy within RAM, in bytes per second; each copied byte counts once."""
     source = torch.ones(n_bytes, dtype=torch.uint8)
     target = torch.empty_like(source)
     target.copy_(source)
@@ -72,16 +74,20 @@ def probe_flops(
     weight_bytes: int = 128 << 20,
     seconds: float = 1.2,
 ) -> FlopsByRows:
-    """FLOP/s of rows times a weight matrix, by rising number of rows.
+    """Measures the FLOP/s of multiplying rows by a weight matrix.
 
     Args:
-        stored: dtype of the weights, or the bits of packed ones; `compute`: of the rows.
-        linear: (rows, in), a weight -> (rows, out), as the model will call it. The weight is
+        stored: dtype of the weights, or the bits of a packed weight.
+        compute: dtype of the rows.
+        linear: the function to measure: (rows, in), a weight -> (rows, out). The weight is
             (out, in), or a PackedWeight.
-        weight_bytes: as many matrices take turns, so that no cache holds the weights.
-        rows: the first two are always measured.
-        seconds: after this time no further one is begun, and none is repeated. Kernels may have to
-            be compiled, which comes on top for the last one.
+        weight_bytes: bytes of all weight matrices together. Matrices of this size take turns, so
+            that no cache holds the next one.
+        rows: the numbers of rows to measure; the first two are always measured.
+        seconds: after this time no further number of rows is begun and no run is repeated. The
+            last product may exceed it by the time its kernel takes to compile.
+    Returns:
+        (rows, FLOP/s) pairs by rising number of rows.
     """
     deadline = time.perf_counter() + seconds
     bits = stored if isinstance(stored, int) else 8 * stored.itemsize
@@ -92,10 +98,10 @@ def probe_flops(
         if len(points) >= 2 and time.perf_counter() > deadline:
             break
         inputs = torch.full((n_rows, _WIDTH), 0.5, dtype=compute)
-        linear(inputs, weights[0])  # its kernel may have to be compiled
+        linear(inputs, weights[0])  # compiles the kernel if need be
         one_s = best_of(1, partial(linear, inputs, weights[0]))
-        # where products are fast, so that the weights of later ones are in no cache; where they
-        # are slow that hardly matters
+        # Fast products run over all matrices, so that none of them is in a cache. Slow products
+        # run over fewer: for them a cached matrix hardly changes the time.
         chosen = weights[: max(1, int(_RUN_S / max(one_s, 1e-9)))]
 
         def run(inputs: Tensor = inputs, chosen: list[Any] = chosen) -> None:
@@ -108,7 +114,7 @@ def probe_flops(
 
 
 def _weight(stored: torch.dtype | int) -> Any:
-    """A square matrix; values do not matter to the time, but zeros and denormal numbers might."""
+    """A square weight matrix without zeros or denormal numbers, which might change the time."""
     if not isinstance(stored, int):
         return torch.full((_WIDTH, _WIDTH), 0.5, dtype=stored)
     from specexec_kernels.formats.base import PackedWeight
@@ -128,11 +134,11 @@ def _weight(stored: torch.dtype | int) -> Any:
 
 
 def probe_arithmetic(dtype: str, packed_bits: int = 0) -> FlopsByRows:
-    """FLOP/s of a CPU by rising number of rows, in less than two seconds where nothing disturbs.
+    """Measures the CPU's FLOP/s by number of rows, in less than two seconds on an idle machine.
 
     Args:
-        dtype: of the rows.
-        packed_bits: of the weights; 0 are weights of two bytes.
+        dtype: dtype of the rows.
+        packed_bits: bits of the packed weights; 0 measures plain bfloat16 weights.
     """
     if packed_bits:
         return probe_flops(packed_bits, getattr(torch, dtype), dispatch.quantized_matmul)
@@ -144,13 +150,13 @@ def _linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def probe_layer(dtype: str) -> LayerCost:
-    """What a layer takes besides its products, in about a second.
+    """Measures the time that a layer takes besides its products; this needs about a second.
 
-    Passes run through a Llama whose linears multiply nothing, so that it needs no weights; all else
-    is computed as in any model whose layers are streamed.
+    Passes run through a Llama without weights: its linears return zeros, and all other parts are
+    computed as in any model that streams its layers.
 
     Args:
-        dtype: to compute in.
+        dtype: compute dtype.
     """
     with tempfile.TemporaryDirectory(prefix="specexec-probe-") as folder:
         model = _hollow_model(Path(folder), getattr(torch, dtype))
@@ -160,14 +166,15 @@ def probe_layer(dtype: str) -> LayerCost:
             for rows, prefix in ((1, 0), (_ROWS, 0), (_ROWS, _PREFIX))
         )
     rows_s = max(0.0, many_s - one_s)
-    # without a prefix each row attends to the slots of all, which cannot take longer than the rows
+    # Without a prefix every row attends to _ROWS slots. That time is part of rows_s, so it bounds
+    # the time of a slot.
     slot_s = min(max(0.0, far_s - many_s) / (_ROWS * _PREFIX), rows_s / _ROWS**2)
     row_s = (rows_s - _ROWS**2 * slot_s) / (_ROWS - 1)
     return LayerCost(layer_s=max(0.0, one_s - row_s), row_s=row_s, slot_s=slot_s)
 
 
 def _layer_s(model: StreamedModel, rows: int, prefix: int, deadline: float) -> float:
-    """Seconds of a layer in a pass of so many rows behind a prefix."""
+    """Seconds that one layer takes in a pass of `rows` rows behind `prefix` cached tokens."""
     state = model.new_state()
     if prefix:
         model.forward(PassRows.chain([0] * prefix, 0), state, [])
@@ -177,15 +184,15 @@ def _layer_s(model: StreamedModel, rows: int, prefix: int, deadline: float) -> f
         model.forward(chain, state, [])
         state.crop(prefix)
 
-    run()  # kernels may have to be compiled
+    run()  # compiles kernels if need be
     return best_of(3, run, deadline) / _LAYERS
 
 
 def _hollow_model(folder: Path, dtype: torch.dtype) -> StreamedModel:
-    """A model of the probed shape whose linears give zeros; its file is a hole.
+    """A model of the probed shape whose linears return zeros; its weight file is sparse.
 
     Args:
-        folder: an empty one, that must last as long as the model.
+        folder: an empty folder, which must exist as long as the model is used.
     """
     tensors: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (_VOCAB, PROBED_HIDDEN),
@@ -220,7 +227,7 @@ def _nothing(outputs: int) -> Any:
 
 
 class _Weightless:
-    """A LayerSource of tensors that have one element and the shape of all."""
+    """A LayerSource whose tensors have the right shapes but only one element in memory."""
 
     bytes_streamed = 0
     failed = False

@@ -1,15 +1,16 @@
-"""How decoder layers attend where PyTorch's attention is not the best that the device has.
+"""The attention functions that decoder layers use, one for each kind of device.
 
-transformers' layers hand queries, keys, values and the mask to a function named in the config. For
-devices with a tree-attention kernel ours takes a TreeMask, ancestor bits without any mask over the
-prefix, to the kernel, and the masks of captured draft steps to PyTorch's attention. On a CPU a
-kernel attends whose sums run in one order: a row's bits are its own there. Both kernels know sinks,
-soft-capped scores, and values of another size than their keys.
+transformers' layers hand queries, keys, values and the mask to a function named in the config. On
+GPUs with a tree-attention kernel, our function gives a TreeMask (ancestor bits, without any mask
+over the prefix) to the kernel, and the dense masks of captured draft steps to PyTorch. On a CPU our
+kernel sums in one fixed order, so that a row has the same bits in every pass. Both kernels support
+sinks, soft-capped scores, and values of another size than their keys.
 
 The GPU's kernel sums over blocks of slots. Committed tokens lie in the same slots in every pass, so
-their rows' sums are made of the same blocks in each. The ancestors of a node lie in other slots
-than they will once they are committed, and its sums are grouped differently: on a GPU tokens may
-differ between methods where two candidates are nearly tied, as with any half-precision arithmetic.
+their sums are always made of the same blocks. The ancestors of a draft node move to other slots
+when they are committed, so a node's sums are grouped differently before and after. On a GPU, tokens
+may therefore differ between methods where two candidates are nearly tied, as with any
+half-precision arithmetic.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ from specexec_cli.planning.memory import PART_SLOTS
 NAME = "specexec_tree"
 DENSE = "specexec_dense"
 _CPU_NAME = "specexec_cpu"
-_SCORE_BYTES = 16 * 1024 * 1024  # of a step's scores, up to which its slots are shared out
+_SCORE_BYTES = 16 * 1024 * 1024  # most bytes of float32 scores for which _split is used
 
 
 @dataclass(frozen=True, slots=True)
 class TreeMask:
-    """Rows that see the first `prefix_len` slots, and of the others their ancestors."""
+    """A mask by which each row attends to the first `prefix_len` slots and to its ancestors."""
 
     prefix_len: int
     ancestors: Tensor  # (rows, words) int32, see pack_ancestors
-    first_seen: Tensor | None  # (rows,) int32, the first of the prefix; None: slot 0 for all rows
+    first_seen: Tensor | None  # (rows,) int32, first visible prefix slot; None: slot 0 for all rows
 
     def with_hidden_slots(self, count: int) -> TreeMask:
-        """The mask for so many more slots, which no row sees."""
+        """The mask with `count` more slots, which no row attends to."""
         words = nn.functional.pad(self.ancestors, (0, -(-count // 32)))
         return replace(self, ancestors=words)
 
 
 def implementation(device: torch.device) -> str:
-    """transformers' name for how layers attend."""
+    """The name under which transformers knows the attention function for this device."""
     if dispatch.uses_triton(device):
         return NAME
     return _CPU_NAME if device.type == "cpu" else DENSE
@@ -65,7 +66,7 @@ def tree_mask(
     visible = rows.mask(start, stop, span)[0, 0, :, prefix_len:]
     first_seen = None
     if span is not None:
-        first = rows.first_seen(start, stop, span)  # a slot of the prefix is its token's position
+        first = rows.first_seen(start, stop, span)  # in the prefix, slot equals position
         first_seen = torch.from_numpy(first).int().to(device) if first.any() else None
     return TreeMask(prefix_len, pack_ancestors(visible).to(device), first_seen)
 
@@ -79,8 +80,11 @@ def _attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, rows, head_dim), key (1, kv_heads, slots, head_dim), value (1, kv_heads,
-    slots, value_dim) -> (1, rows, heads, value_dim)."""
+    """Attention on devices with a tree-attention kernel.
+
+    query (1, heads, rows, head_dim), key (1, kv_heads, slots, head_dim), value (1, kv_heads, slots,
+    value_dim) -> (1, rows, heads, value_dim).
+    """
     if isinstance(attention_mask, TreeMask):
         attended = dispatch.tree_attention(
             query[0].transpose(0, 1), key[0], value[0],
@@ -105,7 +109,7 @@ def _dense_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As _attention, with the mask as bool, on devices without a kernel."""
+    """As _attention, on devices without a kernel; the mask is bool, True = attend."""
     if _is_plain(key, value, kwargs):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
@@ -116,10 +120,10 @@ def _dense_attention(
 def _grouped(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Query heads of a group as more rows of their key/value head.
+    """PyTorch's attention with the query heads of a group laid out as rows of their key/value head.
 
-    With a mask transformers copies the whole cache once for every query head of a group, and the
-    cache of a captured step is all of its capacity.
+    Given a mask, transformers would copy the whole cache once for every query head of a group, and
+    a captured step is given the cache's full capacity.
     """
     heads, rows, head_dim = query.shape[1:]
     kv_heads = key.shape[1]
@@ -139,18 +143,18 @@ def _split(
     scaling: float | None,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Tensor:
-    """Attention of few rows over many slots, whose products share the slots out.
+    """Attention of few rows over many slots, with the slots divided among many GPU blocks.
 
-    PyTorch's fused attention gives few rows one block for each key/value head, which walks over all
-    slots of a captured step: 8 blocks for a 1B draft model, on GPUs that run over a hundred. Here
-    scores are tiles of a product, and values are summed in parts of PART_SLOTS.
+    For few rows PyTorch's fused attention runs one block for each key/value head, which walks over
+    all slots of a captured step: 8 blocks for a 1B draft model, on GPUs that run over a hundred.
+    Here the scores are tiles of a product, and values are summed in parts of PART_SLOTS slots.
 
     Args:
-        kwargs: as _written_out takes them.
+        kwargs: see _written_out.
     """
     heads, rows, head_dim = query.shape[1:]
     kv_heads, slots = key.shape[1:3]
-    together = heads // kv_heads * rows  # query heads of a group are more rows of their key's head
+    together = heads // kv_heads * rows  # rows of all query heads that share a key/value head
     parts = slots // PART_SLOTS if slots % PART_SLOTS == 0 else 1
     scores = _wide_product(query.reshape(kv_heads, together, head_dim), key[0].transpose(1, 2))
     scores = scores * (head_dim**-0.5 if scaling is None else scaling)
@@ -163,7 +167,7 @@ def _split(
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, matrix by matrix, with the sums in float32 kept."""
+    """left @ right for batches of matrices, as float32 sums that are not rounded."""
     if left.dtype == torch.float32:
         return torch.bmm(left, right)
     return torch.bmm(left, right, out_dtype=torch.float32)
@@ -178,7 +182,7 @@ def _cpu_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """As _attention, each row as if it were alone, with the mask as bool."""
+    """As _attention, on a CPU; a row's bits do not depend on other rows. The mask is bool."""
     attended = cpu_attention.attend(
         query[0], key[0], value[0], attention_mask[0, 0], scaling,
         kwargs.get("softcap") or None, kwargs.get("s_aux"),
@@ -187,7 +191,7 @@ def _cpu_attention(
 
 
 def _is_plain(key: Tensor, value: Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Whether PyTorch has a function for it: no sinks, no soft-capping, heads of one size."""
+    """Whether PyTorch's attention computes it: no sinks, no soft-capping, heads of one size."""
     sizes = key.shape[-1] == value.shape[-1]
     return sizes and kwargs.get("s_aux") is None and kwargs.get("softcap") is None
 
@@ -200,11 +204,11 @@ def _written_out(
     scaling: float | None,
     kwargs: Mapping[str, Any],
 ) -> Tensor:
-    """Attention operation by operation, for what neither a kernel nor PyTorch computes.
+    """Attention operation by operation, where neither a kernel nor PyTorch's function suits.
 
     Args:
-        kwargs: transformers' further arguments: `s_aux`, (heads,) logits of sinks, which take part
-            in the softmax and in nothing else; `softcap`, the largest size of a logit.
+        kwargs: transformers' further arguments. `s_aux` holds (heads,) logits of sinks, which only
+            take part in the softmax; `softcap` is the largest absolute value of a score.
     """
     heads, rows, head_dim = query.shape[1:]
     kv_heads, slots = key.shape[1:3]
@@ -216,11 +220,11 @@ def _written_out(
 
 
 def _softmax(scores: Tensor, mask: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-    """The weights of the slots that a row sees, in float32 at least.
+    """The softmax over the slots that a row attends to, in float32 or wider.
 
     Args:
         scores: (1, heads, rows, slots).
-        kwargs: as _written_out takes them.
+        kwargs: see _written_out.
     """
     if (softcap := kwargs.get("softcap")) is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -234,10 +238,10 @@ def _softmax(scores: Tensor, mask: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def _by_text(attend: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
-    """The attention for passes with rows of several texts too, each over its own keys.
+    """Lets `attend` take rows of several texts, each of which attends to its own text's keys.
 
-    What it returns lies in one piece, as of transformers' own functions: some modelling code takes
-    another view of it.
+    The result is contiguous, as in transformers' own functions: some modelling code views it in
+    another shape.
     """
 
     def attention(

@@ -1,4 +1,4 @@
-"""Putting tensors into modules that have none of their own, and taking them out again."""
+"""Puts tensors into modules that have none of their own, and takes them out again."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 
 class Binding:
-    """Places inside a module whose tensors come and go with a layer or an expert.
+    """Parameters and buffers of a module that are filled anew for each layer or expert.
 
-    torch's functional_call looks through all modules at every call: for one row that takes longer
-    than the products, and a mixture's layer has thousands of tensors.
+    torch's functional_call would search all modules at every call. A mixture's layer has thousands
+    of tensors, so for one row that search takes longer than the products.
     """
 
     def __init__(self, module: nn.Module, keys: Mapping[str, str]) -> None:
-        """Remembers what is there now.
+        """Looks up the places once and remembers their present contents.
 
         Args:
-            keys: path inside the module, as `gate.weight`, to the name by which `bind` finds what
-                belongs there.
+            keys: path inside the module, such as `gate.weight` -> the name under which `bind` is
+                given the tensor for that path.
         """
         self._places = []
         for path, key in keys.items():
@@ -29,11 +29,11 @@ class Binding:
             self._places.append((members, leaf, key, members[leaf]))
 
     def bind(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take tensors by their keys."""
+        """Puts tensors, given by their names, into their places."""
         for members, leaf, key, _ in self._places:
             members[leaf] = tensors[key]  # type: ignore[assignment]
 
     def release(self) -> None:
-        """Put back what was there; no view of the tensors is left in the module."""
+        """Restores the first contents, so that the module holds no view of a bound tensor."""
         for members, leaf, _, empty in self._places:
             members[leaf] = empty  # type: ignore[assignment]

@@ -1,8 +1,8 @@
-"""What a text gives the linears of a model: second moments of their inputs, layer by layer.
+"""Measures the inputs that a calibration text gives a model's linears: their second moments.
 
-One pass over the plain weights, which are streamed: the model may be larger than memory, and the
-moments and keys of one layer are in memory at a time. Where nobody gives a text, Python's standard
-library is one: code and English, on every machine that this program runs on.
+One pass runs over the plain weights, which are streamed, so the model may be larger than memory.
+Only one layer's moments and keys are in memory at a time. The default text is Python's standard
+library: it contains code and English, and every machine that runs this program has it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _PIECE_TOKENS = 512
-_PIECES = 16  # of a text, evenly spaced: more than 8,000 rows for each linear
-_FILE_CHARACTERS = 4_000  # of each file of the standard library: its head, mostly in English
-_MATRICES = 5  # of (inputs, inputs), that are in memory while a linear is quantized
+_PIECES = 16  # most pieces of a text, evenly spaced: 8,192 rows for each linear
+_FILE_CHARACTERS = 4_000  # taken from each library file: its head is mostly English
+_MATRICES = 5  # (inputs, inputs) matrices in memory while a linear is quantized
 
-# (layer, by the names of its weights the second moments of their inputs)
+# called with a layer's index and, by weight name, the second moments of the weight's inputs
 Done = Callable[[int, Mapping[str, Tensor]], None]
 
 
 def calibration_pieces(folder: Path, path: Path) -> list[list[int]]:
-    """Pieces of a text file as the tokens of the model in `folder`.
+    """Pieces of a text file, as tokens of the model in `folder`.
 
     Raises:
         ConfigError: the file cannot be read as UTF-8 text, or is too short.
@@ -58,14 +58,14 @@ def calibration_pieces(folder: Path, path: Path) -> list[list[int]]:
 
 
 def standard_pieces(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Pieces of Python's standard library; none where it is not installed as files."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::4]  # of all kinds
+    """Pieces of Python's standard library, as tokens; empty where it is not installed as files."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[::4]  # a mix of subjects
     heads = [file.read_text("utf-8", errors="replace")[:_FILE_CHARACTERS] for file in files]
     return _pieces(tokenizer, "\n\n".join(heads))
 
 
 def _pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
-    # a warning of too many tokens for one pass would be wrong: it is cut
+    # verbose=False: the warning about texts too long for one pass does not apply to pieces
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     whole = len(tokens) // _PIECE_TOKENS
     count = min(whole, _PIECES)
@@ -74,13 +74,13 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, text: str) -> list[list[int]]:
 
 
 def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], done: Done) -> None:
-    """Runs the pieces through the model, in float32, and tells of each layer's inputs.
+    """Runs the pieces through the model in float32 and reports the moments of each layer's inputs.
 
     Args:
-        pieces: tokens, each piece by itself.
-        done: called behind each layer with the moments of the linears that were called, (inputs,
-            inputs) float32 each: sums of x x^T. Experts that rows are sent to are not among them,
-            nor linears whose moments would take more than half of the free memory.
+        pieces: tokens of each piece; pieces do not attend to each other.
+        done: called after each layer with the second moments of its linears' inputs: sums of x x^T,
+            (inputs, inputs) float32 each. Routed experts are left out, and so are linears so wide
+            that _MATRICES matrices of their moments would take more than half of the free memory.
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
     """
@@ -102,7 +102,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
 
     def release(states: Sequence[ModelState], index: int) -> None:
         for state in states:
-            if len(state.layers) == len(stored):  # else later layers read what this one wrote
+            if len(state.layers) == len(stored):  # else later layers still read these keys
                 state.layers[index].release()
 
     def behind(index: int) -> None:
@@ -112,7 +112,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
 
     stored = model.skeleton.layer_tensors
     try:
-        # a first pass of several texts may begin anew in the midst, so it is a short one
+        # The first pass of several texts may start over in the middle, so a short one goes first.
         model.on_layer = partial(release, first)
         model.forward_together([(PassRows.chain([0], 0), state, [0]) for state in first])
         for layer, tensors in zip(model.skeleton.layers, stored, strict=True):

@@ -1,12 +1,13 @@
-"""Thinking that models mark in ways of their own, marked as most others do: <think>...</think>.
+"""Rewrites models' various marks of thinking as the usual <think>...</think>.
 
-Special tokens are not shown, and Mistral's marks of thinking ([THINK]) and of calls ([TOOL_CALLS])
-are among them, as those of others may be. gpt-oss writes its replies in channels.
+Some models mark thinking ([THINK]) or tool calls ([TOOL_CALLS]) by special tokens, which are not
+shown as text. This module shows those marks.
 
-In OpenAI's harmony format a reply is a row of messages, each behind a header of special tokens and
-words: `<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`.
-What stands in the channel `analysis` is thinking. Without this the words of the headers would be
-left in the text.
+gpt-oss writes its replies in OpenAI's harmony format: a series of messages, each behind a header of
+special tokens and words, such as
+`<|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...`. The text
+of the channel `analysis` is thinking. This module drops the words of the headers, which would
+otherwise be left in the text.
 Source: https://cookbook.openai.com/articles/openai-harmony
 """
 
@@ -24,7 +25,7 @@ _SHOWN = {**_THINKING, **{mark: mark for mark in ("[TOOL_CALLS]", "[CALL_ID]", "
 
 
 class Channels:
-    """Follows one reply token by token."""
+    """Follows one reply token by token, and says which text to show for each token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         added = tokenizer.get_added_vocab()
@@ -34,11 +35,11 @@ class Channels:
         self._message: int | None
         self._start, self._channel, self._message = ids  # None where there are no channels
         self._shown = {added[mark]: mark for mark in _SHOWN if mark in added}
-        self._header: str | None = None  # what has come of one so far
+        self._header: str | None = None  # the words of an unfinished header; None outside headers
         self._thinking = False
 
     def text(self, token: int, text: str) -> str:
-        """What to show of a token whose text, special tokens left out, is `text`."""
+        """The text to show for a token; `text` is the token decoded without special tokens."""
         if (mark := self._shown.get(token)) is not None:
             return text.replace(mark, "") + _SHOWN[mark]
         if token in (self._start, self._channel):
@@ -57,10 +58,10 @@ class Channels:
 
 
 def without_thinking(reply: str) -> str:
-    """A reply as the templates of such models want to be told it again: its answer alone."""
+    """A reply without its thinking, as chat templates expect earlier replies."""
     return reply.rpartition(CLOSE)[2] if reply.startswith(OPEN) else reply
 
 
 def has_channels(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether a tokenizer's model writes in channels."""
+    """Whether the tokenizer's model writes in channels of the harmony format."""
     return all(mark in tokenizer.get_added_vocab() for mark in _MARKS)

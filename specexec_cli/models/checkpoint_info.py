@@ -1,4 +1,4 @@
-"""Small facts kept beside the weights: which tokens end a text."""
+"""Reads from a checkpoint's config files which tokens end a text."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from specexec_cli.guarded import read_json
 def eos_token_ids(
     folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> frozenset[int]:
-    """Every token that ends a text: generation_config.json's, else config.json's, the tokenizer's.
+    """Every token that ends a text: from generation_config.json, else config.json or the tokenizer.
 
     Raises:
-        CheckpointError: generation_config.json is broken, or what it calls a token is none.
+        CheckpointError: generation_config.json is not valid JSON, or an eos_token_id is neither a
+            token id nor a list of token ids.
     """
     path = folder / "generation_config.json"
     stored: Any = None

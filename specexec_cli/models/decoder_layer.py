@@ -1,9 +1,9 @@
 """One decoder layer of the skeleton: fed by the layer source, run in chunks of rows.
 
-What runs from layer to layer, the embedding plus every block's output, is float32 in every compute
-dtype. In bfloat16 each of those additions would round to 8 bits, and a bit that comes out otherwise
-in a pass with other rows would be carried through all layers to come. The norms that read it give
-the compute dtype, in which everything else is computed.
+The residual stream (the embedding plus every block's output) is float32 in every compute dtype. In
+bfloat16 each of its additions would round to 8 bits, and a bit that differs in a pass with other
+rows would be carried through all later layers. The norms that read the residual stream return the
+compute dtype, in which everything else is computed.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class DecoderLayer(nn.Module):
         """Wraps transformers' own layer.
 
         Args:
-            context: shared by the layers of a model.
-            skeleton: knows where the bytes of the layer's parameters are.
-            span: how far back the layer's rows see, None for full attention.
+            context: the pass context that all layers of a model share.
+            skeleton: the model that the layer belongs to, with the places of its parameters' bytes.
+            span: how far back the layer's rows attend; None is full attention.
         """
         super().__init__()
         self.layer = layer
         self.index = index
         self.span = span
-        # some architectures' last layers attend to the keys of an earlier one (Gemma-4)
+        # in some architectures the last layers attend to an earlier layer's keys (Gemma-4)
         self.writes_cache = not any(
             getattr(part, "is_kv_shared_layer", False) for part in layer.modules()
         )
@@ -67,15 +67,15 @@ class DecoderLayer(nn.Module):
         self._scale_queries_by_position()
         if context.device.type == "cpu":
             hold_bits(layer)
-        # linears take the file's dtype, norms float32; the rest is converted to the compute dtype
+        # Linears keep the file's dtype, norms get float32, other parameters the compute dtype.
         self._kept = _parameters(layer, _is_linear)
         self._wide = _parameters(layer, is_norm)
         self._as_stored = {name: names[name] for name in names if name in self._kept}
         self._others = {name: names[name] for name in names if name not in self._kept}
         self._unchanging = Binding(layer, self._as_stored)
-        self._changing: Binding | None = None  # made when it is known what conversions give
+        self._changing: Binding | None = None  # made when the converted parameters are known
         self._stays_bound = False
-        # those whose experts come with the layer, as they are stored
+        # mixtures whose experts come with the layer and are used as stored
         self._mixtures = [
             part
             for path, part in layer.named_modules()
@@ -90,11 +90,11 @@ class DecoderLayer(nn.Module):
             elif isinstance(module, MixedLinear | QuantizedLinear | nn.Linear) and (
                 context.dtype != torch.float32
             ):
-                # where no norm stands in front of it (OLMo-2), what runs through comes as it is
+                # a linear without a norm in front of it (OLMo-2) reads the float32 residual stream
                 module.register_forward_pre_hook(_narrowed(context.dtype))
 
     def __getattr__(self, name: str) -> Any:
-        """What modelling code asks a layer for, such as its kind of attention."""
+        """Attributes that modelling code reads from the wrapped layer, such as its attention type."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -114,9 +114,9 @@ class DecoderLayer(nn.Module):
 
     @contextmanager
     def _bound(self, stored: Mapping[str, Tensor]) -> Iterator[None]:
-        """The layer's parameters are in their places; no view outlives the buffer of the tensors.
+        """Binds the layer's parameters, and unbinds them before their buffer is used again.
 
-        Those that stay where they are and as they are stay bound: a mixture has thousands.
+        Parameters that are resident and used as stored stay bound: a mixture has thousands of them.
         """
         changed = self._changed(stored, self._context.device, self._context.dtype)
         if self._changing is None:
@@ -133,12 +133,12 @@ class DecoderLayer(nn.Module):
                 self._unchanging.release()
 
     def release(self) -> None:
-        """Leave the layer without parameters, once its source is closed."""
+        """Unbinds the layer's parameters, once its source is closed."""
         self.stay_bound(False)
         self._unchanging.release()
 
     def stay_bound(self, stays: bool) -> None:
-        """Whether what is in the linears' places now stays there."""
+        """Sets whether the parameters that are bound to the linears now stay bound."""
         self._stays_bound = stays
         for experts in self._mixtures:
             experts.stay(stays)
@@ -149,7 +149,8 @@ class DecoderLayer(nn.Module):
         """The layer's parameters from its stored tensors.
 
         Args:
-            dtype: of what is neither a linear's, which stays as stored, nor a norm's.
+            dtype: the dtype of all parameters except those of linears, which stay as stored, and of
+                norms, which become float32.
         """
         weights = {name: stored[place].to(device) for name, place in self._as_stored.items()}
         return weights | self._changed(stored, device, dtype)
@@ -157,7 +158,7 @@ class DecoderLayer(nn.Module):
     def _changed(
         self, stored: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype
     ) -> dict[str, Tensor]:
-        """Those parameters that are not what is stored: of other dtypes, or put together."""
+        """The parameters that are not used as stored: converted, or made of several tensors."""
 
         def converted(name: str, weight: Tensor) -> Tensor:
             if name in self._kept:
@@ -174,8 +175,11 @@ class DecoderLayer(nn.Module):
         return weights
 
     def _scale_queries_by_position(self) -> None:
-        """Llama 4 scales queries of layers without rotary positions by how far in the text they
-        are, and takes a row's slot for its position; here it is the position."""
+        """Scales Llama 4's queries by their positions in the text.
+
+        In layers without rotary positions Llama 4 scales queries by position, and its own code
+        takes the slot for the position. A draft node's slot is not its position.
+        """
         for part in self.layer.modules():
             if not getattr(part, "attn_temperature_tuning", False) or part.use_rope:
                 continue
@@ -197,13 +201,13 @@ class DecoderLayer(nn.Module):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Runs the rows through the layer in chunks; the cache fills up in between.
+        """Runs the rows through the layer in chunks, each of which appends to the cache.
 
         Returns:
-            what the layer returns: rows, or in older architectures a tuple that begins with them.
+            the layer's result: rows, or in older architectures a tuple that begins with rows.
         """
         given = self._by_name(hidden, args, kwargs) if args else kwargs
-        if hidden.ndim == 4:  # several streams, which the layer mixes by products (Gemma-3n)
+        if hidden.ndim == 4:  # several residual streams, which the layer mixes (Gemma-3n)
             hidden = hidden.to(self._context.dtype)
         total = hidden.shape[-2]
         outputs = []
@@ -213,7 +217,7 @@ class DecoderLayer(nn.Module):
             if stop - start < total:
                 own = {name: _slice_rows(value, start, stop) for name, value in own.items()}
             if own.get("position_embeddings") is not None:
-                # transformers makes them in the dtype of `hidden`
+                # transformers computes these in the dtype of `hidden`, which is float32
                 own["position_embeddings"] = _in_dtype(
                     own["position_embeddings"], self._context.dtype
                 )
@@ -230,7 +234,7 @@ class DecoderLayer(nn.Module):
     def _by_name(
         self, hidden: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> dict[str, Any]:
-        """What the layer was given besides `hidden`, all of it by name."""
+        """The layer's arguments besides `hidden`, by name."""
         bound = self._signature.bind(hidden, *args, **kwargs).arguments
         named = dict(list(bound.items())[1:])
         for parameter in self._signature.parameters.values():
@@ -239,7 +243,7 @@ class DecoderLayer(nn.Module):
         return named
 
 
-# what transformers hands to a layer row by row
+# arguments of a layer that hold one entry for each row
 _PER_ROW = {"position_ids", "position_embeddings", "per_layer_input"}
 
 
@@ -248,7 +252,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm, of transformers' many."""
+    """Whether a module is a norm: LayerNorm, or one of transformers' classes named ...Norm..."""
     return isinstance(module, nn.LayerNorm) or "Norm" in type(module).__name__
 
 
@@ -268,7 +272,7 @@ def _in_dtype(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _parameters(layer: nn.Module, chosen: Callable[[nn.Module], bool]) -> set[str]:
-    """Names in the layer of the parameters of the chosen modules."""
+    """Names, within the layer, of the parameters of all modules that `chosen` picks."""
     return {
         f"{path}.{leaf}"
         for path, module in layer.named_modules()
@@ -282,13 +286,13 @@ def _slice_rows(value: Any, start: int, stop: int) -> Any:
         return None
     if isinstance(value, tuple):
         return tuple(_slice_rows(part, start, stop) for part in value)
-    if value.ndim == 3 and value.shape[0] == 3:  # one row of positions each for time, height, width
+    if value.ndim == 3 and value.shape[0] == 3:  # positions in time, height and width
         return value[:, :, start:stop]
     return value[:, start:stop]
 
 
 def visible_span(config: Any, index: int) -> Span | None:
-    """How far back a layer's rows see, or None for full attention."""
+    """How far back a layer's rows attend; None is full attention."""
     layer_types = getattr(config, "layer_types", None)
     kind = layer_types[index] if layer_types is not None else "sliding_attention"
     if kind == "chunked_attention":
@@ -299,7 +303,11 @@ def visible_span(config: Any, index: int) -> Span | None:
 
 
 def _at_least_one(config: Any, name: str) -> int:
-    """A number of tokens, of which every row sees itself."""
+    """A number of tokens from the config; at least 1, so that every row attends to itself.
+
+    Raises:
+        CheckpointError: the config says less than 1.
+    """
     tokens = int(getattr(config, name))
     if tokens < 1:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""Tables of embeddings in the form that the file has them in."""
+"""Embedding tables that stay in the file's dtype or packed format."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 
 
 class MixedEmbedding(nn.Module):
-    """An embedding table in the file's dtype or blocks; only the rows looked up are converted.
+    """An embedding table in the file's dtype or packed blocks; only looked-up rows are converted.
 
-    The wrapped module may scale its output (Gemma does), so it runs itself, over a small table of
-    the rows that were asked for. The table of a model on a GPU may be in RAM: rows are then looked
-    up by `host_ids` and copied to the device.
+    The wrapped module may scale its output (Gemma's does), so it still runs, over a small table of
+    the looked-up rows. The table of a model on a GPU may be in RAM: its rows are then looked up by
+    `host_ids` and copied to the device.
     """
 
     def __init__(
@@ -26,32 +26,32 @@ class MixedEmbedding(nn.Module):
         dtype: torch.dtype,
         packed: PackedFormat | None = None,
     ) -> None:
-        """Over a table.
+        """Wraps an embedding module.
 
         Args:
-            table: (vocab, hidden), or (vocab, bytes of a row's blocks).
-            dtype: of the rows that come out.
-            packed: the format of the blocks.
+            table: (vocab, hidden), or (vocab, bytes of a row) where it is packed.
+            dtype: dtype of the looked-up rows.
+            packed: the table's packed format; None for a plain table.
         """
         super().__init__()
-        # a padding row keeps out of gradients alone, and is no row of a small table
+        # padding_idx only matters for gradients, and the small table lacks that row
         embedding.padding_idx = None  # type: ignore[assignment]
         self.embedding = embedding
         self.table = table
         self.dtype = dtype
         self.packed = packed
-        # What the next pass looks up, (batch, rows) on the CPU: to read ids back from a GPU would
-        # wait for it.
+        # Ids that the next pass looks up, (batch, rows) on the CPU: reading them back from the GPU
+        # would wait for the GPU.
         self.host_ids: Tensor | None = None
 
     @property
     def weight(self) -> Tensor:
-        """The table, for modelling code that looks at it."""
+        """The table, for modelling code that reads attributes of the weight."""
         return self.table
 
     @property
     def hidden(self) -> int:
-        """Numbers of a row."""
+        """Numbers in a row."""
         if self.packed is None:
             return self.table.shape[1]
         (part,) = self.packed.parts
@@ -81,7 +81,7 @@ class MixedEmbedding(nn.Module):
 
 
 def resident_linear(weight: Tensor) -> MixedLinear:
-    """A linear without a bias over a weight that stays."""
+    """A linear without a bias over a weight that stays in memory."""
     linear = MixedLinear(weight.shape[1], weight.shape[0], bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear

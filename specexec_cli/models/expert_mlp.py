@@ -1,9 +1,9 @@
-"""The gated MLPs of a mixture's layer: which rows each computes, how, and how a row adds them up.
+"""The gated MLPs (experts) of a mixture's layer: routes rows, computes experts, sums their outputs.
 
-On a CPU the products of all experts at hand are one launch of kernels, where each alone would cost
-more to start than to multiply. A row's result is the same whatever computed it, in which company,
-and in what order: products are one another's equals bit by bit, and each row adds its experts'
-outputs in the order of their numbers.
+On a CPU one launch of kernels computes the products of all experts at hand: for a single expert,
+starting a kernel would take longer than multiplying. A row's result does not depend on the device,
+on the other rows, or on the order in which experts are computed. The products of all kernels have
+the same bits, and each row adds its experts' outputs in the order of the experts' numbers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ Linear = MixedLinear | QuantizedLinear
 
 
 class Routing:
-    """Which rows the experts of a layer compute, and where the results are kept.
+    """Which rows each expert of a layer computes, and where the results are kept.
 
-    A row's results have places of their own, in the order of their experts' numbers. Few rows are
-    the usual case, and for them plain Python is faster than operations on arrays.
+    Every row has one place for each of its chosen experts, in the order of the experts' numbers.
+    Most passes have few rows, for which plain Python is faster than operations on arrays.
     """
 
     def __init__(self, top_k_index: Tensor) -> None:
-        """From the router's choices, (rows, chosen)."""
+        """Orders the router's choices, (rows, chosen) expert numbers."""
         self.rows, self.chosen = top_k_index.shape
-        self.choices: list[int] = []  # by place, which of the router's (rows * chosen) it is
-        self._places: dict[int, list[int]] = {}  # by expert, rising
+        self.choices: list[int] = []  # place -> flat index into the router's (rows, chosen)
+        self._places: dict[int, list[int]] = {}  # expert -> its places, rising
         for row, picks in enumerate(top_k_index.tolist()):
             first = row * self.chosen
             for choice in sorted(range(self.chosen), key=picks.__getitem__):
@@ -47,30 +47,30 @@ class Routing:
 
     @property
     def wanted(self) -> dict[int, int]:
-        """The experts that rows are routed to, rising, each with how many."""
+        """Number of rows for each expert that has any, by rising expert number."""
         return {expert: len(self._places[expert]) for expert in sorted(self._places)}
 
     def rows_of(self, expert: int) -> list[int]:
-        """The rows that an expert is to compute, rising."""
+        """The rows that are routed to an expert, rising."""
         return [place // self.chosen for place in self._places[expert]]
 
     def places_of(self, experts: Sequence[int]) -> list[int]:
-        """Where the results of these experts belong, one expert's rows after another's."""
+        """The places of these experts' results, one expert's rows after another's."""
         return [place for expert in experts for place in self._places[expert]]
 
 
 class RowSums:
-    """Collects what experts add to their rows, on any device, and sums it in a fixed order."""
+    """Collects the experts' outputs, from any device, and sums each row's in a fixed order."""
 
     def __init__(self, rows: Tensor, weights: Tensor, routing: Routing) -> None:
-        """For (rows, hidden) rows and the router's (rows, chosen) weights."""
+        """Takes the (rows, hidden) rows and the router's (rows, chosen) weights."""
         in_place = weights.reshape(-1, 1)[routing.choices]
         self._on = {rows.device: (rows, in_place)}
         self._rows, self._routing = rows, routing
         self._found: Tensor | None = None  # (rows * chosen, hidden)
 
     def rows_on(self, device: torch.device) -> Tensor:
-        """(rows, hidden) on a device, to which they are copied once."""
+        """The (rows, hidden) rows on a device; they are copied there once."""
         return self._inputs(device)[0]
 
     def _inputs(self, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -80,10 +80,10 @@ class RowSums:
         return self._on[device]
 
     def add(self, experts: Sequence[int], outputs: Tensor) -> None:
-        """The outputs of some experts, one expert's rows after another's."""
+        """Takes the outputs of some experts, one expert's rows after another's."""
         places, size = self._routing.places_of(experts), len(self._routing.choices)
         weights = self._inputs(outputs.device)[1]
-        if places == list(range(size)):  # one row's, all at once
+        if places == list(range(size)):  # every output, already in order
             self._found = (outputs * weights).to(self._rows)
             return
         if self._found is None:
@@ -91,7 +91,7 @@ class RowSums:
         self._found[places] = (outputs * weights[places]).to(self._found)
 
     def total(self) -> Tensor:
-        """(rows, hidden), once all experts were added."""
+        """The sums, (rows, hidden); to be called when all experts were added."""
         total = torch.zeros_like(self._rows)
         if self._found is not None:
             for part in self._found.view(*self._rows.shape[:1], -1, self._rows.shape[1]).unbind(1):
@@ -102,27 +102,30 @@ class RowSums:
 class PerExpert(nn.Module):
     """Mixture-of-experts block over separate matrices, as checkpoints store them.
 
-    transformers fuses the experts into three-dimensional tensors; that would copy every expert of
-    a streamed layer, also those no row is routed to. Here each expert keeps its own linears.
+    transformers fuses the experts into three-dimensional tensors. For a streamed layer that would
+    copy every expert, including those to which no row is routed. Here each expert keeps its own
+    linears.
     """
 
     def __init__(self, experts: nn.ModuleList, gate: nn.Module) -> None:
-        """Over experts of two or three linears, the last of them `down`.
+        """Takes over the experts' linears.
 
         Args:
-            gate: makes of what the other linears give, one after another, the input of `down`. It
-                computes each row by itself.
+            experts: two or three linears for each expert, `down` last.
+            gate: computes the input of `down` from the outputs of the other linears, each row by
+                itself.
         """
         super().__init__()
         self.experts = experts
         self.gate = gate
-        # looked up without nn.Module's search for names; others may take the linears' places later
+        # These dicts bypass nn.Module's slow attribute lookup, and still show linears that are
+        # replaced later.
         self._linears = [cast(nn.ModuleDict, expert)._modules for expert in experts]
         self._stays = False
-        self._known: dict[int, ExpertWeights] = {}  # while what is bound stays bound
+        self._known: dict[int, ExpertWeights] = {}  # kept while the parameters stay bound
 
     def stay(self, stays: bool) -> None:
-        """Whether what is bound to the linears stays bound, so that it is looked at once."""
+        """Sets whether the linears' parameters stay bound, so that their weights are kept here."""
         self._stays = stays
         self._known.clear()
 
@@ -144,7 +147,7 @@ class PerExpert(nn.Module):
         return sums.total()
 
     def weights_of(self, expert: int) -> ExpertWeights:
-        """What is bound to an expert's linears now."""
+        """The weights that are bound to an expert's linears now."""
         if expert in self._known:
             return self._known[expert]
         linears = cast(list[Linear], list(self._linears[expert].values()))
@@ -167,8 +170,9 @@ class PerExpert(nn.Module):
 
         Args:
             rows: (rows, hidden) on the device of the weights.
-            known: each expert's, see `weights_of`; none on a GPU, where nothing asks for them.
-                What kernels do not take together (`takes_together`) must be bound as well.
+            known: the weights of each chosen expert, see `weights_of`; empty on a GPU, where they
+                are not needed. Where `takes_together` is False, the weights must also be bound to
+                the experts' linears.
         """
         takes = [routing.rows_of(expert) for expert in chosen]
         form = self._form(rows, known)
@@ -182,12 +186,12 @@ class PerExpert(nn.Module):
         return torch.cat(outputs)
 
     def takes_together(self, rows: Tensor, weights: Sequence[ExpertWeights]) -> bool:
-        """Whether one launch of kernels computes these experts, without anything bound."""
+        """Whether one launch of kernels computes these experts; weights need not be bound then."""
         return self._form(rows, weights) is not None
 
     @staticmethod
     def _form(rows: Tensor, weights: Sequence[ExpertWeights]) -> Form | None:
-        # one launch multiplies all but the last, `down`, which has one of its own
+        # one launch multiplies by all linears except the last, `down`, which has its own launch
         if not weights or len(set(weights[0].group.kinds[:-1])) > 1:
             return None
         return cpu_group.form_for(rows, [each.group for each in weights])
@@ -229,11 +233,11 @@ def _biased(
     sizes: Sequence[int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """Outputs of the experts' linears at `place`, of which each has so many rows, with biases."""
+    """Adds the biases of the experts' linears at `place` to their sums; `sizes` are rows each."""
     biases = [each.biases[place] for each in weights]
     if biases[0] is None:
         return sums.to(dtype)
-    # packed weights' biases are added behind the rounding, others before it
+    # biases of packed weights are added after rounding, those of plain weights before
     outputs = sums.to(dtype) if weights[0].packed else sums
     for bias, part in zip(biases, torch.split(outputs, list(sizes)), strict=True):
         part += cast(Tensor, bias).to(dtype)
@@ -241,7 +245,7 @@ def _biased(
 
 
 class _ActTimesUp(nn.Module):
-    """The gate of most mixtures."""
+    """The gate of most mixtures: the activation of `gate` times `up`."""
 
     def __init__(self, act_fn: nn.Module) -> None:
         super().__init__()
@@ -253,13 +257,14 @@ class _ActTimesUp(nn.Module):
 
 
 class _OwnGate(nn.Module):
-    """A gate as an architecture's modelling code has it."""
+    """The gate from an architecture's own modelling code."""
 
     def __init__(self, fused: nn.Module, *, interleaved: bool) -> None:
-        """Of transformers' module of all experts, whose weights are let go.
+        """Takes the gate from transformers' module of all experts, and drops that module's weights.
 
         Args:
-            interleaved: whether it takes outputs of `gate` and `up` in turns, which come apart.
+            interleaved: whether the gate expects the outputs of `gate` and `up` alternating, while
+                `forward` is given them as separate tensors.
         """
         super().__init__()
         self.fused = fused
@@ -277,19 +282,19 @@ class _OwnGate(nn.Module):
 def per_expert(
     fused: nn.Module, *, transposed: bool, halves_apart: bool | None = None
 ) -> PerExpert:
-    """Separate linears for transformers' module of all experts (see has_separable_experts).
+    """Separate linears in place of transformers' module of all experts (see has_separable_experts).
 
     Args:
-        transposed: whether the checkpoint has the matrices as (inputs, outputs).
-        halves_apart: whether it has `gate` and `up` as matrices of their own; where it has all
-            experts in one tensor that follows from how they lie in it.
+        transposed: whether the checkpoint stores the matrices as (inputs, outputs).
+        halves_apart: whether the checkpoint stores `gate` and `up` as separate matrices. None:
+            it stores all experts in one tensor, and the layout of that tensor decides.
     """
     gate_up, down = cast(Tensor, fused.gate_up_proj), cast(Tensor, fused.down_proj)
     bias = bool(fused.has_bias)
     kind = TransposedLinear if transposed else MixedLinear
     count, *sizes = gate_up.shape
     double, hidden = reversed(sizes) if fused.is_transposed else sizes
-    # a half that lies in one piece is a matrix of its own
+    # a half that is contiguous in the tensor can be used as a separate matrix
     apart = bool(fused.is_concatenated) and not (transposed or bias)
     apart = apart if halves_apart is None else halves_apart
     inner = double // 2

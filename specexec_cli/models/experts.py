@@ -1,8 +1,8 @@
-"""The experts of a mixture's layer where they come one by one from an ExpertStore.
+"""A mixture's experts that come one by one from an ExpertStore, not with their layer.
 
 transformers routes; the chosen experts are computed as they arrive. Every expert's output is kept
-until all are there and then summed in the order of the experts' numbers: a row's result is the same
-whatever was in memory, whatever arrived first, and whatever the other rows chose.
+until all have arrived and then summed in the order of the experts' numbers. So a row's result does
+not depend on which experts were in memory, which arrived first, or which the other rows chose.
 """
 
 from __future__ import annotations
@@ -24,25 +24,30 @@ from specexec_cli.offload.store import TensorRange
 
 
 class ExpertSource(Protocol):
-    """Where single experts come from."""
+    """A layer source that also gives single experts."""
 
     def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
-        """Each wanted expert (given with its rows) once and in any order, some at a time.
+        """Yields every wanted expert once, in batches and in any order.
 
-        Those of a batch are on one device, by checkpoint names, until the next is asked for.
+        Args:
+            wanted: expert -> number of rows that are routed to it.
+            rows: rows that were routed.
+        Returns:
+            batches of (expert, tensors by checkpoint name). A batch is on one device, and valid
+            until the next batch is asked for.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class SplitLayer:
-    """A mixture's layer: what every row needs, and the experts; dense layers have none."""
+    """The tensors of a layer: those that every row needs, and those of experts, if it has any."""
 
     dense: dict[str, TensorRange]  # parameter name inside the layer -> where its bytes are
     experts: list[dict[str, TensorRange]]  # per expert: parameter name inside the expert -> bytes
 
 
 class StreamedExperts(nn.Module):
-    """Stands in for PerExpert where experts are not part of the layer's own weights."""
+    """Takes the place of a PerExpert whose experts come one by one."""
 
     def __init__(
         self,
@@ -51,13 +56,14 @@ class StreamedExperts(nn.Module):
         context: PassContext,
         tensors: list[dict[str, TensorRange]],
     ) -> None:
-        """Over the empty linears of `block`.
+        """Uses the empty linears of `block`.
 
         Args:
+            layer: the layer's index.
             tensors: see SplitLayer.experts.
         """
         super().__init__()
-        self._block = [block]  # in a list: its parameters are none of the layer's
+        self._block = [block]  # in a list, so that its parameters do not count as the layer's
         self._bindings = [
             Binding(linears, {path: tensor.name for path, tensor in expert.items()})
             for linears, expert in zip(block.experts, tensors, strict=True)
@@ -76,7 +82,7 @@ class StreamedExperts(nn.Module):
         return sums.total()
 
     def _compute(self, batch: Batch, rows: Tensor, routing: Routing) -> Tensor:
-        """What the experts at hand give, on the device of the rows and of their weights."""
+        """The outputs of a batch of experts, on the device of its weights and of the rows."""
         block, chosen = self._block[0], [expert for expert, _ in batch]
         known = []
         if rows.device.type == "cpu":
@@ -99,13 +105,13 @@ class StreamedExperts(nn.Module):
             for expert, stored in batch:
                 self._bindings[expert].bind(stored)
             yield
-        finally:  # no view may outlive the slot
+        finally:  # the slot may be overwritten next, so no view of it may remain
             for expert, _ in batch:
                 self._bindings[expert].release()
 
 
 def split_layers(skeleton: Skeleton) -> list[SplitLayer]:
-    """Which tensors of each layer are an expert's."""
+    """Divides each layer's tensors into those of experts and all others."""
     return [
         _split(layer, tensors)
         for layer, tensors in zip(skeleton.layers, skeleton.layer_tensors, strict=True)
@@ -125,7 +131,7 @@ def _split(layer: nn.Module, tensors: dict[str, TensorRange]) -> SplitLayer:
 
 
 def stream_experts(skeleton: Skeleton, split: list[SplitLayer], context: PassContext) -> None:
-    """Puts a StreamedExperts in the place of each layer's PerExpert."""
+    """Replaces each layer's PerExpert by a StreamedExperts."""
     for index, (layer, parts) in enumerate(zip(skeleton.layers, split, strict=True)):
         for path, block in list(layer.named_modules()):
             if isinstance(block, PerExpert):

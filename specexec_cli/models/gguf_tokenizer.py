@@ -1,8 +1,8 @@
-"""The tokenizer and chat template in a GGUF file's metadata, built once and then kept as files.
+"""Builds a tokenizer and chat template from a GGUF file's metadata, and keeps them as files.
 
-transformers knows how to build tokenizers of such vocabularies; for a large one that takes seconds,
-for Gemma's half a minute. What was built is kept in the cache folder under the vocabulary's own
-hash, so that files of one model in several sizes share it.
+transformers can build a tokenizer from such a vocabulary, but for a large one that takes seconds,
+for Gemma's half a minute. The tokenizer is kept in the cache folder under a hash of the metadata
+that it is built from, so that a model's files of several quantizations share it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """The tokenizer that a GGUF file describes.
 
     Raises:
-        CheckpointError: there is none, or one of a kind that is not known.
+        CheckpointError: the file has no tokenizer, or one of an unknown kind.
     """
     metadata = {
         key.removeprefix("tokenizer."): value
@@ -51,24 +51,24 @@ def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
         )
     kept = _kept_at(metadata)
     if kept.is_dir():
-        with suppress(Exception):  # damaged since: it is built anew
+        with suppress(Exception):  # the kept files are damaged: the tokenizer is built again
             return AutoTokenizer.from_pretrained(
                 kept, local_files_only=True, trust_remote_code=False
             )
     tokenizer = build_gguf_tokenizer(path, metadata)
-    with suppress(OSError):  # a cache
+    with suppress(OSError):  # works without the cache, too
         _keep(tokenizer, kept)
     return tokenizer
 
 
 def _kept_at(metadata: Mapping[str, Any]) -> Path:
-    """Where the tokenizer of a vocabulary is kept: what it is built from is in the name."""
+    """The folder for a tokenizer, named by a hash of everything that it is built from."""
     content = json.dumps([transformers.__version__, _VERSION, dict(metadata)], sort_keys=True)
     name = hashlib.sha256(content.encode()).hexdigest()[:32]
     return user_cache_path("specexec", appauthor=False) / "tokenizers" / name
 
 
-_VERSION = 2  # of what is made of a vocabulary here
+_VERSION = 2  # to be raised when this module builds other tokenizers from the same metadata
 
 
 def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -76,23 +76,24 @@ def _keep(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{folder.name}."))
     try:
         tokenizer.save_pretrained(partial)
-        shutil.rmtree(folder, ignore_errors=True)  # a damaged one
+        shutil.rmtree(folder, ignore_errors=True)  # a damaged tokenizer
         partial.rename(folder)
-    except OSError:  # no room, or another session was faster
+    except OSError:  # the disk is full, or another process was faster
         shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
 def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that a file's metadata describe.
+    """Builds the tokenizer that a GGUF file's metadata describe.
 
     Args:
-        path: of the file, for messages.
-        metadata: of the keys `tokenizer.*`, without that word, and `general.architecture`.
+        path: the file, for messages.
+        metadata: the values of `general.architecture` and of all keys `tokenizer.*`, those without
+            the prefix `tokenizer.`.
     Raises:
-        CheckpointError: it is of a kind that is not known, or makes no sense.
+        CheckpointError: the tokenizer is of an unknown kind, or cannot be built.
     """
-    # here, since it brings many models' tokenizers with it
+    # imported here because it imports the tokenizers of many models
     from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 
     tokens, kind, split = (metadata.get(f"ggml.{key}") for key in ("tokens", "model", "pre"))
@@ -112,7 +113,7 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTrainedT
     described = {
         names.get(key, key.removeprefix("ggml.")): value for key, value in metadata.items()
     }
-    if byte_level:  # a vocabulary of bytes alone has none
+    if byte_level:  # a vocabulary of single bytes has no merges
         described.setdefault("merges", [])
     try:
         backend, _ = convert_gguf_tokenizer(str(metadata.get("general.architecture")), described)
@@ -133,13 +134,13 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> PreTrainedT
             clean_up_tokenization_spaces=False,
             **{name: special.get(name) for name in _SPECIAL},
         )
-    except Exception as error:  # whatever a value of the metadata makes the libraries do
+    except Exception as error:  # a bad value can make the libraries raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: its tokenizer cannot be read: {reason}") from error
 
 
 def _splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
-    """Pieces of bytes: each pattern cuts what the one before it left."""
+    """A pre-tokenizer that splits text by each pattern in turn, then maps the pieces to bytes."""
     cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in patterns]
     return pre_tokenizers.Sequence(
         [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -149,12 +150,12 @@ def _splitting(patterns: Sequence[str]) -> pre_tokenizers.PreTokenizer:
 def _without_invented(backend: Tokenizer, count: int) -> Tokenizer:
     """The tokenizer without tokens that the file does not have.
 
-    transformers builds it as its class of tokenizers for a family, which adds the special tokens
-    that it takes for granted (GPT-2's <|endoftext|>) where the vocabulary has none; no model has
-    rows for them.
+    transformers builds a tokenizer of the model family's class. That class adds its usual special
+    tokens (GPT-2's <|endoftext|>) where the vocabulary lacks them, and the model has no embeddings
+    for these.
 
     Args:
-        count: of the file's tokens.
+        count: number of tokens in the file.
     """
     stored = parse_json(backend.to_str())
     stored["added_tokens"] = [each for each in stored["added_tokens"] if each["id"] < count]

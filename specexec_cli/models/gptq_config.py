@@ -1,8 +1,8 @@
-"""How a checkpoint is quantized, from whichever of its config files says so.
+"""Reads from a checkpoint's config files how its weights are quantized.
 
 config.json's quantization_config comes first, then quantize_config.json (AutoGPTQ, GPTQModel), then
 quant_config.json (AutoAWQ). Methods, formats and dtypes that cannot be read are refused by name.
-Knows no tensors: models.gptq_tensors holds these claims against them.
+This module looks at no tensors: models.gptq_tensors compares them with the config.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _FILES = ("quantize_config.json", "quant_config.json")
 _UNREADABLE = {
     "hqq": "its zero points are fractions, where those of layouts that are read are whole",
 }
-_NAME = re.compile(r"[\w.-]+")  # a name, and no expression
-_TRUSTED_SINCE = (0, 9, 0)  # GPTQModel, the first that stored zero points without loss
+_NAME = re.compile(r"[\w.-]+")  # a plain module name, not a regular expression
+_TRUSTED_SINCE = (0, 9, 0)  # the first GPTQModel that stores zero points without loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class QuantSpec:
     group_size: int  # inputs per group; -1: all of them
     desc_act: bool
     sym: bool | None  # None: the config does not say
-    v2: bool  # the variant's name says that zero points are stored as they are, not minus one
+    v2: bool  # by the variant's name, zero points are stored as they are, not minus one
 
     @property
     def kind(self) -> PackedKind:
-        """The entry of its format."""
+        """The PACKED_KINDS entry of the method."""
         return PACKED_KINDS[self.method]
 
 
@@ -52,12 +52,12 @@ class QuantSpec:
 class QuantConfig:
     """How a checkpoint is quantized: one rule, and exceptions by module name."""
 
-    source: Path  # the file that says so
+    source: Path  # the config file
     spec: QuantSpec
-    variant: str  # of the format
-    lossless_v1: bool  # written by a tool whose asymmetric v1 zero points can be restored
-    named: Mapping[str, Mapping[str, Any] | None]  # full name -> overrides, None: plain
-    rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> the same
+    variant: str  # the name of the format's variant
+    lossless_v1: bool  # the tool that wrote it kept asymmetric v1 zero points without loss
+    named: Mapping[str, Mapping[str, Any] | None]  # full name -> overrides; None: not quantized
+    rules: tuple[tuple[str, Mapping[str, Any] | None], ...]  # pattern -> overrides, in order
 
     @classmethod
     def from_checkpoint(
@@ -91,11 +91,12 @@ class QuantConfig:
     def for_module(self, name: str) -> QuantSpec | None:
         """How the linear `name` (full name in the checkpoint) is quantized; None: not at all.
 
-        A rule of its own name decides, else the first pattern that matches the beginning of the
+        A rule for this very name decides, else the first pattern that matches the beginning of the
         name, as in GPTQModel.
 
         Raises:
-            CheckpointError: a rule asks for what cannot be read, or takes too long to match.
+            CheckpointError: a rule asks for an unsupported quantization, or takes too long to
+                match.
         """
         try:
             found = (each for pattern, each in self.rules if matches(pattern, name))
@@ -158,7 +159,7 @@ def _parse(keys: Mapping[str, Any], path: Path) -> QuantConfig:
 
 
 def _kind(keys: Mapping[str, Any], path: Path) -> PackedKind:
-    """The format that the config names or, naming none, looks like; the first one if none."""
+    """The format that the config names; without a name, the one that its keys fit, or the first."""
     name = keys.get("quant_method", keys.get("method"))
     if name is None:
         known = PACKED_KINDS.values()
@@ -234,7 +235,7 @@ def _is_lossless(meta: Any) -> bool:
 
 
 def _extra(keys: Mapping[str, Any], path: Path) -> Mapping[str, Mapping[str, Any] | None]:
-    """AutoRound's rules by names, or by regexes of names: overrides, None where it stays plain."""
+    """AutoRound's rules: module name or regex -> overrides; None where the linear stays plain."""
     extra = keys.get("extra_config") or {}
     if not isinstance(extra, Mapping) or not all(isinstance(v, Mapping) for v in extra.values()):
         raise CheckpointError(f"{path}: 'extra_config' must map names to settings, not {extra!r}")
@@ -264,7 +265,7 @@ def _rules(
         pattern = rf"(?:{key})$"
         _check_regex(pattern, "extra_config", path)
         rules.append((pattern, overrides))
-    plain = keys.get("modules_to_not_convert") or []  # AWQ: parts of names
+    plain = keys.get("modules_to_not_convert") or []  # in AWQ, parts of module names
     if not isinstance(plain, list) or not all(isinstance(part, str) for part in plain):
         raise CheckpointError(
             f"{path}: 'modules_to_not_convert' must be a list of names, not {plain!r}"

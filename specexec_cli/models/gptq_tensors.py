@@ -1,6 +1,7 @@
-"""What the tensors of a GPTQ or AWQ checkpoint say, held against the claims of its config files.
+"""Compares the tensors of a GPTQ or AWQ checkpoint with its config files.
 
-Decides how zero points are stored, and which group an input is in; models.packing makes linears.
+Decides how zero points are stored and to which group each input belongs. models.packing makes the
+linears.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from specexec_cli.models.gptq_config import Notice, QuantConfig, QuantSpec
 from specexec_cli.offload.resident import read_tensors
 from specexec_cli.offload.store import Checkpoint
 
-_SAMPLED_LINEARS = 8  # whose zero points decide between format v1 and v2
+_SAMPLED_LINEARS = 8  # the first linears, by which format v1 or v2 is recognized
 _SCALE_DTYPES = ("F16", "BF16", "F32")
-_AWQ_OUTPUTS = 8  # of a word
+_AWQ_OUTPUTS = 8  # outputs packed in a word
 
 
 @dataclass(frozen=True, slots=True)
 class GptqTensors:
-    """The packed linears of a GPTQ or AWQ checkpoint, as its config and tensors together say."""
+    """How the packed linears of a GPTQ or AWQ checkpoint are stored, by its config and tensors."""
 
-    # a g_idx may be stored by tools that sort nothing by groups too
+    # g_idx is listed for all: some tools store it even where inputs are in order
     names: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
     config: QuantConfig
     stored_minus_one: bool
@@ -37,10 +38,11 @@ class GptqTensors:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, notice: Notice) -> GptqTensors | None:
-        """Those of a checkpoint, checked; None for a plain one.
+        """Reads and checks a checkpoint; None for one that is neither GPTQ nor AWQ.
 
         Raises:
-            CheckpointError: a kind that cannot be read, or tensors that contradict the config.
+            CheckpointError: the checkpoint is of an unsupported kind, or its tensors contradict
+                its config.
         """
         quant = QuantConfig.from_checkpoint(checkpoint.folder, checkpoint.config, notice)
         names = [n.removesuffix(".qweight") for n in checkpoint if n.endswith(".qweight")]
@@ -65,10 +67,10 @@ class GptqTensors:
         return "qweight" in tensors
 
     def format(self, stored: Stored) -> Gptq | Awq:
-        """How the tensors of a packed linear are meant.
+        """The format of a packed linear.
 
         Raises:
-            ValueError: they cannot be meant as the config says.
+            ValueError: the tensors do not fit the config.
         """
         spec = _spec(self.config, stored.name)
         group = 0 if spec.group_size == -1 else spec.group_size
@@ -94,12 +96,15 @@ class GptqTensors:
 
 
 def _spec(config: QuantConfig, name: str) -> QuantSpec:
-    """The tensors decide that a linear is packed, the config only how."""
+    """How a packed linear is quantized, even where the config calls the linear plain.
+
+    The tensors decide whether a linear is packed; the config only says how.
+    """
     return config.for_module(name) or config.spec
 
 
 def _shuffled(checkpoint: Checkpoint, names: list[str], config: QuantConfig) -> frozenset[str]:
-    """Linears whose g_idx says more than k // group_size; a sequential one need not be streamed."""
+    """Linears whose g_idx is not k // group_size; a sequential g_idx need not be streamed."""
     stored = {name: checkpoint.tensors.get(f"{name}.g_idx") for name in names}
     ranges = {name: tensor for name, tensor in stored.items() if tensor is not None}
     if not ranges:
@@ -132,9 +137,10 @@ def _minus_one(
 ) -> bool:
     """Whether zero points are stored minus one (GPTQ format v1).
 
-    A symmetric checkpoint shows it by itself, and labels have been wrong in the wild. An
-    asymmetric v1 one can only be read if its writer kept zero points of 0 apart (see
-    packing.unpack_zeros); AutoGPTQ's became 0xFFFFFFFF and overwrote their neighbours.
+    The zero points of a symmetric checkpoint show its format, and are believed more than its label:
+    published labels have been wrong. An asymmetric v1 checkpoint can only be read if its writer
+    kept zero points of 0 apart (see packing.unpack_zeros): in AutoGPTQ they became 0xFFFFFFFF and
+    overwrote their neighbours.
     """
     if not config.spec.kind.zeros_minus_one:
         return False
@@ -159,7 +165,7 @@ def _minus_one(
 
 
 def _seen_zeros(checkpoint: Checkpoint, names: list[str], config: QuantConfig) -> str:
-    """What the first linears' zero points look like: symmetric "v1", symmetric "v2", or "mixed"."""
+    """The format that the first linears' zero points show: "v1" or "v2" (symmetric), or "mixed"."""
     ranges = {
         name: checkpoint.tensors[f"{name}.qzeros"]
         for name in names[:_SAMPLED_LINEARS]
@@ -172,7 +178,7 @@ def _seen_zeros(checkpoint: Checkpoint, names: list[str], config: QuantConfig) -
         middle = 2 ** (bits - 1)
         words = loaded[tensor.name]
         if words.dtype != torch.int32 or words.dim() != 2 or words.shape[1] * 32 % bits:
-            return "mixed"  # `linear` tells what is wrong with it
+            return "mixed"  # Packing.linear reports this tensor's error
         fields = unpack_rows(words.T, bits)
         low, high = int(fields.min()), int(fields.max())
         kinds.add({(middle - 1,) * 2: "v1", (middle,) * 2: "v2"}.get((low, high), "mixed"))

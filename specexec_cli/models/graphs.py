@@ -1,12 +1,12 @@
 """Draft steps over static tensors, so that a GPU can replay them as CUDA graphs.
 
-A draft step runs a handful of rows through a small model: on a GPU, launching its hundreds of
-kernels one by one takes longer than running them. A graph launches them together, but holds
-addresses and shapes: so rows are padded to a bucket, inputs live in fixed buffers, and the rows'
-keys and values go to cache slots that a tensor names. One graph is captured per bucket, whatever
-the prompts are, and lasts until a cache that it reads outgrows its buffers.
+A draft step runs a few rows through a small model. On a GPU, launching its hundreds of kernels one
+by one takes longer than running them. A graph launches them together, but its addresses and shapes
+are fixed. So rows are padded to a bucket size, inputs are in fixed buffers, and a tensor names the
+cache slots that the rows' keys and values go to. One graph is captured for each bucket size. It
+serves all prompts, and lasts until a cache that it reads outgrows its buffers.
 
-On a CPU the same steps run without capture; the tests hold them against plain passes.
+On a CPU the same steps run without capture, which lets tests compare them with plain passes.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _WARM_UPS = 3  # runs before a capture, as PyTorch's documentation of CUDA graph
 
 
 class StepRunner:
-    """Runs passes of few rows of a resident model as steps, the others as they are.
+    """Runs a resident model's passes: those of few rows as steps, longer ones as plain passes.
 
     Args:
-        cache: of the model; nobody else may append to it.
+        cache: the model's cache, to which nobody else may append.
         capture: whether to replay steps as CUDA graphs.
     """
 
@@ -45,26 +45,26 @@ class StepRunner:
         self._cache = cache
         self._capture = capture
         self._steps: dict[int, _Step] = {}
-        self._moves = 0  # of the buffers of another cache whose rows are read
-        # one memory and one stream for all captures: no two steps run at once, and what a step
-        # returns is copied before the next
+        self._moves = 0  # StepPlaces.moves when the steps were captured
+        # All captures share one memory pool and one stream: no two steps run at once, and a step's
+        # result is copied before the next step.
         self._pool = torch.cuda.graph_pool_handle() if capture else None
         self._stream: Any = None
         if capture:
             self._stream = torch.cuda.Stream(model.device)  # type: ignore[no-untyped-call]
 
     def forward(self, rows: PassRows, logit_rows: Sequence[int]) -> Tensor:
-        """As StreamedModel.forward on the runner's cache."""
+        """As StreamedModel.forward, on the runner's cache."""
         use_device(self._model.device)
         count = len(rows.tokens)
         bucket = next((size for size in BUCKETS if size >= count), None)
-        if not self._cache.is_initialized:  # no pass has come to its last layer yet
+        if not self._cache.is_initialized:  # no pass has reached the last layer yet
             return self._model.forward(rows, self._cache, logit_rows)
         places = self._cache.places
-        # one slot more, the last, is where padding goes
+        # one more slot, the last, takes the padding rows
         capacity = self._cache.zeroed_capacity_for(places.filled + count + 1, _CAPACITY)
         if capacity != self._cache.zeroed_capacity or places.moves != self._moves:
-            self._steps.clear()  # before the buffers go that they point to
+            self._steps.clear()  # before the buffers that the steps point to are freed
             self._moves = places.moves
         if capacity != self._cache.zeroed_capacity:
             self._cache.grow_zeroed(capacity)
@@ -74,7 +74,7 @@ class StepRunner:
         step.load(rows, logit_rows)
         if step.replay is None:
             step.replay = self._captured(step) if self._capture else step.run
-            self._steps[bucket] = step  # a capture that fails leaves none behind
+            self._steps[bucket] = step  # only after a capture that succeeded
         step.replay()
         self._cache.advance(count)
         return step.wanted_logits(len(logit_rows))
@@ -84,8 +84,8 @@ class StepRunner:
             with clear_shortage("it ran out while a draft step was being recorded"):
                 return step.captured(self._pool, self._stream)
         except BaseException:
-            # the allocator may go on to take this pool for one that is being recorded to, and
-            # then refuses to record to it again
+            # after a failure the allocator may believe that this pool is still being recorded to,
+            # and refuse to record to it again
             self._pool = torch.cuda.graph_pool_handle()
             raise
 
@@ -93,10 +93,10 @@ class StepRunner:
 class _Step:
     """Static inputs and outputs of steps of up to `bucket` rows.
 
-    All inputs of a step are one block of bytes: tokens, positions, cache slots and the rows whose
-    logits are wanted, (bucket,) int64 each, and for each span of the model a bit for every row and
-    slot, set where the row attends. It is put together in pinned memory and goes to the device by
-    one copy; masks are made of the bits there.
+    All inputs of a step form one block of bytes, which is filled in pinned memory and copied to the
+    device at once. It holds tokens, positions, cache slots and the rows whose logits are wanted,
+    (bucket,) int64 each. For each span of the model it also holds one bit for every row and slot,
+    set where the row attends; the device makes masks from these bits.
     """
 
     def __init__(self, model: StreamedModel, cache: SlotCache, bucket: int) -> None:
@@ -108,7 +108,7 @@ class _Step:
         column_bytes = -(-self._columns // 8)
         n_bytes = _NUMBERS * 8 * bucket + len(self._spans) * bucket * column_bytes
         self._host = _pinned(n_bytes, model.device)
-        self._uploaded: Any = None  # the event behind the last upload
+        self._uploaded: Any = None  # the event recorded after the last upload
         self._block = torch.zeros(n_bytes, dtype=torch.uint8, device=model.device)
         numbers = self._block[: _NUMBERS * 8 * bucket].view(torch.int64).view(_NUMBERS, 1, bucket)
         self._tokens, self._positions = numbers[0], numbers[1]
@@ -120,9 +120,9 @@ class _Step:
         self.replay: Callable[[], None] | None = None
 
     def load(self, rows: PassRows, logit_rows: Sequence[int]) -> None:
-        """Copies the rows into the inputs; padding attends to the padding slot alone."""
+        """Copies the rows into the inputs; padding rows attend only to the padding slot."""
         if self._uploaded is not None:
-            self._uploaded.synchronize()  # what it copies from is written anew
+            self._uploaded.synchronize()  # the pinned memory is about to be overwritten
         bucket, count = self._bucket, len(rows.tokens)
         places = self._cache.places
         block = self._host.numpy()
@@ -158,14 +158,14 @@ class _Step:
             self.logits = self._model.step(self._tokens, self._positions, masks, self._cache)
 
     def wanted_logits(self, count: int) -> Tensor:
-        """(count, vocab) float32, of the rows that load() was told of."""
+        """(count, vocab) float32 logits of the first `count` rows that load() was asked for."""
         return self.logits.index_select(0, self._wanted[:count])
 
     def captured(self, pool: Any, side: Any) -> Callable[[], None]:
-        """Captures a step; what it computed on the way is computed again by the first replay.
+        """Captures a step; the first replay computes again what the warm-up runs have computed.
 
         Args:
-            pool: of the graph's memory.
+            pool: the memory pool of all graphs.
             side: the stream to capture on.
         """
         here = torch.cuda.current_stream()
@@ -182,27 +182,27 @@ class _Step:
 
 
 def _pinned(n_bytes: int, device: torch.device) -> Tensor:
-    """(n_bytes,) uint8 zeros in RAM, pinned for a GPU where its driver grants it."""
+    """(n_bytes,) uint8 zeros in RAM, pinned for a GPU if its driver allows it."""
     plain = torch.zeros(n_bytes, dtype=torch.uint8)
     if device.type != "cuda":
         return plain
     try:
         return plain.pin_memory()
-    except RuntimeError:  # the limit on pinned memory is met: the upload waits, and is right
+    except RuntimeError:  # no more memory can be pinned: uploads are slower, but still right
         return plain
 
 
 @contextmanager
 def _capturing(graph: Any, pool: Any, side: Any) -> Iterator[None]:
-    """torch.cuda.graph, and what it leaves undone where the capture fails.
+    """torch.cuda.graph, with the first error raised and the stream restored if the capture fails.
 
-    It ends the capture before it goes back to the stream that was current. Ending a capture that
-    has failed is an error of its own: it would hide the first one, and leave `side` current.
+    torch.cuda.graph ends the capture before it restores the current stream. Ending a failed capture
+    raises another error, which would hide the first one and leave `side` current.
     """
     here = torch.cuda.current_stream()
     failure: BaseException | None = None
     try:
-        # other threads copy weights to the device meanwhile: their calls are not part of it
+        # thread_local: other threads may copy weights to the device during the capture
         with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
             try:
                 yield
@@ -215,4 +215,4 @@ def _capturing(graph: Any, pool: Any, side: Any) -> Iterator[None]:
             raise failure from None
         raise
     finally:
-        del failure  # it refers to this frame, which would keep what is in use alive
+        del failure  # the error refers to this frame, which would keep its tensors alive

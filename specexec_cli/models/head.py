@@ -1,10 +1,9 @@
 """The output head, with float32 results in every compute dtype.
 
 Tokens are chosen by comparing logits. In bfloat16 two logits between 16 and 32 are equal or at
-least 1/8 apart, so that on the demo pair the two best were exactly equal at one position in a
-hundred, and which of them won was decided by their place in the vocabulary or by what a pass with
-another number of rows rounded the other way. The logits of a few rows are the one result that is
-small enough to be kept as it was summed: in float32.
+least 1/8 apart. On the demo pair the two best logits were exactly equal at one position in a
+hundred: their places in the vocabulary decided, or how a pass with another number of rows rounded.
+The logits of a few rows are small enough to keep the float32 sums.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from specexec_cli.models.packed_linear import QuantizedLinear
 
 
 class Head(nn.Module):
-    """Takes the place of a model's output head, and computes those rows alone that are wanted.
+    """Takes the place of a model's output head, and computes only the rows that are wanted.
 
     Args:
-        linear: from hidden to vocabulary, the weight in any dtype.
+        linear: the head's linear, from hidden size to vocabulary, with a weight of any dtype.
         dtype: the model's compute dtype.
     """
 
@@ -28,7 +27,7 @@ class Head(nn.Module):
         super().__init__()
         self.linear = linear
         self.dtype = dtype
-        self.rows: Tensor | None = None  # (wanted,) indices of the pass's rows; None: all of them
+        self.rows: Tensor | None = None  # (wanted,) indices of rows in the pass; None: all rows
 
     def forward(self, hidden: Tensor) -> Tensor:
         """(1, rows, hidden) of any float dtype -> (1, wanted, vocab) float32."""
@@ -37,7 +36,7 @@ class Head(nn.Module):
         if rows.device.type == "cpu" or self.dtype == torch.float32:
             logits: Tensor = self.linear(rows)
             return logits
-        # A GPU multiplies operands of two bytes and sums in float32. With rows in float32 it would
-        # convert the whole head in every pass, and what rounding the rows takes from the logits is
-        # far below what the layers before took.
+        # A GPU multiplies operands of two bytes and sums in float32. Rows in float32 would make it
+        # convert the whole head in every pass. The error from rounding the rows is far below the
+        # error of the layers before.
         return self.linear.wide(rows.to(self.dtype))
