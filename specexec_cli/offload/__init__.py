@@ -1,1 +1,1 @@
-"""Bytes: where weights lie on disk, and how they move to where they are multiplied."""
+"""Where weights lie on disk, and how their bytes reach the CPU or GPU that multiplies by them."""

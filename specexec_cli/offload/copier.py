@@ -3,9 +3,9 @@
     copier:    layer 0 -> buffer 0, layer 1 -> buffer 1, ... next pass: layer 0 -> buffer k, ...
     consumer:  event = copier.take()  ...compute behind the event...  copier.give(mark)
 
-A layer goes in pieces (uplink.py), each from where its tier keeps it: RAM, or a slab that the SSD
-was read into. Nothing but this thread waits for the disk, for the CPU's copies, or for room in the
-device's copy queue.
+A layer is copied in pieces (uplink.py): a 'ram' layer from the RAM that holds it, an 'ssd' layer
+from slabs that readers fill from the disk. Only this thread waits for the disk, for the CPU's
+copies, or for room in the device's copy queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specexec_cli.offload.uplink import Uplink, copy_error
 
 
 class Copier:
-    """Layers on their way into a ring of buffers. One consumer thread."""
+    """Copies layers in cyclic order into a ring of device buffers, for one consumer thread."""
 
     def __init__(
         self,
@@ -44,11 +44,12 @@ class Copier:
         """Load the 'ram' layers, pin what can be pinned, and begin to copy the first layers.
 
         Args:
-            layouts: of the layers, in the order in which they are used, again and again.
-            tiers: per layer 'ram' or 'ssd'.
-            buffers: (bytes,) uint8 each on the device; turn t goes to buffer t % buffers.
-            host_bytes: of RAM that 'ssd' layers may take while they are on their way.
-            piece_bytes: of one copy; a multiple of a disk's block.
+            layouts: each layer's layout, in the order in which every pass uses them.
+            tiers: each layer's tier, 'ram' or 'ssd'.
+            buffers: the ring, (bytes,) uint8 each on the device. Turn t, a layer's use counted
+                over all passes, goes to buffer t % len(buffers).
+            host_bytes: bytes of RAM for the slabs of 'ssd' layers; READ_SLABS slabs at least.
+            piece_bytes: bytes of one copy; a multiple of a disk's block.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: something does not fit into RAM.
@@ -56,21 +57,22 @@ class Copier:
         self._link = link
         self._shifts = [layout.shift(ALIGNED_BYTES) for layout in layouts]
         self._buffers = list(buffers)
-        # Beside Python that computes, the thread waits for the interpreter before every piece: it
-        # sends 125 a second beside a loop of Python at the usual 5 ms, 713 at 0.5 ms, at which the
-        # loop is no slower; at 0.2 ms the loop loses a tenth. The interval stays so: other sessions
-        # may copy as well, and where nobody waits it costs nothing.
+        # While another thread runs Python, the copying thread waits for the interpreter before
+        # every piece. Beside a loop of Python it sends 125 pieces a second at the usual switch
+        # interval of 5 ms, and 713 at 0.5 ms, where the loop is no slower; at 0.2 ms the loop loses
+        # a tenth. close() does not set the interval back: other sessions may still copy, and a
+        # short interval costs nothing while no thread waits.
         if sys.getswitchinterval() > SWITCH_S:
             sys.setswitchinterval(SWITCH_S)
-        self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
+        self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered through all
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._turn = self._copy_turn = 0  # handed out next; copied next
-        self._free = [link.compute_mark() for _ in buffers]  # behind the last use of each
+        self._turn = self._copy_turn = 0  # the turn handed out next; the turn copied next
+        self._free = [link.compute_mark() for _ in buffers]  # the mark behind each one's last use
         self._copied: dict[int, Any] = {}  # turn -> event of its last piece
         self._busy = self._paused = self._closing = False
-        self.fine = True  # whether the consumer uploads small things meanwhile
-        self._stale = False  # a restart was begun and has not come to its end
+        self.fine = True  # whether the consumer makes small uploads at present
+        self._stale = False  # restart() has begun and has not ended
         self._error: BaseException | None = None
         ranges: list[list[TensorRange]] = []
         each: list[Tier] = []
@@ -103,12 +105,12 @@ class Copier:
         return self._stale or self._error is not None or self._host.failed
 
     def arrived(self) -> bool:
-        """Whether the next layer is on the device, or an error in its place."""
+        """Whether the next layer is on the device, or cannot come because of an error."""
         copied = self._copied.get(self._turn)
         return self._error is not None or (copied is not None and self._link.done(copied))
 
     def take(self) -> Any:
-        """The event behind the copies of the next layer; waits until they are enqueued.
+        """Waits until the next layer's copies are enqueued; returns the event behind them.
 
         Raises:
             StreamError: the layer could not be read or copied.
@@ -123,7 +125,7 @@ class Copier:
         raise copy_error(error, "a layer") from error
 
     def give(self, mark: Any) -> None:
-        """Gives the buffer of the layer back, whose last use `mark` is behind."""
+        """Gives the layer's buffer back to the ring; `mark` is an event behind its last use."""
         with self._changed:
             self._free[self._turn % len(self._buffers)] = mark
             del self._copied[self._turn]
@@ -132,7 +134,7 @@ class Copier:
 
     @property
     def next_buffer(self) -> int:
-        """The buffer of the layer that is handed out next, or in use."""
+        """Index of the buffer that holds the layer in use or, if none is, the next layer."""
         return self._turn % len(self._buffers)
 
     def last_use(self, buffer: int) -> Any:
@@ -140,7 +142,7 @@ class Copier:
         return self._free[buffer]
 
     def restart(self) -> None:
-        """Begin again at the first layer; copies under way are waited for."""
+        """Wait for the copies under way, and begin again at the first layer."""
         self._stale = True
         free = [self._link.compute_mark() for _ in self._buffers]
         with self._changed:
@@ -165,7 +167,7 @@ class Copier:
             self._closing = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()  # before its readers, for whom it may be waiting
+            self._thread.join()  # before the readers stop: it may wait for one of them
         try:
             self._uplink.close()
             for mark in self._free:

@@ -1,10 +1,10 @@
-"""Layers on their way to a GPU: RAM or SSD -> the ring on the device, ahead of the pass.
+"""Streams layers to a GPU ahead of the pass: from RAM or SSD into a ring of device buffers.
 
-    copier:  a thread that fills the ring, see copier.py
-    pass:    waits for the copies' event on the device; the copier for the event behind the pass's
-             last use of a buffer
+    copier:  a thread (copier.py) fills a buffer of the ring once the event behind the buffer's last
+             use is done
+    pass:    computes with a layer once the event behind the layer's copies is done
 
-Nothing waits for the whole device. Same interface as LayerStream.
+Nothing waits for the whole device. DeviceStream has the interface of LayerStream.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specexec_cli.offload.upload import device_buffer, upload
 
 
 class DeviceStream:
-    """A target's layers in cyclic order as tensors on a device."""
+    """The layers of a target in cyclic order, 0..L-1, 0..L-1, ..., as tensors on a device."""
 
     def __init__(
         self,
@@ -39,13 +39,16 @@ class DeviceStream:
         progress: Progress = lambda done, total: None,
         piece_bytes: int = COPY_BYTES,
     ) -> None:
-        """Load 'resident' and 'ram' layers and start to stream the first of the others.
+        """Load the 'resident' and 'ram' layers, and start to copy streamed layers to the device.
 
         Args:
-            tiers: per layer, where it waits for its turn.
-            host_buffers: as many layers' bytes may be in RAM on their way from the SSD.
-            device_buffers: streamed layers on the device at once, the one in use included.
-            piece_bytes: of one copy to the device; a multiple of a disk's block.
+            layers: per layer, its tensors.
+            tiers: per layer, where it stays: 'resident' (on the device), or 'ram' or 'ssd', from
+                where it is streamed in every pass.
+            host_buffers: RAM for layers on their way from the SSD, in layers of the largest size.
+            device_buffers: streamed layers on the device at once, the one in use included; 2 or
+                more.
+            piece_bytes: bytes of one copy to the device; a multiple of a disk's block.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: something does not fit into RAM or device memory.
@@ -53,14 +56,14 @@ class DeviceStream:
         if len(layers) != len(tiers) or device_buffers < 2:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
         notice = once(notice)
-        self.bytes_streamed = 0  # handed out from ring buffers so far
-        # What the consumer does while a layer is under way; see LayerStream.meanwhile. It waits
-        # for the device itself, so that nothing it enqueues stands behind a layer to come.
+        self.bytes_streamed = 0  # of the streamed layers handed out so far
+        # Work that is done while a layer is under way; see LayerStream.meanwhile. The function
+        # waits for the device itself, so that nothing it enqueues stands behind a layer to come.
         self.meanwhile: Callable[[], bool] | None = None
         self._link = link
         self._count = len(layers)
         self._next_layer = 0
-        self._in_use: object | None = None  # of each use its own
+        self._in_use: object | None = None  # a new object for each use
         self._streamed = [i for i, tier in enumerate(tiers) if tier != "resident"]
         self._layouts: list[Layout] = [lay_out(layers[i]) for i in self._streamed]
         self._resident: dict[int, dict[str, Tensor]] = {}
@@ -99,7 +102,7 @@ class DeviceStream:
         self._resident = dict(zip(chosen, loaded, strict=True))
 
     def _largest(self, chosen: Sequence[bool]) -> int:
-        """Bytes that the largest of the chosen layers takes in a buffer."""
+        """Bytes that the largest chosen layer takes in a buffer; 0 if none is chosen."""
         pairs = zip(self._layouts, chosen, strict=True)
         return max((layout.buffer_bytes for layout, is_one in pairs if is_one), default=0)
 
@@ -115,7 +118,7 @@ class DeviceStream:
 
     @property
     def streams(self) -> bool:
-        """Whether any layer comes over the link pass after pass."""
+        """Whether any layer is copied to the device in every pass."""
         return bool(self._streamed)
 
     @property
@@ -130,7 +133,7 @@ class DeviceStream:
         Work enqueued on the current stream inside the `with` may use them.
 
         Raises:
-            StreamError: the layer could not be read or copied; of a file, by name and offset.
+            StreamError: the layer could not be read or copied; names the file and offset of a read.
         """
         if index != self._next_layer or self._in_use:
             raise RuntimeError(f"layer {index} asked for, next is {self._next_layer}")
@@ -143,23 +146,24 @@ class DeviceStream:
         while self.meanwhile is not None and not self._copier.arrived() and self.meanwhile():
             pass
         copied = self._copier.take()
-        # until it is taken back, restart() has something to mend
-        # behind the last of them a tree grows and uploads its steps. Steps that are taken within
-        # a pass wait longer: the pass itself waits for the link then, which parts keep less busy.
+        # After the last streamed layer the drafter grows a tree and uploads its steps, so pieces
+        # are copied in parts, which let them pass. Steps taken within a pass wait longer: there
+        # the pass itself waits for the link, and parts would keep the link less busy.
         self._copier.fine = index == self._streamed[-1]
+        # Until _in_use is taken back, restart() knows that it has something to mend.
         use = self._in_use = object()
         self._next_layer = following
         buffer = self._copier.next_buffer
         place = self._streamed.index(index)
         layout = self._layouts[place]
-        # Enqueued work stays two layers ahead of the device, not a whole pass: an aborted pass then
-        # ends, and a live status tells what was streamed.
+        # Work is enqueued two layers ahead of the device, not a whole pass ahead: so an aborted
+        # pass ends soon, and a live status tells what has really been streamed.
         self._link.wait(self._copier.last_use((buffer + 1) % len(self._buffers)))
         self._link.compute_waits(copied)
         try:
             yield views(layout, self._buffers[buffer], layout.shift(ALIGNED_BYTES))
         finally:
-            if self._in_use is use:  # or else restart() came first; see LayerStream.blob
+            if self._in_use is use:  # otherwise restart() came first; see LayerStream.blob
                 self.bytes_streamed += layout.tensor_bytes
                 self._copier.give(self._link.compute_mark())
                 self._in_use = None
@@ -172,7 +176,7 @@ class DeviceStream:
     def restart(self) -> None:
         """Begin again at layer 0 after an aborted pass; copies under way are waited for."""
         if not (self._next_layer or self._in_use or self.failed):
-            return  # a pass has just ended: what was copied ahead is right
+            return  # a pass has just ended: the layers copied ahead are the right ones
         if self._copier is not None:
             self._copier.restart()
         self._next_layer = 0

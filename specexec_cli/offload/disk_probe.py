@@ -1,7 +1,7 @@
-"""How fast this machine's disk is read, as a pass reads it; link_probe.py has the GPU's link.
+"""Measures the disk's read rate, reading as a pass does; link_probe.py measures the GPU's link.
 
-The rate is an average, because that is what a pass will get. Other rates are those of the best of
-several short runs, because disturbances only ever slow a run down.
+The disk's rate is an average, because a pass will get the average. Other rates are those of the
+fastest of several short runs (best_of), because disturbances only ever slow a run down.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _MEND = "Close other programs"
 
 @dataclass(frozen=True, slots=True)
 class SsdProbe:
-    """Sequential read rate. Without O_DIRECT the page cache may have helped: `direct` is False."""
+    """Sequential read rate. If `direct` is False, O_DIRECT was refused: the page cache may help."""
 
     bytes_per_s: float
     direct: bool
-    n_bytes: int = 0  # that the disk moved for it
+    n_bytes: int = 0  # bytes that the disk moved for the measurement
 
 
 def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
@@ -64,7 +64,7 @@ def probe_ssd(paths: Sequence[Path], seconds: float = 1.0) -> SsdProbe:
 
 
 def probe_folder(folder: Path, seconds: float = 1.0) -> SsdProbe:
-    """probe_ssd of a folder's own weights, or of a temporary file where there are none.
+    """Run probe_ssd on a folder's largest weight files, or on a temporary file without such.
 
     Raises:
         StreamError: the folder cannot be read or written.
@@ -85,7 +85,7 @@ def probe_folder(folder: Path, seconds: float = 1.0) -> SsdProbe:
 
 
 def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile, int, int]]:
-    """An endless supply of (file, start, stop), in runs of RUN_BYTES. To be called under a lock."""
+    """A function that returns the next (file, start, stop), in runs; call it under a lock."""
     if not files:
         raise StreamError("no file to measure the disk with: give one that is not empty")
     run: list[tuple[DirectFile, int, int]] = []
@@ -107,7 +107,7 @@ def _random_pieces(files: Sequence[DirectFile]) -> Callable[[], tuple[DirectFile
 def _read_for(
     take: Callable[[], tuple[DirectFile, int, int]], buffers: Sequence[HugeBuffer], seconds: float
 ) -> tuple[int, float]:
-    """Reads for about so many seconds, a thread for each buffer; bytes, and the seconds it took."""
+    """Reads for about `seconds`, a thread for each buffer; returns bytes read and seconds taken."""
     lock = threading.Lock()
     total = 0
     errors: list[BaseException] = []
@@ -123,7 +123,7 @@ def _read_for(
                 count = file.read_into(buffer.view[: stop - start], start, stop)
                 with lock:
                     total += count
-                if time.perf_counter() >= deadline:  # each reads one piece at least
+                if time.perf_counter() >= deadline:  # each thread reads one piece at least
                     return
         except BaseException as error:  # raised below, in the caller's thread
             errors.append(error.with_traceback(None))
@@ -139,7 +139,7 @@ def _read_for(
 
 
 def best_of(repeats: int, run: Callable[[], object], deadline: float = math.inf) -> float:
-    """Seconds of the fastest run; behind the deadline none but the first is begun."""
+    """Seconds of the fastest of up to `repeats` runs; only the first begins past the deadline."""
     best = math.inf
     for _ in range(repeats):
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The thread that copies a mixture's experts to a GPU: nothing but it waits for the link.
+"""The thread that copies a mixture's experts to a GPU; no other thread waits for the link.
 
 consumer:  copy = copies.begin(target, source, after)   ...other work...   copy.result()
 """
@@ -19,18 +19,18 @@ from specexec_cli.offload.uplink import Uplink, copy_error
 
 
 class ExpertCopies:
-    """Copies from slots in RAM, in the order in which they are begun. One consumer thread."""
+    """Copies experts from slots in RAM in the order of the begin() calls. One consumer thread."""
 
     def __init__(self, slots: Sequence[Tensor], link: Link, notice: Notice) -> None:
         """Pin what can be pinned, and start the thread.
 
         Args:
-            slots: (bytes,) uint8 each, page-aligned: what is copied begins where one of them does.
-            notice: told in one line where the driver refuses to pin.
+            slots: (bytes,) uint8 each, page-aligned; every copy begins at the start of a slot.
+            notice: called with one line of text if the driver refuses to pin.
         Raises:
             OutOfMemoryError: there is no RAM for slabs.
         """
-        self._begun: list[Future[Any]] = []  # since all had arrived
+        self._begun: list[Future[Any]] = []  # copies begun since all earlier ones had arrived
         self._uplink = Uplink(link)
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="specexec-copy-experts", initializer=link.own_thread
@@ -47,16 +47,16 @@ class ExpertCopies:
 
         Args:
             target: (bytes,) uint8 on the device.
-            source: (bytes,) uint8, the beginning of a slot, which stays as it is until land().
+            source: (bytes,) uint8, the beginning of a slot; must not change until land().
         Returns:
-            of which result() waits until the copy is enqueued, and is the event behind it; it
-            raises StreamError where that failed.
+            A future: result() waits until the copy is enqueued and returns the event behind the
+            copy, or raises StreamError if the copy failed.
         """
         self._begun.append(self._thread.submit(_told, self._send, target, source, after))
         return self._begun[-1]
 
     def land(self) -> None:
-        """Waits until all that was begun has arrived.
+        """Waits until all copies that were begun have arrived.
 
         Raises:
             StreamError: a copy failed.
@@ -66,10 +66,10 @@ class ExpertCopies:
         self.drop()
 
     def drop(self) -> None:
-        """Takes back what was begun, but for copies under way, which are waited for.
+        """Cancels the copies that are not under way yet, and waits for the others.
 
         Raises:
-            StreamError: one of these failed.
+            StreamError: a copy under way failed.
         """
         for copy in self._begun:
             copy.cancel()
@@ -90,7 +90,7 @@ class ExpertCopies:
 
 
 def _told(work: Callable[..., Any], *args: Any) -> Any:
-    """Does it; an error is what the consumer is told."""
+    """Calls `work`; an error becomes the one line that the consumer is told (copy_error)."""
     try:
         return work(*args)
     except BaseException as error:

@@ -1,15 +1,16 @@
-"""Experts of a mixture where a GPU computes: in slots of its memory, or in RAM, where they lie.
+"""A mixture's experts where a GPU computes: kept in slots of VRAM, or in RAM for the CPU.
 
-    take():  those in VRAM at once; of the others, as they come into RAM, those of many rows are
-             copied to the GPU, and those of few are handed out in RAM, to be computed by the CPU
+take() hands out the wanted experts that are in VRAM at once. Of the others, as they come into RAM,
+experts with many rows are copied to the GPU, and experts with few rows are handed out in RAM, for
+the CPU to compute.
 
-An expert that the CPU computes is copied as well only where that will pay: into a slot that nothing
-is in, or where its rows were so many more than those of the expert whose slot it takes that the CPU
-takes longer for the difference than a copy.
+An expert that the CPU computes is also copied to the GPU if that will pay: into a free slot, or
+into the slot of an expert with fewer rows so far, if the CPU takes longer for the difference in
+rows than the copy takes.
 
-A slot on the GPU is written only by copies that are ordered behind all work enqueued before, so no
-expert is overwritten while the GPU still multiplies by it. While one is computed, the next is on
-its way: a thread copies (expert_copies.py), and two slots are for those that are not kept.
+Copies into a slot are ordered behind all work enqueued before, so no expert is overwritten while
+the GPU still multiplies by it. While the GPU computes one expert, a thread (expert_copies.py)
+copies the next: PASSING_SLOTS slots are for experts that are not kept.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from specexec_cli.offload.slabs import ALIGNED_BYTES, PASSING_SLOTS
 
 
 class DeviceExperts:
-    """The experts of an ExpertStore for a GPU, which keeps those that are worth most."""
+    """The experts of an ExpertStore for a GPU; those that are worth most stay in its VRAM."""
 
     def __init__(
         self,
@@ -46,32 +47,32 @@ class DeviceExperts:
         copy_rows: int | None,
         notice: Notice = lambda text: None,
     ) -> None:
-        """Take the slots; experts come into them as they are used.
+        """Allocate the slots; experts are copied into them as they are used.
 
         Args:
-            store: taken over: close() closes it.
-            cap_bytes: of VRAM for slots; up to PASSING_SLOTS of them are for experts that are not
-                kept.
-            copy_rows: an expert of so many rows and more is copied to the GPU, others are computed
-                by the CPU. None: the CPU computes all.
-            notice: told in one line where the driver refuses to pin memory.
+            store: reads the experts into RAM; close() closes it.
+            cap_bytes: most bytes of VRAM that the slots may take, those for experts that are not
+                kept included.
+            copy_rows: fewest rows for which an expert is copied to the GPU; the CPU computes the
+                others. None: the CPU computes all.
+            notice: called with one line of text if the driver refuses to pin memory.
         Raises:
             OutOfMemoryError: the slots do not fit into VRAM, or slabs not into RAM.
-            ValueError: experts are to be copied, and not one slot fits under the cap.
+            ValueError: experts are to be copied, but not one slot fits under the cap.
         """
         self.store, self._link, self._copy_rows = store, link, copy_rows
-        self.bytes_copied = 0  # to the GPU
+        self.bytes_copied = 0  # of experts, to the GPU
         self.hits = 0  # experts asked for that were in VRAM
         self._slot_bytes = store.slot_bytes + ALIGNED_BYTES
         most = len(store.files) + PASSING_SLOTS
         slots = min(cap_bytes // self._slot_bytes, most) if copy_rows else 0
         self._slots = slots
-        # the first of them are for the experts that are kept: one at least, where there are two
+        # the first slots are for experts that are kept: one slot at least, if there are two or more
         self._kept = max(slots - PASSING_SLOTS, min(slots - 1, 1), 0)
-        self._slot_of: dict[int, int] = {}  # expert -> slot, of those that are kept
-        self._held: NDArray[np.int64] = np.full(self._kept, FREE)  # slot -> expert
+        self._slot_of: dict[int, int] = {}  # key of a kept expert -> its slot
+        self._held: NDArray[np.int64] = np.full(self._kept, FREE)  # slot -> key of its expert
         self._free = list(range(self._kept))
-        self._passing = list(range(self._kept, slots))  # that no expert passes through just now
+        self._passing = list(range(self._kept, slots))  # slots for other experts, free now
         self._blob = torch.empty(0, dtype=torch.uint8)
         self._copies: ExpertCopies | None = None
         try:
@@ -97,7 +98,7 @@ class DeviceExperts:
             ) from None
 
     def take(self, layer: int, wanted: Mapping[int, int], rows: int) -> Iterator[Batch]:
-        """Each wanted expert once, in VRAM or in RAM; see ExpertStore.take."""
+        """Yields each wanted expert once, in VRAM or in RAM; see ExpertStore.take."""
         first = layer * self.store.width
         here = {expert: n for expert, n in wanted.items() if first + expert in self._slot_of}
         self.hits += len(here)
@@ -118,11 +119,12 @@ class DeviceExperts:
     def _places(
         self, first: int, batch: Batch, many: set[int], copy_rows: int
     ) -> dict[int, int | None]:
-        """For each expert of a batch the slot to keep it in; None where it is not kept.
+        """For each expert of a batch, the VRAM slot to keep it in; None if it is not kept.
 
-        For `copy_rows` rows the CPU takes as long as a copy, and a count remembers as many rows as
-        make it a fair guess of those to come. So a copy of what the CPU computes pays where the
-        counts differ by more.
+        The CPU takes as long for `copy_rows` rows as a copy takes. An expert's count (ExpertScores)
+        spans so many rows that it is a fair guess of the rows to come. So copying an expert that
+        the CPU computes pays if its count exceeds that of the expert it replaces by more than
+        `copy_rows`.
         """
         scores = self.store.scores
         worth, counts = scores.worth.ravel(), scores.counts.ravel()
@@ -141,12 +143,14 @@ class DeviceExperts:
         many: set[int],
         kept: Mapping[int, int | None],
     ) -> Iterator[Batch]:
-        """Experts that are in RAM, those of `many` rows on the GPU.
+        """Yields the experts of a batch: those of `many` on the GPU, the others in RAM.
 
         Copies are begun as far ahead as there are slots; meanwhile the CPU computes the others.
 
         Args:
             first: key of the layer's first expert.
+            batch: experts of the layer that are in RAM.
+            many: the experts with enough rows to be copied.
             kept: see _places.
         """
         left = deque(expert for expert in kept if kept[expert] is not None or expert in many)
@@ -174,13 +178,13 @@ class DeviceExperts:
                 self.store.elsewhere(first + expert, True)
 
     def _room(self, kept: int | None) -> int | None:
-        """The slot to copy an expert into, which may be one to be kept in; None for want of one."""
+        """The slot to copy an expert into: `kept` if given, else one to pass through, else None."""
         if kept is not None:
             return kept
         return self._passing.pop() if self._passing else None
 
     def _begin(self, copies: ExpertCopies, key: int, slot: int) -> Future[Any]:
-        """Begins to copy an expert that the store has handed out, behind all that is enqueued."""
+        """Begins to copy an expert that the store has handed out, behind all enqueued work."""
         source = self.store.bytes_of(key)
         start = slot * self._slot_bytes + self._shift(key)
         target = self._blob[start : start + source.numel()]
@@ -188,11 +192,12 @@ class DeviceExperts:
         return copies.begin(target, source, self._link.compute_mark())
 
     def _slot_for(self, key: int, worth: NDArray[np.float64], margin: float = 0.0) -> int | None:
-        """A slot to keep an expert in, which nothing is in any more; None where none is to be had.
+        """An emptied slot to keep an expert in; None if every kept expert is worth as much.
 
         Args:
-            worth: by expert.
-            margin: that the expert must be worth more than the one whose slot it takes.
+            key: the expert's key.
+            worth: (keys,), the worth of every expert.
+            margin: how much more than the expert it replaces this one must be worth.
         """
         if self._free:
             return self._free.pop()
@@ -217,8 +222,8 @@ class DeviceExperts:
     def restart(self) -> None:
         """Forget the request of an aborted pass.
 
-        An expert counts as being on the GPU once its copy is done, so the slot of one whose copy
-        was under way is free again.
+        An expert counts as being on the GPU only once its copy is done, so a slot is free again if
+        the copy into it was under way.
         """
         if self._copies is not None:
             self._copies.drop()

@@ -1,6 +1,7 @@
 """Where the experts of a mixture lie in its files, and how one of them is read and viewed.
 
-An expert is known by a number of its own, its key: layer * width + its index in the layer.
+An expert's key is the number layer * width + its index in the layer, where width is the number of
+experts in the layer that has the most.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from specexec_cli.offload.store import TensorRange
 
 
 class ExpertTensors(dict[str, Tensor]):
-    """An expert's tensors by their names in the checkpoint, as long as they are where they are."""
+    """An expert's tensors by their names in the checkpoint, valid while it stays in its place."""
 
     __slots__ = ("prepared",)
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(tensors)
-        self.prepared: object | None = None  # what their user made of them; let go with them
+        self.prepared: object | None = None  # what their user made from them; dropped with them
 
 
 class ExpertFiles:
@@ -41,8 +42,8 @@ class ExpertFiles:
         """Works out what is to be read; no file is opened yet.
 
         Args:
-            layers: by layer and expert, the expert's tensors; no experts for a dense layer.
-            piece_bytes: of the longest read.
+            layers: for each layer, for each expert, its tensors; a dense layer has no experts.
+            piece_bytes: most bytes of one read.
         """
         self.width = max(map(len, layers))
         self._layouts: dict[int, Layout] = {
@@ -59,60 +60,60 @@ class ExpertFiles:
         self._files: dict[Path, DirectFile] = {}
 
     def __len__(self) -> int:
-        """Experts of all layers."""
+        """The number of experts in all layers."""
         return len(self._layouts)
 
     def __contains__(self, key: int) -> bool:
-        """Whether there is such an expert: a dense layer has none."""
+        """Whether an expert has this key; a dense layer has no experts."""
         return key in self._layouts
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot that holds any of the experts, a multiple of the disk's blocks."""
+        """Bytes of a slot that can hold any expert; a multiple of BLOCK_BYTES."""
         largest = max(layout.buffer_bytes for layout in self._layouts.values())
         return -(-largest // BLOCK_BYTES) * BLOCK_BYTES
 
     def in_order(self, keys: Iterable[int]) -> list[int]:
-        """Those of the keys that there are, in the order of the files."""
+        """The keys that belong to an expert, in the order of the experts in the files."""
         return sorted((key for key in keys if key in self._rank), key=self._rank.__getitem__)
 
     def first_byte(self, key: int) -> int:
-        """Where in what is read of an expert its first tensor begins."""
+        """Where an expert's first tensor begins, in bytes from the first byte read for it."""
         return self._layouts[key].places[0][1]
 
     def n_bytes(self, key: int) -> int:
-        """What is read of an expert, in whole blocks; 0 where there is none of this number."""
+        """Bytes read for an expert, in whole blocks; 0 if no expert has this key."""
         return self._layouts[key].buffer_bytes if key in self._layouts else 0
 
     def tensor_bytes(self, key: int) -> int:
-        """What an expert's tensors take."""
+        """Bytes of an expert's tensors."""
         return self._layouts[key].tensor_bytes
 
     def open(self, notice: Notice) -> None:
         """Opens the files.
 
         Args:
-            notice: told in one line when reading will be slower than it could be.
+            notice: called with one line of text if reading will be slower than it could be.
         Raises:
-            StreamError: one cannot be opened.
+            StreamError: a file cannot be opened.
         """
         open_files(self._files, list(self._layouts.values()), once(notice))
 
     def pieces(self, key: int, slot: int) -> list[Part]:
-        """What brings an expert into a slot."""
+        """The parts that together bring an expert into a slot."""
         return [Part(slot, piece) for piece in self._pieces[key]]
 
     def neighbours(self, before: int, after: int) -> bool:
-        """Whether one read may bring both experts of a layer, the second of which lies later."""
+        """Whether both experts are of one layer, and one read may bring `before`, then `after`."""
         first, second = self._layouts[before].extents[0], self._layouts[after].extents[0]
         return before // self.width == after // self.width and follows(first, second)
 
     def joined(self, parts: Iterable[Part]) -> list[Read]:
-        """The fewest reads that bring all parts, each no longer than a piece may be."""
+        """The fewest reads that bring all parts; no read is longer than piece_bytes."""
         return join(parts, self._piece_bytes)
 
     def read(self, read: Read, slots: Sequence[memoryview], spare: memoryview) -> int:
-        """Brings each part of a read into its slot; see scattered() and DirectFile.scatter."""
+        """Brings each part of a read into its slot (see scattered()); returns the bytes read."""
         targets, copies = scattered(read, slots, spare)
         count = self._files[read.path].scatter(targets, read.start, read.stop)
         for target, source in copies:
@@ -120,11 +121,11 @@ class ExpertFiles:
         return count
 
     def tensors(self, key: int, blob: Tensor, shift: int) -> ExpertTensors:
-        """An expert's tensors as views of `blob`, into which it was read from byte `shift` on."""
+        """An expert's tensors as views of `blob`, where the expert's bytes begin at `shift`."""
         return ExpertTensors(views(self._layouts[key], blob, shift))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the files. Idempotent."""
         for file in self._files.values():
             file.close()
 
