@@ -74,7 +74,9 @@ class _Call:
 
 
 # Few weights and numbers of rows come again and again, and in a pass of one row all that is around
-# a product takes as long as the product.
+# a product takes as long as the product. Prompts of a server have every number of rows, so that
+# those that are kept are forgotten once there are this many.
+_MOST_CALLS = 4096
 _calls: dict[Hashable, _Call] = {}
 
 
@@ -83,6 +85,8 @@ def _call(form: Form, rows: int, weight: Any) -> _Call:
     key = form, form.kind(weight), rows, torch.get_num_threads()
     found = _calls.get(key)
     if found is None:
+        if len(_calls) >= _MOST_CALLS:
+            _calls.clear()
         spec = form.spec(rows, weight)
         found = _calls[key] = _Call(
             spec,

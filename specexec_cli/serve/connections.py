@@ -74,11 +74,12 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         """See asyncio.Protocol; makes room where there is none."""
-        others = [one for one in self.connections if isinstance(one, Connection)]
+        full = len(self.connections) >= self._most
+        if full:  # several at once, since it takes a look at all of them
+            full = not close_idle(own(self.connections), 1 + self._most // 16)
         super().connection_made(transport)
         self._since_s = self.loop.time()
-        # several at once, since it takes a look at all of them
-        if len(others) >= self._most and not close_idle(others, 1 + self._most // 16):
+        if full:
             self._refuse(503, "Service Unavailable", "too many connections: try again later")
 
     def data_received(self, data: bytes) -> None:
@@ -172,6 +173,11 @@ class _Counted(h11.Connection):
             if self._pieces > _PIECES + self._bytes // _PIECE_BYTES:
                 raise h11.RemoteProtocolError("the body comes in too many pieces")
         return event
+
+
+def own(connections: Iterable[object]) -> list[Connection]:
+    """Those of uvicorn's connections that are of this module's kind, as all of a server are."""
+    return [one for one in connections if isinstance(one, Connection)]
 
 
 def close_idle(connections: Iterable[Connection], count: int) -> int:

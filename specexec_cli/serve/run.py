@@ -18,7 +18,7 @@ import uvicorn
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.serve.app import create_app
-from specexec_cli.serve.connections import Connection, NoRoom, most_connections
+from specexec_cli.serve.connections import Connection, NoRoom, most_connections, own
 from specexec_cli.serve.guards import Access
 from specexec_cli.serve.service import Service
 
@@ -111,7 +111,7 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
     def _connections(self) -> list[Connection]:
-        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+        return own(self.server_state.connections)
 
     def stop(self) -> None:
         """Ends texts, streams and the server; from any thread, and from a signal's handler."""

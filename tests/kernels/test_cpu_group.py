@@ -136,3 +136,12 @@ def test_transposed_weights(stored: torch.dtype, shape: tuple[int, int]) -> None
     assert ((together - exact).abs() <= allowed).all()
     for count in (1, 2, 7):
         assert torch.equal(cpu_linear.transposed_product(rows[:count], lying), together[:count])
+
+
+def test_what_is_kept_of_calls_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_products, "_MOST_CALLS", 3)
+    cpu_products._calls.clear()
+    x, stored = torch.randn(8, INPUTS), weight("float32", 1)
+    for rows in range(1, 9):
+        assert torch.equal(alone(x[:rows], stored), alone(x, stored)[:rows])
+        assert len(cpu_products._calls) <= 3
