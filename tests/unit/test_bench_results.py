@@ -6,11 +6,13 @@ import csv
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from bench_rows import case, row, stats_of, step
 
+from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import ConfigError
@@ -23,13 +25,24 @@ from specexec_cli.lab.bench.metrics import (
     run_metrics,
     spread,
 )
-from specexec_cli.lab.bench.results import ResultsFile, read_results
+from specexec_cli.lab.bench.results import ResultsFile, read_results, row_config, row_key
 from specexec_cli.lab.bench.schema import problems
 from specexec_cli.lab.bench.summary import summarize
 from specexec_cli.lab.bench.tables import aligned, render
 from specexec_cli.lab.papers.lab import rate
 
 GREEDY = SamplingConfig()
+
+
+def test_two_files_of_one_repository_have_rows_of_their_own() -> None:
+    def key(target: str | None, draft: str | None) -> str:
+        entries = (ModelEntry(name="x", repo="org/x-GGUF", file=file) for file in (target, draft))
+        pair = SimpleNamespace(name="x", **dict(zip(("target", "draft"), entries, strict=True)))
+        session = SimpleNamespace(pair=pair, settings={"dtype": "float32"})
+        return row_key(row_config(session, SimpleNamespace(name="mtbench", sha256="0")))
+
+    files = (None, "x-Q4_K_M.gguf", "x-Q8_0.gguf")
+    assert len({key(target, draft) for target in files for draft in files}) == 9
 
 
 def grid(**given):

@@ -14,7 +14,7 @@ from specexec_cli.lab.bench.coverage import Coverage
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.environment import environment
 from specexec_cli.lab.bench.paper import PaperRow, rows_for
-from specexec_cli.lab.bench.results import Row, read_results, row_key
+from specexec_cli.lab.bench.results import Row, read_results, row_config, row_key
 from specexec_cli.lab.bench.schema import SCHEMA
 from specexec_cli.lab.bench.summary import Summary, summarize
 from specexec_cli.lab.bench.tables import aligned, markdown, render
@@ -86,15 +86,7 @@ def coverage_row(
     found: Coverage,
 ) -> Row:
     """A coverage measurement as a row of the results file."""
-    pair = session.pair
-    config = {
-        "pair": pair.name,
-        "target": pair.target.repo,
-        "draft": pair.draft.repo if pair.draft else None,
-        **session.settings,
-        "dataset": dataset.name,
-        "prompts_sha256": dataset.sha256,
-    }
+    config = row_config(session, dataset)
     case = {
         "temperature": sampling.temperature, "max_tokens": max_tokens, "seed": sampling.seed,
     }  # fmt: skip

@@ -6,13 +6,33 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import parse_json
 from specexec_cli.lab.bench.schema import problems
 
+if TYPE_CHECKING:
+    from specexec_cli.lab.bench.datasets import Dataset
+    from specexec_cli.session import TextSession
+
 Row = dict[str, Any]
+
+
+def row_config(session: TextSession, dataset: Dataset) -> dict[str, Any]:
+    """What a row says of the models, the machine and the prompts it was measured with.
+
+    A model is named by its weights, since a repository may hold several GGUF files.
+    """
+    pair = session.pair
+    return {
+        "pair": pair.name,
+        "target": pair.target.weights,
+        "draft": pair.draft.weights if pair.draft else None,
+        **session.settings,
+        "dataset": dataset.name,
+        "prompts_sha256": dataset.sha256,
+    }
 
 
 def row_key(parts: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from specexec_cli.lab.bench.cases import BASELINE, DISTRIBUTED, Case, is_chain
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.environment import reset_peak_memory
 from specexec_cli.lab.bench.metrics import TIMING, run_metrics
-from specexec_cli.lab.bench.results import ResultsFile, Row, row_key
+from specexec_cli.lab.bench.results import ResultsFile, Row, row_config, row_key
 from specexec_cli.lab.bench.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Bench:
         """Identifies the run in the results file."""
         return row_key(
             {
-                "config": self._config(run),
+                "config": row_config(self._session, run.dataset),
                 "case": run.case.settings(),
                 "seed": run.seed,
                 "prompt": run.prompt.sha256,
@@ -152,17 +152,6 @@ class Bench:
                 done(row)
             rows.append(row)
         return rows
-
-    def _config(self, run: Run) -> dict[str, Any]:
-        pair = self._session.pair
-        return {
-            "pair": pair.name,
-            "target": pair.target.repo,
-            "draft": pair.draft.repo if pair.draft else None,
-            **self._session.settings,
-            "dataset": run.dataset.name,
-            "prompts_sha256": run.dataset.sha256,
-        }
 
     def _session_of(self, case: Case) -> TextSession:
         if case.method not in DISTRIBUTED:
@@ -218,7 +207,7 @@ class Bench:
             "kind": "run",
             "key": self.key(run),
             "label": run.case.label,
-            "config": self._config(run),
+            "config": row_config(self._session, run.dataset),
             "case": run.case.settings(),
             "seed": run.seed,
             "repeat": run.repeat,
