@@ -64,7 +64,7 @@ class Copier:
         # short interval costs nothing while no thread waits.
         if sys.getswitchinterval() > SWITCH_S:
             sys.setswitchinterval(SWITCH_S)
-        self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered through all
+        self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._turn = self._copy_turn = 0  # the turn handed out next; the turn copied next

@@ -1,7 +1,7 @@
-"""What the readers of experts do next: which expert is read, into which slot. Knows no threads.
+"""Decides which expert is read next, and into which slot. Knows no threads.
 
-Experts that were asked for come first, then those that the pass is likely to ask for, in the order
-of its layers, and last those that earlier sessions used most, for free slots alone.
+Experts that the pass has asked for come first; then those that it will likely ask for, in the order
+of its layers; last those that earlier sessions used most, which go into free slots only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from specexec_cli.offload.expert_reads import Part, Read
 from specexec_cli.offload.expert_scores import ExpertScores, Floats
 from specexec_cli.offload.expert_slots import SlotTable
 
-LIKELY = 0.9  # an expert that a pass is so likely to need is read before it is asked for
-_SOON = 1e9  # more than any worth: what a pass is expected to ask for
-# A layer of whose missing bytes a pass is expected to need so large a share is read whole: bytes
-# that nobody needed may come to a twentieth of those that somebody did.
+LIKELY = 0.9  # probability of being needed from which an expert is read before it is asked for
+_SOON = 1e9  # more than any worth; raises experts that the pass is expected to ask for
+# All missing experts of a layer are read ahead if a pass is expected to need this share of their
+# bytes: the bytes read in vain then come to at most a twentieth of the bytes needed.
 WHOLE = 1.0 / 1.05
-# Neighbours are asked for together as long as they are less than this, so that four readers have a
-# piece each, and so few that preadv takes them (at most 1,024 places).
+# Most bytes and experts of neighbours that are asked for together: the bytes give each of four
+# readers a piece, and preadv takes so few experts (it takes at most 1,024 places).
 RUN_BYTES = 32 << 20
 _RUN_EXPERTS = 64
 
@@ -32,14 +32,15 @@ class ReadQueue:
     """Experts that are to be read, and those that are being read; the caller holds the lock."""
 
     def __init__(self, files: ExpertFiles, table: SlotTable, scores: ExpertScores) -> None:
-        """Into the slots of `table`; nothing is to be read yet."""
+        """Nothing is to be read yet; reads will go from `files` into the slots of `table`."""
         self._files, self._table, self._scores = files, table, scores
         self._sizes = np.array([files.n_bytes(key) for key in range(scores.counts.size)])
-        self._missing = [0] * len(table)  # parts not there yet
+        self._missing = [0] * len(table)  # by slot, parts not read yet
         self._failed: list[BaseException | None] = [None] * len(table)
-        self._read_for: list[object | None] = [None] * len(table)  # the request, if there was one
-        # of the rest of the present pass: by expert how likely it is to ask for it, how much of
-        # that its rows behind the first one add, and whether it is expected to; visits by layer
+        self._read_for: list[object | None] = [None] * len(table)  # by slot, the request, if any
+        # What the rest of the present pass may need. By expert: the probability that the pass asks
+        # for it, the part of the probability that rows after the first add, and whether the expert
+        # is expected. By layer: the visits left.
         self._likely: Floats = np.zeros(scores.counts.size)
         self._more: Floats = np.zeros(scores.counts.size)
         self._sure = np.zeros(scores.counts.size, dtype=np.bool_)
@@ -47,18 +48,18 @@ class ReadQueue:
         self._wanted: deque[int] = deque()  # asked for, and without a slot
         self._expected: deque[int] = deque()
         self._usual: deque[int] = deque()
-        self._reads: deque[Read] = deque()  # of experts that were asked for
-        self._early: deque[Read] = deque()  # of others
+        self._reads: deque[Read] = deque()  # reads of experts that were asked for
+        self._early: deque[Read] = deque()  # reads of other experts
 
     def __bool__(self) -> bool:
         """Whether there may be something to read."""
         return bool(self._reads or self._early or self._wanted or self._expected or self._usual)
 
     def want(self, layer: int, keys: Iterable[int]) -> None:
-        """A visit of a layer begins, which lacks these experts.
+        """A visit of a layer begins; it needs these experts, which are in no slot.
 
-        What a visit does not ask for it will not ask for later, nor will a later layer ask for what
-        earlier ones have.
+        A visit asks for all its experts at once, and layers come in order. So the experts of
+        earlier layers, and of this layer if this is its last visit, are no longer expected.
         """
         self._visits[:layer] = 0
         self._visits[layer] = max(0, self._visits[layer] - 1)
@@ -67,21 +68,21 @@ class ReadQueue:
         self._wanted.extend(self._files.in_order(keys))
 
     def _forget(self, stop: int) -> None:
-        """The rest of the pass asks for none of the experts below this one."""
+        """Notes that the rest of the pass needs no expert with a key below `stop`."""
         self._likely[:stop] = self._more[:stop] = 0.0
         self._sure[:stop] = False
 
     def want_no_more(self) -> None:
-        """Nobody waits for what was asked for."""
+        """Nobody waits any more for the experts that were asked for."""
         self._wanted.clear()
 
     def expect(self, likely: Floats, by_one: Floats, visits: int) -> None:
         """A pass begins.
 
         Args:
-            likely: how likely each expert is to be asked for, (layers, experts).
-            by_one: the same if the pass had one row.
-            visits: of each layer in this pass.
+            likely: (layers, experts), the probability that the pass asks for each expert.
+            by_one: (layers, experts), the same for a pass of one row.
+            visits: how often this pass visits each layer.
         """
         self.expect_nothing()
         self._likely, self._more = likely.flatten(), (likely - by_one).flatten()
@@ -94,7 +95,7 @@ class ReadQueue:
             self._sure[keys] = True
 
     def _read_whole(self, likely: Floats) -> NDArray[np.bool_]:
-        """What is missing of layers that a pass needs nearly all of, (layers, experts)."""
+        """(layers, experts) bool: the missing experts of layers to be read whole; see WHOLE."""
         missing = ~self._table.elsewhere
         missing[list(self._table.of)] = False
         sizes = np.where(missing, self._sizes, 0).reshape(likely.shape)
@@ -108,14 +109,14 @@ class ReadQueue:
         self._forget(len(self._sure))
 
     def fill_with(self, keys: Iterable[int]) -> None:
-        """Free slots may take these experts."""
+        """Lets these experts be read into free slots."""
         self._usual.extend(self._files.in_order(keys))
 
     def next_read(self, request: object | None) -> Read | None:
-        """The next read for the request that is under way, or for what may come.
+        """The next read for the request under way or, if there is none, for expected experts.
 
         Returns:
-            None if there is nothing to read, or no slot for it.
+            None if there is nothing to read, or no slot to read it into.
         """
         while not self._reads and self._begin_run(self._wanted, request):
             pass
@@ -127,7 +128,7 @@ class ReadQueue:
         return self._early.popleft()
 
     def _begin_run(self, queue: deque[int], request: object | None) -> bool:
-        """Slots for the next expert of a queue and for its neighbours; False if it gets none."""
+        """Gives slots to a queue's next expert and its neighbours; False if none gets a slot."""
         run: list[int] = []
         parts: list[Part] = []
         while (key := self._upcoming(queue)) is not None and self._goes_on(run, key):
@@ -146,9 +147,10 @@ class ReadQueue:
         return bool(run)
 
     def _goes_on(self, run: list[int], key: int) -> bool:
-        """Whether an expert is asked for together with its neighbours of the same layer.
+        """Whether an expert joins a run of neighbours of its layer that are asked for together.
 
-        They are not more than half of the slots: the consumer computes some while others are read.
+        A run takes at most half of the slots: the consumer computes some experts while others are
+        read.
         """
         if not run:
             return True
@@ -169,10 +171,13 @@ class ReadQueue:
         return queue[0] in self._table.of or unexpected
 
     def _free_slot(self, queue: deque[int]) -> int | None:
-        """A free slot, or that of the expert which is least worth keeping, for a queue's next.
+        """A slot for a queue's next expert: a free one, or that of the expert least worth keeping.
 
-        What is read before it is asked for takes the place of nothing that the rest of the pass may
-        need: bytes would be read twice to have others a little sooner.
+        An expert that is read before it is asked for never replaces one that the rest of the pass
+        may need: bytes would be read twice to have others a little sooner.
+
+        Returns:
+            None if no slot may be taken.
         """
         free = self._table.free()
         if free is not None or queue is self._usual:
@@ -180,16 +185,16 @@ class ReadQueue:
         worth = self._scores.worth.ravel() + self._more
         if queue is self._expected:
             return self._table.least_worth(worth, self._sure | (self._likely > 1.0 - LIKELY))
-        # what the pass will need soon is worth more than what it will need late
+        # experts that the pass will need soon are worth more than those it will need late
         layers = np.arange(len(worth)) // self._files.width
         worth += _SOON * self._sure * (layers[-1] + 1 - layers)
         return self._table.least_worth(worth, np.zeros_like(self._sure))
 
     def read_done(self, read: Read, error: BaseException | None) -> list[int]:
-        """A read has ended, or has failed; the slots for which it was the last one.
+        """Notes that a read has ended or failed; returns the slots for which it was the last read.
 
-        One of several experts that failed is done again for each by itself: those whose bytes can
-        be read are not to fail with the others.
+        A failed read of several parts is repeated for each part alone, so that an expert with
+        readable bytes does not fail with the others.
         """
         if error is not None and len(read.parts) > 1:
             self._reads.extendleft(reversed(read.alone()))
@@ -204,20 +209,21 @@ class ReadQueue:
         return ended
 
     def fail(self, slot: int, error: BaseException) -> None:
-        """What is read into a slot will not be an expert."""
+        """Notes that a read into the slot has failed, so that it will hold no expert."""
         # a traceback's frames would keep views of the buffer alive
         self._failed[slot] = error.with_traceback(None)
 
     def has_failed(self, slot: int) -> bool:
-        """Whether one of the slot's reads has."""
+        """Whether one of the slot's reads has failed."""
         return self._failed[slot] is not None
 
     def arrived(self, slot: int, request: object | None) -> BaseException | None:
-        """The last read of an expert is done with: it is ready, or its slot is free again.
+        """Notes that a slot's last read has ended: its expert is ready, or its slot is free again.
 
         Returns:
-            what failed, where the request that is under way waits for it. A read that was begun for
-            nobody, or for a pass that was aborted, is tried again.
+            The error, if the read was begun for the request that is under way and still waits for
+            the expert. If that request waits for an expert that was read for nobody, or for an
+            aborted pass, the expert is read again instead.
         """
         failed, self._failed[slot] = self._failed[slot], None
         if failed is None:

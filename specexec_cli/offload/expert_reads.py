@@ -1,7 +1,8 @@
-"""Reads that bring several experts at once: what lies side by side in a file, each into its slot.
+"""Joins experts that lie side by side in a file into one read, which brings each into its slot.
 
-Experts begin and end anywhere within the disk's blocks, so neighbours share the block in which they
-meet. It is read for the first of them and copied to the others. Knows neither files nor threads.
+An expert may begin and end anywhere within a block of the disk, so neighbours share the block in
+which they meet. This block is read for the first expert and copied to the next. The module knows
+neither files nor threads.
 """
 
 from __future__ import annotations
@@ -12,17 +13,18 @@ from pathlib import Path
 
 from specexec_cli.offload.reader import BLOCK_BYTES, Extent
 
-# A gap as long is read through, since a read of its own costs more: what lies between neighbours is
-# a table of indexes that is not needed (GPTQ's g_idx), or a held neighbour's bias.
+# The longest gap between experts that one read reads through, since a second read would cost more.
+# Such a gap is a table of indexes that is not needed (GPTQ's g_idx), or the bias of a neighbour
+# that is in a slot already.
 GAP_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A range of a file that belongs to one expert, and where in its slot it goes."""
+    """A range of a file that belongs to one expert, and the range's place in the expert's slot."""
 
     slot: int
-    extent: Extent  # whose offset is one of the slot
+    extent: Extent  # its offset counts from the slot's first byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +39,21 @@ class Read:
 
     @property
     def start(self) -> int:
-        """Of the file, in whole blocks."""
+        """The file's byte at which the read begins; a multiple of BLOCK_BYTES."""
         return self.parts[0].extent.start
 
     @property
     def stop(self) -> int:
-        """Of the file, in whole blocks; may lie past its end."""
+        """The file's byte before which the read ends; whole blocks, so perhaps past the end."""
         return self.parts[-1].extent.stop
 
     def alone(self) -> list[Read]:
-        """Each part by itself."""
+        """One read for each part."""
         return [Read((part,)) for part in self.parts]
 
 
 def follows(before: Extent, after: Extent) -> bool:
-    """Whether one read may bring both: `after` begins where `before` ends, or a gap behind it."""
+    """Whether one read may bring both: `after` begins where `before` ends, or a short gap later."""
     return (
         after.path == before.path
         and before.stop - BLOCK_BYTES <= after.start <= before.stop + GAP_BYTES
@@ -63,7 +65,7 @@ def join(parts: Iterable[Part], most_bytes: int) -> list[Read]:
     """The fewest reads that bring all parts, in the order of the files.
 
     Args:
-        most_bytes: of a read of several parts.
+        most_bytes: most bytes of a read that brings several parts.
     """
     reads: list[list[Part]] = []
     for part in sorted(parts, key=lambda part: (str(part.extent.path), part.extent.start)):
@@ -79,17 +81,19 @@ def join(parts: Iterable[Part], most_bytes: int) -> list[Read]:
     return [Read(tuple(each)) for each in reads]
 
 
-Copy = tuple[memoryview, memoryview]  # to and from
+Copy = tuple[memoryview, memoryview]  # target, source
 
 
 def scattered(
     read: Read, slots: Sequence[memoryview], spare: memoryview
 ) -> tuple[list[memoryview], list[Copy]]:
-    """Where the bytes of a read go, one behind the other, and what is then copied.
+    """Where the bytes of a read go, and which blocks are copied afterwards.
 
     Args:
-        slots: each part's own, block-aligned.
-        spare: GAP_BYTES that nobody looks at, block-aligned.
+        slots: the slot of each part, block-aligned.
+        spare: GAP_BYTES bytes to read gaps into, block-aligned; nobody looks at them.
+    Returns:
+        The places that the read fills one after another; target and source of each copy.
     """
     targets: list[memoryview] = []
     copies: list[Copy] = []

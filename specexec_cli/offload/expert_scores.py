@@ -1,8 +1,8 @@
-"""Which experts are worth keeping: shares of what routing asked for. Knows no bytes, no torch.
+"""Scores which experts are worth keeping, by how often rows are routed to them. Knows no bytes.
 
-An expert's worth is how large a share of the rows were routed to it, where each row counts a little
-less than the next one, plus the same share with rows that are forgotten soon. docs/tried.md,
-"Mixtures", has the rules that were worse.
+An expert's worth is the sum of two shares of the rows that were routed to it. In the first share a
+row counts DECAY times as much as the next row, in the second RECENT_DECAY times, so that old rows
+are soon forgotten. docs/tried.md, "Mixtures", has the rules that were worse. Knows no torch either.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-DECAY = 0.995  # of a count, from one row to the next
-RECENT_DECAY = 0.9  # of the share that is forgotten soon
-_PRIOR_ROWS = 4.0  # rows that an even use of all experts counts as
-_MOST_ROWS = 1.0 / (1.0 - DECAY)  # that one expert's count comes to in the long run
+DECAY = 0.995  # what is left of a count after one more row
+RECENT_DECAY = 0.9  # what is left of the second share after one more row
+_PRIOR_ROWS = 4.0  # likely() adds this many rows with an even use of all experts
+_MOST_ROWS = 1.0 / (1.0 - DECAY)  # the count of an expert that every row is routed to
 
 
 class ExpertScores:
-    """Counts of a model's experts, by layer and expert."""
+    """How often rows were routed to each of a model's experts, by layer and expert."""
 
     def __init__(self, layers: int, experts: int, chosen: int) -> None:
         """Begins with nothing known.
 
         Args:
-            experts: of the layer that has the most.
+            experts: number of experts in the layer that has the most.
             chosen: experts that one row is routed to.
         """
         self.counts: Floats = np.zeros((layers, experts))
         self.worth: Floats = np.zeros((layers, experts))
         self._recent: Floats = np.zeros((layers, experts))
-        self._rows: Floats = np.zeros(layers)  # whose choices the counts are
+        self._rows: Floats = np.zeros(layers)  # rows counted; they decay as the counts do
         self._chosen = chosen
 
     def used(self, layer: int, rows_by_expert: Sequence[tuple[int, int]], rows: int) -> None:
-        """One visit of a layer.
+        """Counts one visit of a layer.
 
         Args:
             rows_by_expert: the experts asked for, each with the rows that are routed to it.
-            rows: of the visit.
+            rows: all rows of the visit.
         """
         decay, left = DECAY**rows, RECENT_DECAY**rows
         self.counts[layer] *= decay
@@ -53,7 +53,7 @@ class ExpertScores:
         self.worth[layer] = self.counts[layer] / _MOST_ROWS + self._recent[layer]
 
     def likely(self, rows: int) -> Floats:
-        """How likely each expert is to be asked for by so many rows, (layers, experts)."""
+        """(layers, experts): the probability that `rows` rows ask for each expert."""
         experts = self.counts.shape[1]
         even = _PRIOR_ROWS * self._chosen / experts
         shares = (self.counts + even) / (self._rows[:, None] + _PRIOR_ROWS)
@@ -64,7 +64,7 @@ class ExpertScores:
         """Goes on from the counts of an earlier session.
 
         Raises:
-            ValueError: they are of another model, or no counts.
+            ValueError: the counts have another model's shape, or are negative or not finite.
         """
         if counts.shape != self.counts.shape or not np.isfinite(counts).all() or counts.min() < 0:
             raise ValueError("these are not counts of this model's experts")

@@ -1,6 +1,7 @@
 """Which expert is in which slot, and which slot is given up next. Knows no bytes and no threads.
 
-A slot is free, or of one expert: being read, or ready. A pinned one is in use and is kept.
+A slot is free or belongs to one expert, which is being read into it or is ready. A pinned slot is
+in use and is not given up.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ class SlotTable:
     def __init__(self, slots: int, experts: int) -> None:
         self.of: dict[int, int] = {}  # expert -> slot, ready or being read
         self.held: NDArray[np.int64] = np.full(slots, FREE)  # slot -> expert
-        self.ready = np.zeros(slots, dtype=np.bool_)  # holds all of an expert
-        self.pinned = np.zeros(slots, dtype=np.bool_)  # asked for, and not done with
-        # experts that are held elsewhere as well: no reason to keep them here
+        self.ready = np.zeros(slots, dtype=np.bool_)  # the slot holds a whole expert
+        self.pinned = np.zeros(slots, dtype=np.bool_)  # asked for and still needed
+        # by expert: it is held elsewhere as well, so there is no reason to keep it here
         self.elsewhere = np.zeros(experts, dtype=np.bool_)
 
     def __len__(self) -> int:
         return len(self.held)
 
     def ready_slot(self, expert: int) -> int | None:
-        """The slot that holds all of an expert."""
+        """The slot that holds a whole expert; None if no slot does."""
         slot = self.of.get(expert)
         return slot if slot is not None and self.ready[slot] else None
 
     def give(self, slot: int, expert: int, *, pinned: bool) -> None:
-        """The slot is the expert's from now on, which is to be read into it."""
+        """Gives a slot to an expert, which is to be read into it."""
         old = int(self.held[slot])
         if old != FREE:
             del self.of[old]
@@ -43,27 +44,29 @@ class SlotTable:
         self.pinned[slot] = pinned
 
     def take_back(self, slot: int) -> None:
-        """The slot is free: its expert could not be read."""
+        """Frees a slot: its expert could not be read."""
         del self.of[int(self.held[slot])]
         self.held[slot] = FREE
         self.pinned[slot] = False
 
     def unpin(self, slots: Sequence[int] | slice) -> None:
-        """Nobody uses these any more."""
+        """Notes that nobody uses these slots any more."""
         self.pinned[slots] = False
 
     def free(self) -> int | None:
-        """A slot that nothing is in."""
+        """A free slot; None if there is none."""
         if len(self.of) == len(self):
             return None
         return int(np.flatnonzero(self.held == FREE)[0])
 
     def least_worth(self, worth: NDArray[np.float64], kept: NDArray[np.bool_]) -> int | None:
-        """The slot whose expert is least worth keeping, of a table without free slots.
+        """The slot of the expert that is least worth keeping; call it when no slot is free.
 
         Args:
-            worth: by expert, 0 or more.
-            kept: by expert, whether it is not to be given up, unless it is held elsewhere as well.
+            worth: (experts,), what each expert is worth, 0 or more.
+            kept: (experts,), True for an expert that keeps its slot unless it is held elsewhere.
+        Returns:
+            None if every slot is pinned, being read into, or kept.
         """
         by_slot = worth[self.held]
         by_slot[kept[self.held]] = np.inf

@@ -1,13 +1,13 @@
-"""Experts of a mixture, one by one: from the SSD into equal slots of RAM that keep those in use.
+"""Reads a mixture's experts one by one from the SSD into equal slots of RAM, and keeps the best.
 
-    consumer:  for batch in store.take(layer, wanted): ...     those that have arrived
-    readers:   what was asked for, in file order; when that is done, what is expected
+    consumer:  for batch in store.take(layer, wanted, rows): ...     experts that have arrived
+    readers:   read the experts that were asked for, in file order; after them, expected experts
 
-A slot is free, being read into, or holds an expert. Readers alone give slots to experts, under the
-lock; the consumer only says what it wants. So Ctrl-C, which comes to the consumer's thread, cannot
-leave a slot that holds something else than it says. A slot is never taken from an expert that the
-consumer has asked for and has not done with. Where fewer slots are free than experts are wanted,
-slots are read into anew as the consumer comes to the end of what they held.
+A slot is free, is being read into, or holds an expert. Only readers give slots to experts, under
+the lock; the consumer only says which experts it wants. So Ctrl-C, which interrupts the consumer's
+thread, cannot leave a slot that holds another expert than the table says. An expert that the
+consumer has asked for keeps its slot until the consumer is done with it. If fewer slots are free
+than experts are wanted, a slot is read into anew once the consumer is done with its expert.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from specexec_cli.offload.reader import PIECE_BYTES, Notice
 from specexec_cli.offload.resident import as_blob, check_free
 from specexec_cli.offload.store import TensorRange
 
-READER_THREADS = 4  # experts are small; with 1 to 8 at once the disks tried gave the same rate
+READER_THREADS = 4  # experts are small; the disks that were tried gave the same rate with 1 to 8
 _MEND = "Stream whole layers instead: `offload='ssd'`"
 _NONE: Mapping[int, int] = MappingProxyType({})
 
@@ -58,20 +58,21 @@ class ExpertStore:
         """Allocate the slots and open the files; nothing is read yet.
 
         Args:
-            layers: by layer and expert, the expert's tensors; no experts for a dense layer.
-            cap_bytes: that all slots together may take, in whole huge pages.
-            scores: of the experts, which begin with what is known and learn what is asked for.
-            notice: told in one line when something will be slower than it could be.
+            layers: for each layer, for each expert, its tensors; a dense layer has no experts.
+            cap_bytes: most bytes that all slots together may take, in whole huge pages.
+            scores: what is known about the experts' use; take() adds what is asked for.
+            notice: called with one line of text if something will be slower than it could be.
+            piece_bytes: most bytes of one read.
         Raises:
             StreamError: a file cannot be opened.
             OutOfMemoryError: the slots do not fit into free memory.
             ValueError: not one expert fits under the cap.
         """
         self.scores = scores
-        self.touched = self.hits = 0  # experts asked for so far; of those, in a slot by then
-        self.bytes_read = self.reads = 0  # of experts, what the files were asked for
-        self.wait_s = 0.0  # the consumer waited for a reader
-        self.reading_s = 0.0  # at least one read was under way
+        self.touched = self.hits = 0  # experts asked for so far; of those, already in memory
+        self.bytes_read = self.reads = 0  # from the files, and in how many reads
+        self.wait_s = 0.0  # during which the consumer waited for a reader
+        self.reading_s = 0.0  # during which at least one read was under way
         self.files = ExpertFiles(layers, piece_bytes)
         self.slot_bytes = self.files.slot_bytes
         self.slots = min(cap_bytes // self.slot_bytes, len(self.files))
@@ -79,19 +80,18 @@ class ExpertStore:
             raise ValueError(f"no slot of {self.slot_bytes} bytes fits into {cap_bytes}")
         self._threads: list[threading.Thread] = []
         self._buffer: HugeBuffer | None = None
-        self._spare = memoryview(mmap.mmap(-1, GAP_BYTES))  # for what lies between experts
-        self._blob: Tensor | None = (
-            None  # the buffer's bytes; none before it is there and behind close()
-        )
+        self._spare = memoryview(mmap.mmap(-1, GAP_BYTES))  # takes the bytes between experts
+        self._blob: Tensor | None = None  # the buffer's bytes, from _open() to close()
         self._table = SlotTable(self.slots, len(layers) * self.files.width)
         self._queue = ReadQueue(self.files, self._table, scores)
         self._tensors = [ExpertTensors({}) for _ in range(self.slots)]
-        # a generator that is dropped ends its request wherever it is dropped, also under the lock
+        # Reentrant: Python may drop a take() generator anywhere, also where the lock is held, and
+        # the dropped generator ends its request.
         self._lock = threading.RLock()
         self._arrived = threading.Condition(self._lock)
         self._work = threading.Condition(self._lock)
-        self._reading, self._began_s = 0, 0.0  # reads under way, and since when there is one
-        self._request: object | None = None  # of each take() its own
+        self._reading, self._began_s = 0, 0.0  # reads under way, and since when
+        self._request: object | None = None  # a new object for each take()
         self._error: BaseException | None = None
         self._closing = False
         try:
@@ -117,7 +117,7 @@ class ExpertStore:
 
     @property
     def width(self) -> int:
-        """Keys of a layer; see ExpertFiles."""
+        """Keys per layer; see expert_files.py."""
         return self.files.width
 
     @property
@@ -127,27 +127,27 @@ class ExpertStore:
         return self._blob
 
     def bytes_of(self, key: int) -> Tensor:
-        """What was read of an expert that has been handed out, (bytes,) uint8."""
+        """(bytes,) uint8: the bytes that were read for an expert that has been handed out."""
         start = self._table.of[key] * self.slot_bytes
         return self.blob[start : start + self.files.n_bytes(key)]
 
     def elsewhere(self, key: int, held: bool) -> None:
-        """Tells that an expert is held elsewhere as well, so that its slot is taken first."""
+        """Notes whether an expert is held elsewhere as well; if so, its slot is given up first."""
         with self._lock:
             self._table.elsewhere[key] = held
 
     def take(
         self, layer: int, wanted: Mapping[int, int], rows: int, elsewhere: Mapping[int, int] = _NONE
     ) -> Iterator[Batch]:
-        """Each wanted expert once, as they arrive: first those in slots, then those that were read
-        while the consumer was busy with the ones before.
+        """Yields each wanted expert once, as they arrive: first the experts in slots, then those
+        that were read while the consumer was busy with the ones before.
 
         Args:
             wanted: expert -> rows of the pass that are routed to it.
-            rows: of the pass.
-            elsewhere: experts that the pass needs as well and somebody else has, with their rows.
+            rows: all rows of the pass.
+            elsewhere: further experts that the pass needs and finds elsewhere -> their rows.
         Yields:
-            some experts and their tensors by name, valid until the next ones are asked for.
+            Some experts with their tensors by name, valid until the next batch is asked for.
         Raises:
             StreamError: an expert could not be read, by file and offset.
         """
@@ -166,7 +166,7 @@ class ExpertStore:
                     del left[key]
                 self._done_with(request, [slot for _, slot in found])
         finally:
-            # where Ctrl-C aborted the pass, this may run behind restart(), and behind new requests
+            # after Ctrl-C this may run later than restart(), and later than new requests
             if self._request is request:
                 self._end_request()
 
@@ -188,10 +188,10 @@ class ExpertStore:
             self._wake()
 
     def _wait_for_some(self, keys: Collection[int]) -> list[tuple[int, int]]:
-        """Those of these experts that are there, one at least, and their slots.
+        """Waits for at least one of these experts; returns those that are there, and their slots.
 
-        Not more than half of the slots, unless these are the last: others are to be read into while
-        the consumer computes.
+        Returns at most half of the slots unless they hold all that is left: readers fill the other
+        slots while the consumer computes.
         """
         started = time.perf_counter()
         with self._lock:
@@ -222,19 +222,19 @@ class ExpertStore:
             self._wake()
 
     def _wake(self) -> None:
-        """One reader, where there may be something to read; it wakes the next one.
+        """Wakes one reader if there may be something to read; that reader wakes the next.
 
-        Readers that are woken for nothing take turns with the consumer's arithmetic.
+        Readers that were woken for nothing would take turns with the consumer's arithmetic.
         """
         if self._queue:
             self._work.notify()
 
     def expect(self, rows: int, visits: int) -> None:
-        """A pass begins: what it is almost sure to need is read ahead, layer by layer.
+        """A pass begins: experts that it is almost sure to need are read ahead, layer by layer.
 
         Args:
-            rows: of each visit of a layer.
-            visits: of each layer in this pass.
+            rows: rows of each visit of a layer.
+            visits: how often the pass visits each layer.
         """
         likely, by_one = self.scores.likely(rows), self.scores.likely(1)
         with self._lock:
@@ -251,7 +251,7 @@ class ExpertStore:
             self._wake()
 
     def restart(self) -> None:
-        """Forget the request and the expectations of an aborted pass; what is in slots stays."""
+        """Forget the request and the expectations of an aborted pass; experts in slots stay."""
         with self._lock:
             self._queue.expect_nothing()
         self._end_request()
@@ -288,7 +288,7 @@ class ExpertStore:
         return [view[part.slot * size : (part.slot + 1) * size] for part in read.parts]
 
     def _next_read(self) -> Read | None:
-        """Take what is to be read next; waits for work; None when the store is closed."""
+        """Takes the next read; waits until there is one; None when the store is closed."""
         with self._lock:
             while not self._closing:
                 read = self._queue.next_read(self._request)
@@ -296,7 +296,7 @@ class ExpertStore:
                     if not self._reading:
                         self._began_s = time.perf_counter()
                     self._reading += 1
-                    self._work.notify()  # where there is more, another reader goes on with it
+                    self._work.notify()  # if there is more to read, another reader goes on with it
                     return read
                 self._work.wait()
             return None
@@ -310,10 +310,10 @@ class ExpertStore:
                 self.reading_s += time.perf_counter() - self._began_s
             for slot in self._queue.read_done(read, error):
                 self._arrive(slot)
-            self._wake()  # there may be slots that may be taken, or reads to be done again
+            self._wake()  # slots may have become free to take, or reads are to be done again
 
     def _arrive(self, slot: int) -> None:
-        """The last read of an expert is done, or has failed: it is ready once its tensors are."""
+        """After a slot's last read: makes the expert's tensors and hands it out, or its error."""
         if not self._queue.has_failed(slot):
             try:
                 self._tensors[slot] = self.files.tensors(

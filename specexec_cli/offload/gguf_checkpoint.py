@@ -17,18 +17,18 @@ from specexec_cli.offload.store import Checkpoint, TensorRange
 
 @dataclass(frozen=True)
 class GgufCheckpoint(Checkpoint):
-    """A model in one GGUF file, or in the parts of one; `folder` is the file.
+    """A model in a GGUF file, or in the parts of a split one; `folder` is the file's path.
 
-    Tensors of packed blocks are matrices of bytes, one row of blocks to a row of weights.
+    A tensor of packed blocks is a matrix of bytes: a row holds the blocks of one row of weights.
     """
 
     file: GgufFile
-    blocks: Mapping[str, str]  # tensors of packed blocks -> the name of their type
-    restoration: Restoration  # what the converter did that has to be undone
+    blocks: Mapping[str, str]  # name of a tensor of packed blocks -> name of its type
+    restoration: Restoration  # changes that the converter made and that have to be undone
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What config.json would say, from the metadata."""
+        """The values that config.json would have, made from the file's metadata."""
         return gguf_config(self.file)
 
     @property

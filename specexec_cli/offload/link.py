@@ -1,6 +1,6 @@
 """All of CUDA that streaming needs: settings, the device of each thread, copies and their order.
 
-Tests fake it.
+Tests replace a Link by a fake.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from specexec_cli.device import under_wsl
 from specexec_cli.errors import WorkerError
 
-# What users set the allocator by; the second is the older name.
+# Environment variables by which users set torch's allocator; the second is the older name.
 _ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 _ASK_FREE = """
@@ -29,36 +29,36 @@ for name in sys.argv[1:]:
 
 
 def prepare_cuda() -> None:
-    """Sets what every use of a GPU here rests on, before the first call of CUDA.
+    """Makes the settings that all use of a GPU relies on; call it before the first call of CUDA.
 
-    Memory comes in segments that grow, since buffers of many sizes come and go beside a plan that
-    fills the GPU; whatever the user set the allocator to stays. Not under WSL2, where the driver
-    may refuse the first allocation then (pytorch/pytorch#192330).
+    torch's allocator gets expandable segments, since buffers of many sizes come and go beside a
+    plan that fills the GPU. It does not if the user has set the allocator, nor under WSL2, where
+    the driver may then refuse the first allocation (pytorch/pytorch#192330).
 
-    Products sum in float32 and in one piece. Partial sums in two bytes round by how the library
-    cuts a sum, and stream-K kernels cut it by where a row lies among the others: a row's bits are
-    to depend on neither.
+    Matrix products sum in float32 and in one piece. The rounding of 16-bit partial sums depends on
+    how the library cuts a sum, and stream-K kernels cut it by where a row lies among the others: a
+    row's bits must depend on neither.
     """
     if not under_wsl() and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
-        # torch 2.9 reads the setting under the older name alone (pytorch/pytorch#183387)
+        # torch 2.9 reads the setting under the older name only (pytorch/pytorch#183387)
         name = _ALLOCATOR_SETTINGS[torch.__version__ < "2.10"]
         os.environ[name] = "expandable_segments:True"
     matmul = torch.backends.cuda.matmul
     for dtype in ("fp16", "bf16"):
         name = f"allow_{dtype}_reduced_precision_reduction"
-        # older versions take no second value
+        # older versions of torch take no second value
         in_one_piece = hasattr(matmul, f"{name}_split_k")
         setattr(matmul, name, (False, False) if in_one_piece else False)
 
 
 def use_device(device: torch.device) -> None:
-    """Makes a GPU the calling thread's own; every thread that calls CUDA comes by here first.
+    """Makes a GPU the calling thread's current one; every thread that uses CUDA calls this first.
 
-    A thread begins with GPU 0. With that one as its own it would make a context of some 0.4 GB
-    there by any call of CUDA, and launch Triton's kernels and graphs there.
+    A thread begins with GPU 0. Without this call, any call of CUDA would make a context of some
+    0.4 GB on GPU 0, and Triton's kernels and graphs would be launched there.
 
     Args:
-        device: with its index; nothing happens for the CPU.
+        device: the device with its index; for the CPU nothing happens.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,10 +95,10 @@ class Link(Protocol):
     device: torch.device
 
     def own_thread(self) -> None:
-        """Called once by every other thread than the one that made the link, before it copies."""
+        """Prepare a thread; all but the one that made the link call this before they copy."""
 
     def register(self, blob: Tensor) -> bool:
-        """Make host memory fit for asynchronous copies; False if that is refused."""
+        """Make host memory fit for asynchronous copies; False if the driver refuses."""
 
     def unregister(self, blob: Tensor) -> None:
         """Undo register()."""
@@ -107,10 +107,10 @@ class Link(Protocol):
         """Enqueue a copy to the device that begins once `after` is done; returns its event."""
 
     def compute_waits(self, event: Any) -> None:
-        """What is enqueued for computing from now on begins once `event` is done."""
+        """Make compute work that is enqueued from now on begin once `event` is done."""
 
     def compute_mark(self) -> Any:
-        """An event behind all that is enqueued for computing so far."""
+        """An event behind all compute work that is enqueued so far."""
 
     def done(self, event: Any) -> bool:
         """Whether the event has happened."""
@@ -127,7 +127,7 @@ class CudaLink:
         self.own_thread()
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        self._written = torch.empty(1, device=self.device)  # by register()
+        self._written = torch.empty(1, device=self.device)  # written by register()
 
     def own_thread(self) -> None:
         use_device(self.device)
@@ -137,7 +137,7 @@ class CudaLink:
         status = self._runtime.cudaHostRegister(blob.data_ptr(), blob.numel(), 0)
         if status == self._runtime.cudaError.success:
             return True
-        # CUDA remembers the refusal, and the next kernel launch would report it as its own
+        # CUDA remembers the refusal, and the next kernel launch reports it as its own: this one
         with suppress(RuntimeError):
             self._written.fill_(1)
         return False
@@ -149,7 +149,7 @@ class CudaLink:
         with torch.cuda.stream(self._copies):
             self._copies.wait_event(after)
             target.copy_(source, non_blocking=True)
-            # who waits for a copy sleeps: spinning would take a core from the CPU's own copies
+            # a thread that waits for a copy sleeps: spinning would take a core from CPU copies
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(self._copies)
         return event

@@ -1,7 +1,7 @@
-"""How fast bytes in RAM come to a GPU, on the way that the layers of a target will go.
+"""Measures how fast bytes go from RAM to a GPU, by the way that a target's layers take.
 
-Where the driver pins little memory, most of a large target goes through pinned slabs: then the
-figure is of both ways, each by its share of the target.
+If the driver pins little memory, most of a large target goes through pinned slabs. Then the rate
+combines both ways, pinned and through slabs, by their shares of the target.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from specexec_cli.offload.slabs import COPY_BYTES
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Memory is pinned for a trial up to here: above every limit that users of WSL2 and containers
-# report, and no further, since pinning takes time.
+# Most bytes that are pinned for a trial: above every limit that users of WSL2 and containers
+# report, and not more, since pinning takes time.
 _PIN_TRIAL_BYTES = 1280 << 20
-_LARGE_TARGET_BYTES = 16 << 30  # that are streamed where no target is known yet
+_LARGE_TARGET_BYTES = 16 << 30  # of layers in RAM, assumed while no target is known
 
 
 @clear_shortage("there is no room to measure the link to it")
@@ -34,8 +34,9 @@ def probe_link(
     """Bytes per second from RAM to a CUDA device.
 
     Args:
-        n_bytes: that are copied for a figure.
-        streamed_bytes: of the target's layers in RAM.
+        n_bytes: bytes that are copied for one timing.
+        streamed_bytes: bytes of the target's layers in RAM.
+        repeats: timings, of which the fastest counts.
     Raises:
         OutOfMemoryError: no memory for the probe.
     """

@@ -1,7 +1,7 @@
-"""Private anonymous memory on huge pages: what O_DIRECT reads fast into. Knows no tensors.
+"""Private anonymous memory on huge pages, into which O_DIRECT reads fast. Knows no tensors.
 
-With 4 KiB pages the kernel splits an 8 MB read into hundreds of small requests; on 2 MiB pages it
-is a few large ones, worth a factor of three on an NVMe disk.
+On 4 KiB pages the kernel splits an 8 MB read into hundreds of small requests; on 2 MiB pages it
+makes a few large ones, which are three times as fast on an NVMe disk.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class HugeBuffer:
         """Map and touch the memory.
 
         Args:
-            purpose: what it is for, and `mend`: what to change, both for the error message.
+            purpose: what the memory is for, as the error message begins.
+            mend: what the user can change, as the error message ends.
         Raises:
             OutOfMemoryError: the operating system refuses the mapping.
         """
@@ -78,9 +79,9 @@ class HugeBuffer:
         return True
 
     def close(self) -> None:
-        """Give the memory back, now or with the last view of it. Idempotent."""
+        """Give the memory back, now or when the last view of it is dropped. Idempotent."""
         mapping, self._mapping = self._mapping, None
         self._view = None
         if mapping is not None:
-            with suppress(BufferError):  # views are alive and hold the mapping; it goes with them
+            with suppress(BufferError):  # views are alive and hold the mapping until they go
                 mapping.close()

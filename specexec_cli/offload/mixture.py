@@ -14,7 +14,7 @@ from specexec_cli.offload.stream import LayerStream
 
 
 class MixtureStream:
-    """Dense parts that are streamed with experts beside them; the same interface as both."""
+    """A stream of the layers' dense parts and a store of their experts, used as one object."""
 
     def __init__(
         self, dense: LayerStream | DeviceStream, experts: ExpertStore | DeviceExperts
@@ -24,9 +24,9 @@ class MixtureStream:
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes of dense parts handed out from the ring, and of experts.
+        """Bytes of the dense parts handed out from the ring, plus bytes of experts.
 
-        Experts are counted as they are read on a CPU, and on a GPU as they are copied to it.
+        On a CPU an expert's bytes count when they are read, on a GPU when they are copied to it.
         """
         experts = self._experts
         moved = experts.bytes_read if isinstance(experts, ExpertStore) else experts.bytes_copied
@@ -42,7 +42,7 @@ class MixtureStream:
 
     @property
     def failed(self) -> bool:
-        """Whether reading ahead has met an error."""
+        """Whether reading dense parts ahead has met an error."""
         return self._dense.failed
 
     def restart(self) -> None:

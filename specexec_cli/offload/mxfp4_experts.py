@@ -1,9 +1,9 @@
-"""gpt-oss's own checkpoints: MXFP4 experts in tensors of a whole layer, as tensors of each expert.
+"""Splits the MXFP4 tensors of gpt-oss checkpoints, which hold all experts of a layer, by expert.
 
 `X.experts.gate_up_proj_blocks` (experts, outputs, groups, 16 bytes), its `_scales` (experts,
 outputs, groups) and its `_bias` (experts, outputs) become `X.experts.N.gate_up.blocks` (outputs,
-bytes), `.scales` and `.bias`; `down_proj` likewise. Nothing moves: an expert's share of each lies
-in one piece.
+bytes), `.scales` and `.bias`; the tensors of `down_proj` are split in the same way. No byte moves:
+an expert's share of each tensor lies in one piece.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from specexec_cli.offload.store import TensorRange
 _FUSED = re.compile(
     r"(?P<stem>(?P<block>.+\.experts)\.(?P<linear>gate_up|down)_proj)_(?P<leaf>blocks|scales|bias)"
 )
-_GROUP_BYTES = 16  # of 32 weights
+_GROUP_BYTES = 16  # of a group of 32 weights
 _DIMENSIONS = {"blocks": 4, "scales": 3, "bias": 2}
 
 
 def experts_apart(tensors: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
-    """All tensors, those of MXFP4 experts by themselves; the same ones where there are none.
+    """All tensors of a checkpoint, with MXFP4 experts split; unchanged if there are none.
 
     Raises:
         CheckpointError: blocks or scales are missing, or their shapes do not fit each other.
@@ -48,7 +48,7 @@ def experts_apart(tensors: Mapping[str, TensorRange]) -> dict[str, TensorRange]:
 
 
 def _check(tensor: TensorRange, leaf: str, stem: str, tensors: Mapping[str, TensorRange]) -> None:
-    """Holds one of the tensors against the blocks."""
+    """Checks the dtype and shape of one of an MXFP4 layer's tensors against those of its blocks."""
     for other in ("blocks", "scales"):
         if f"{stem}_{other}" not in tensors:
             raise CheckpointError(
@@ -58,7 +58,7 @@ def _check(tensor: TensorRange, leaf: str, stem: str, tensors: Mapping[str, Tens
     blocks = tensors[f"{stem}_blocks"]
     rank = _DIMENSIONS[leaf]
     fits = len(blocks.shape) == 4 and blocks.shape[3] == _GROUP_BYTES
-    if blocks.dtype != "U8" or not fits or not blocks.n_bytes:  # nothing can be of any number
+    if blocks.dtype != "U8" or not fits or not blocks.n_bytes:  # empty ones fit any count
         raise CheckpointError(
             f"{blocks.path}: tensor '{blocks.name}' is {blocks.dtype} of shape "
             f"{list(blocks.shape)}, expected U8 of [experts, outputs, groups, {_GROUP_BYTES}]"
