@@ -1,8 +1,8 @@
-"""Scores which experts are worth keeping, by how often rows are routed to them. Knows no bytes.
+"""Scores experts by how often rows are routed to them. Knows neither bytes nor torch.
 
 An expert's worth is the sum of two shares of the rows that were routed to it. In the first share a
-row counts DECAY times as much as the next row, in the second RECENT_DECAY times, so that old rows
-are soon forgotten. docs/tried.md, "Mixtures", has the rules that were worse. Knows no torch either.
+row counts DECAY times as much as the next row; in the second it counts RECENT_DECAY times as much,
+so that old rows are soon forgotten. docs/tried.md, "Mixtures", has the rules that were worse.
 """
 
 from __future__ import annotations

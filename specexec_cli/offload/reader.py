@@ -1,4 +1,4 @@
-"""Bytes from files into memory at the speed of the disk: O_DIRECT, aligned, large.
+"""Reads files into memory at the speed of the disk: with O_DIRECT, aligned, in large pieces.
 
 Knows where tensors lie but not what they are.
 """
@@ -21,7 +21,7 @@ BLOCK_BYTES = 4096  # offsets, lengths and addresses of O_DIRECT reads are multi
 MAX_GAP_BYTES = 256 << 10  # reading through a smaller gap is cheaper than another request
 PIECE_BYTES = 8 << 20  # one read; 2 to 32 MB are as fast on the disks that were tried
 _O_DIRECT: int = getattr(os, "O_DIRECT", 0)  # macOS has none
-READER_THREADS = 2  # one reads while the other books its piece: 8.5 GB/s from the page cache
+READER_THREADS = 2  # one reads while the other records its piece: 8.5 GB/s from the page cache
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -29,12 +29,12 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A block-aligned range of a file and where it goes in the buffer. `stop` may lie past EOF."""
+    """A block-aligned range of a file and its place in a buffer. `stop` may lie past EOF."""
 
     path: Path
     start: int
     stop: int
-    offset: int  # of the buffer, block-aligned
+    offset: int  # in the buffer, block-aligned
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Layout:
         return sum(tensor.n_bytes for tensor, _ in self.places)
 
     def shift(self, aligned_bytes: int) -> int:
-        """Where in a buffer it begins, so that its first tensor does at a multiple of these."""
+        """The byte of a buffer to begin at, for a first tensor at a multiple of `aligned_bytes`."""
         return -self.places[0][1] % aligned_bytes if self.places else 0
 
     def pieces(self, piece_bytes: int = PIECE_BYTES) -> list[Extent]:
@@ -84,7 +84,7 @@ def lay_out(ranges: Sequence[TensorRange]) -> Layout:
 
 
 def as_range(piece: Extent) -> TensorRange:
-    """The piece as a tensor of bytes, for those who are given tensors to read."""
+    """The piece as a tensor of bytes, for readers that take tensors."""
     n_bytes = piece.stop - piece.start
     return TensorRange("piece", piece.path, "U8", (n_bytes,), piece.start, piece.stop)
 
@@ -133,18 +133,19 @@ class DirectFile:
         )
 
     def read_into(self, target: memoryview, start: int, stop: int) -> int:
-        """As scatter(), into one place of stop - start bytes."""
+        """Like scatter(), into one target of stop - start bytes."""
         return self.scatter([target], start, stop)
 
     def scatter(self, targets: Sequence[memoryview], start: int, stop: int) -> int:
         """Fill `targets`, one after another, with the file's bytes start..stop.
 
-        The part past EOF is left alone.
+        Targets past EOF are left as they are.
 
         Args:
-            targets: stop - start bytes in all; addresses, sizes, start and stop block-aligned.
+            targets: writable bytes, stop - start in all; addresses and sizes block-aligned.
+            start: block-aligned, as is `stop`.
         Returns:
-            bytes read.
+            The number of bytes read.
         Raises:
             StreamError: the disk fails, or the file is not what it was when it was opened.
         """
@@ -158,7 +159,7 @@ class DirectFile:
                     f"reading {self.path} failed at byte {start + done}: {error.strerror}"
                 ) from None
             if done + count < wanted:
-                # A short read: go on from the last whole block, O_DIRECT takes no other offset.
+                # A short read: go on from the last whole block; O_DIRECT takes no other offset.
                 count = (done + count) // BLOCK_BYTES * BLOCK_BYTES - done
             if count <= 0:
                 raise StreamError(
@@ -179,7 +180,7 @@ class DirectFile:
             self._fall_back()
             count = os.preadv(self._fd, targets, offset)
         if sys.platform != "darwin" and not self._direct and hasattr(os, "posix_fadvise"):
-            # The page cache would evict what the next layers need and count against the cgroup.
+            # Cached pages would evict what the next layers need, and count against the cgroup.
             os.posix_fadvise(self._fd, offset, count, os.POSIX_FADV_DONTNEED)
         return count
 
@@ -200,7 +201,7 @@ class DirectFile:
             )
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -217,7 +218,7 @@ def _behind(targets: Sequence[memoryview], done: int) -> list[memoryview]:
 
 
 def once(notice: Notice) -> Notice:
-    """`notice`, but the same text is told only once however many files or buffers it concerns."""
+    """Wraps `notice` to pass each text on only once, however many files or buffers it concerns."""
     told: set[str] = set()
 
     def tell(text: str) -> None:

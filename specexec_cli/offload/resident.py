@@ -81,12 +81,20 @@ def load(
     mend: str,
     progress: Progress,
 ) -> list[Tensor]:
-    """Read each layout into a buffer of its own, which lives as long as what it was read into.
+    """Read each layout into a buffer of its own, which lives as long as a tensor made from it.
 
-    Several threads read, as those of a stream do: one waits for the disk while another books.
+    Several threads read, as in LayerStream: one waits for the disk while another records its piece.
 
+    Args:
+        files: an open file for every path of the layouts.
+        purpose: what the bytes are, as the error message begins.
+        mend: what the user can change, as the error message ends.
+        progress: called with the bytes loaded so far and in all.
     Returns:
-        per layout (buffer bytes,) uint8, for views().
+        For each layout (buffer bytes,) uint8, to be passed to views().
+    Raises:
+        StreamError: reading failed.
+        OutOfMemoryError: the layouts do not fit into free RAM.
     """
     total = sum(layout.tensor_bytes for layout in layouts)
     check_free(sum(layout.buffer_bytes for layout in layouts), purpose, mend)
@@ -116,28 +124,29 @@ def _begin(
 
 
 class StayingTensors(dict[str, Tensor]):
-    """A layer's tensors by name, the same ones in every pass."""
+    """A layer's tensors by name, which are the same tensors in every pass."""
 
 
 def as_blob(buffer: HugeBuffer) -> Tensor:
-    """The buffer as (bytes,) uint8, which keeps it mapped."""
+    """The buffer as a tensor, (bytes,) uint8; the tensor keeps the buffer's memory mapped."""
     if not buffer.n_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(buffer.view, dtype=torch.uint8)
 
 
 def views(layout: Layout, blob: Tensor, shift: int = 0) -> dict[str, Tensor]:
-    """The layout's tensors as views of what it was read into, on whatever device that is.
+    """The layout's tensors by name, as views of the bytes that were read, on the blob's device.
 
     Args:
-        shift: bytes of the blob before the layout's first.
+        blob: (bytes,) uint8, what the layout was read into.
+        shift: byte of the blob where the layout begins.
     """
     tensors = {}
     for tensor, place in layout.places:
         offset = place + shift
         dtype = TORCH_DTYPES[tensor.dtype]
         flat = blob[offset : offset + tensor.n_bytes]
-        if offset % ITEM_BYTES[tensor.dtype]:  # torch cannot view what is not aligned to its items
+        if offset % ITEM_BYTES[tensor.dtype]:  # torch cannot view unaligned items
             flat = flat.clone()
         tensors[tensor.name] = flat.view(dtype).view(tensor.shape)
     return tensors

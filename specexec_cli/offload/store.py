@@ -23,7 +23,8 @@ ITEM_BYTES = {
     "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
-_MOST_DIMENSIONS, _MOST_SIZE = 64, 1 << 48  # of a tensor; PyTorch has the first limit too
+# Most dimensions of a tensor, and most items along one; PyTorch has the first limit too.
+_MOST_DIMENSIONS, _MOST_SIZE = 64, 1 << 48
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +43,10 @@ class TensorRange:
         return self.stop - self.start
 
     def rows(self, first: int, count: int) -> TensorRange:
-        """Rows of the tensor as a matrix of its last dimension, as a tensor of their own.
+        """Some rows of the tensor as a tensor of their own, (count, last dimension).
 
         Args:
-            first: counted over all leading dimensions together.
+            first: the first row, counted over all leading dimensions together.
         """
         row_bytes = self.shape[-1] * ITEM_BYTES[self.dtype]
         start = self.start + first * row_bytes
@@ -120,17 +121,18 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Find the weights of `folder` and read their headers.
 
     Prefers model.safetensors, then a *.safetensors.index.json with its shards, then the only
-    *.safetensors file there is (GPTQ checkpoints name it freely). A file is a GGUF file. Experts
-    that gpt-oss keeps packed in one tensor are tensors of their own, see mxfp4_experts.
+    *.safetensors file there is (GPTQ checkpoints name it freely). If `folder` is a file, it is read
+    as a GGUF file. The experts of gpt-oss, packed in tensors of a whole layer, become tensors of
+    their own, see mxfp4_experts.
 
     Raises:
         CheckpointError: weights missing, damaged, ambiguous, or not in safetensors format.
     """
     if folder.is_file():
-        from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint  # knows this module
+        from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint  # imports this module
 
         return read_gguf_checkpoint(folder)
-    from specexec_cli.offload.mxfp4_experts import experts_apart  # likewise
+    from specexec_cli.offload.mxfp4_experts import experts_apart  # this one too
 
     return Checkpoint(folder, experts_apart(_read_headers(folder)))
 

@@ -1,4 +1,4 @@
-"""How the bytes move: layers from SSD through a ring of buffers, or from RAM, pass after pass.
+"""Streams layers pass after pass: from the SSD through a ring of buffers, or from RAM.
 
     reader:    layer 0 -> buffer 0, layer 1 -> buffer 1, ... next pass: layer 0 -> buffer k, ...
     consumer:  with stream.layer(0) as tensors: ...   with stream.layer(1) as tensors: ...
@@ -67,10 +67,11 @@ class LayerStream:
             layers: per layer, its tensors.
             tiers: per layer, where it is streamed from: 'ssd' or 'ram'.
             buffers: 'ssd' layers in memory at once, the one in use included; 2 or more.
-            kept: of those, how many stay untouched behind the one in use, for a consumer whose
-                copies from them may still be under way.
-            notice: told in one line when something will be slower than it could be.
-            progress: told how far the loading of the 'ram' layers is.
+            kept: buffers that stay untouched behind the one in use, since the consumer's copies
+                from them may still be under way.
+            notice: called with one line of text if something will be slower than it could be.
+            progress: called with the bytes of 'ram' layers loaded so far and in all.
+            piece_bytes: most bytes of one read; a multiple of a disk's block.
         Raises:
             StreamError: a file cannot be read.
             OutOfMemoryError: ring and 'ram' layers do not fit into free memory.
@@ -80,29 +81,29 @@ class LayerStream:
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
         self.wait_s = 0.0  # the consumer waited for the reader, with nothing else to do
-        # What the consumer does in place of waiting: a little at a time, True while there is more.
+        # Called in a loop in place of waiting: does a little, returns True while there is more.
         self.meanwhile: Callable[[], bool] | None = None
         self.layouts = [lay_out(layer) for layer in layers]
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
         self._resident: dict[int, Tensor] = {}  # blobs of the 'ram' layers
-        self._views: dict[int, StayingTensors] = {}  # of those, made when first asked for
+        self._views: dict[int, StayingTensors] = {}  # of the 'ram' layers, made at first use
         self._files: dict[Path, DirectFile] = {}
         self._buffers: list[HugeBuffer] = []
         self._kept = kept
         self._threads: list[threading.Thread] = []
         self._next_layer = 0
-        self._in_use: object | None = None  # of each use its own
+        self._in_use: object | None = None  # a new object for each use
         # The ring. A turn is one streamed layer of one pass; turn t lives in buffer t % buffers.
         self._lock = threading.Lock()
         self._layer_ready = threading.Condition(self._lock)
         self._work_ready = threading.Condition(self._lock)
-        self._turn = 0  # handed out next
-        self._read_turn = 0  # being read
-        self._read_piece = 0  # its next piece
+        self._turn = 0  # the turn handed out next
+        self._read_turn = 0  # the turn being read
+        self._read_piece = 0  # the next piece of that turn
         self._missing: dict[int, int] = {}  # turn -> pieces not there yet
         self._in_flight = 0
-        self._reading_s = 0.0  # of finished spells with at least one read under way
+        self._reading_s = 0.0  # with at least one read under way, up to the last pause
         self._reading_since = 0.0
         self._paused = self._closing = False
         self._error: BaseException | None = None
@@ -163,7 +164,7 @@ class LayerStream:
 
     @contextmanager
     def blob(self, index: int) -> Iterator[Tensor]:
-        """As layer(), but the bytes its layout describes, (buffer bytes,) uint8."""
+        """Like layer(), but yields the bytes that the layout describes, (buffer bytes,) uint8."""
         if index != self._next_layer or self._in_use or self._closing:
             raise RuntimeError(
                 f"layer {index} asked for, next is {self._next_layer}"
@@ -186,8 +187,8 @@ class LayerStream:
         try:
             yield as_blob(buffer)[: self.layouts[index].buffer_bytes]
         finally:
-            # Where Ctrl-C came as the `with` was entered, this runs when Python drops the
-            # generator, which may be behind restart(): there is nothing left to do then.
+            # If Ctrl-C came as the `with` was entered, this runs when Python drops the generator,
+            # perhaps after restart(): then there is nothing left to do.
             if self._in_use is use:
                 self.bytes_streamed += self.layouts[index].tensor_bytes
                 with self._lock:
@@ -210,7 +211,7 @@ class LayerStream:
                 raise RuntimeError("the reader thread died") from self._error
 
     def _arrived(self) -> bool:
-        """Whether the next layer of the ring is there, or an error in its place."""
+        """Whether the ring's next layer is there, or cannot come because of an error."""
         return self._error is not None or self._missing.get(self._turn) == 0
 
     @property
@@ -225,7 +226,7 @@ class LayerStream:
 
     @property
     def failed(self) -> bool:
-        """Whether the reader met an error that the consumer has yet to see, or has seen."""
+        """Whether the reader has met an error, also one that the consumer has not seen yet."""
         return self._error is not None
 
     def ready(self) -> bool:
@@ -242,9 +243,9 @@ class LayerStream:
             return self._reading_s + current
 
     def restart(self) -> None:
-        """Begin again at layer 0 after an aborted pass; whatever was read ahead is dropped."""
+        """Begin again at layer 0 after an aborted pass; layers read ahead are dropped."""
         if not (self._next_layer or self._in_use or self._error):
-            return  # a pass has just ended: what was read ahead is right
+            return  # a pass has just ended: the layers read ahead are the right ones
         with self._lock:
             self._paused = True
             try:

@@ -1,14 +1,16 @@
-"""Bytes in RAM on their way to a device: a piece at a time, pinned or by way of pinned slabs.
+"""Copies bytes from RAM to a device, a piece at a time, from pinned RAM or by way of pinned slabs.
 
     registered RAM ------------------> device
     other RAM -----> pinned slab ----> device
 
 At most IN_FLIGHT pieces are handed to the device's copy engine at once: one that it copies and one
-that it goes on with, so that it is never idle, and so that what others upload meanwhile waits for
-no more than these. While others do, a pinned piece goes in FINE_PARTS, and no more copies than that
-are handed over. Where a driver pins little memory (500 MB to 1 GB under WSL2 and in containers,
-microsoft/WSL#14078), the slabs come first: any memory goes through them at the speed of a CPU's
-copy, and nobody but the copying thread waits for it.
+to go on with. So the engine is never idle, and an upload by somebody else waits for no more than
+these. While somebody else does upload, a pinned piece is copied in FINE_PARTS parts, and at most
+FINE_PARTS copies are handed over at once.
+
+Some drivers pin little memory (500 MB to 1 GB under WSL2 and in containers, microsoft/WSL#14078).
+So the slabs are pinned first: any memory can go through them at the speed of a CPU's copy, and only
+the copying thread waits for that copy.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from specexec_cli.offload.slabs import FINE_PARTS, IN_FLIGHT, STAGING_SLABS
 
 
 def _whole() -> bool:
-    """Nobody else uploads anything meanwhile."""
+    """Says that nobody else uploads anything meanwhile, so that a piece is copied whole."""
     return False
 
 
@@ -43,7 +45,7 @@ class Uplink:
         self._slabs: list[Tensor] = []
         self._staged = 0  # pieces that went through slabs
         self._pieces = 0  # sent so far
-        # of copies that may be under way, the number of the piece, and the event
+        # for each copy that may be under way, the number of its piece, and its event
         self._flying: deque[tuple[int, Any]] = deque()
 
     def pin(self, blobs: Sequence[Tensor], notice: Notice = lambda text: None) -> bool:
@@ -51,7 +53,7 @@ class Uplink:
 
         Args:
             blobs: (bytes,) uint8 each, page-aligned, none larger than a piece.
-            notice: told in one line where the driver refuses.
+            notice: called with one line of text if the driver refuses.
         Returns:
             Whether all of it is registered.
         Raises:
@@ -70,7 +72,7 @@ class Uplink:
             return False
         for number, blob in enumerate(blobs):
             if not self._register(blob):
-                self._unregister(blobs[max(0, number - 1) : number])  # others need a little too
+                self._unregister(blobs[max(0, number - 1) : number])  # leaves a little for others
                 self._slabs = slabs
                 notice(
                     f"the driver pins {format_bytes(self.pinned_bytes)} and no more, so the CPU "
@@ -86,7 +88,7 @@ class Uplink:
         return sum(blob.numel() for blob in self._registered.values())
 
     def is_pinned(self, blob: Tensor) -> bool:
-        """Whether a blob that pin() was given goes to the device from where it lies."""
+        """Whether a blob given to pin() is pinned, so that it is copied from where it lies."""
         return blob.data_ptr() in self._registered
 
     def send(
@@ -99,16 +101,17 @@ class Uplink:
 
         Args:
             target: (bytes,) uint8 on the device.
-            source: (bytes,) uint8, the blob that pin() was given or the beginning of it.
-            fine: whether others upload something meanwhile; a pinned piece then goes in FINE_PARTS.
+            source: (bytes,) uint8, a blob that was given to pin(), or the beginning of one.
+            fine: tells whether others upload something meanwhile; if so, a pinned piece is copied
+                in FINE_PARTS parts.
         """
         in_parts = fine
         if self._slabs and not self.is_pinned(source):
-            # the copy out of it was before the IN_FLIGHT last ones, so it has been waited for
+            # the last copy out of this slab is older than IN_FLIGHT pieces, so it has ended
             slab = self._slabs[self._staged % STAGING_SLABS][: source.numel()]
             _stage(slab, source)
             self._staged += 1
-            source, in_parts = slab, _whole  # the link waits for the CPU's copy, not others for it
+            source, in_parts = slab, _whole  # here the link waits for the CPU, nobody for the link
         sent, event = 0, after
         while sent < source.numel():
             while self._flying and self._is_full():
@@ -132,7 +135,7 @@ class Uplink:
             self._link.wait(self._flying.popleft()[1])
 
     def close(self) -> None:
-        """Waits for what is in flight and unregisters all memory. Idempotent."""
+        """Waits for the copies in flight and unregisters all memory. Idempotent."""
         try:
             self.land()
         finally:
@@ -152,10 +155,10 @@ class Uplink:
 
 
 def copy_error(error: BaseException, what: str) -> Exception:
-    """What the consumer of a thread that copies is told of an error there, in one line.
+    """The one-line error that a copying thread's consumer raises for an error in that thread.
 
     Args:
-        what: was to be copied, as in "a layer".
+        what: the thing that was to be copied, such as "a layer".
     """
     if isinstance(error, StreamError | torch.OutOfMemoryError):
         return type(error)(*error.args)
@@ -173,5 +176,5 @@ def _new_slabs(n_bytes: int) -> list[Tensor]:
 
 
 def _stage(slab: Tensor, source: Tensor) -> None:
-    """The CPU's copy; PyTorch shares it among threads and lets other Python threads run."""
+    """Copies with the CPU; PyTorch uses several threads and lets other Python threads run."""
     slab.copy_(source)

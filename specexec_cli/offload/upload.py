@@ -1,4 +1,4 @@
-"""Layers that stay on a device: several threads read them into slabs, and each goes on as it comes.
+"""Loads layers that stay on a device: threads read pieces into slabs, each piece is copied on.
 
 No layer is ever whole in RAM.
 """
@@ -33,10 +33,12 @@ def upload(
     """Reads layers from disk into the memory of a device.
 
     Args:
-        piece_bytes: of one copy; a multiple of a disk's block.
-        progress: told of bytes uploaded so far, and of all.
+        layouts: one for each layer.
+        piece_bytes: bytes of one copy; a multiple of a disk's block.
+        notice: called with one line of text if reading will be slower than it could be.
+        progress: called with the bytes uploaded so far and in all.
     Returns:
-        per layer its tensors by name, views of one buffer each.
+        For each layer its tensors by name, which are views of one buffer.
     Raises:
         StreamError: a file cannot be read.
         OutOfMemoryError: a layer does not fit into device memory, or slabs not into RAM.
@@ -50,9 +52,9 @@ def upload(
         LayerStream(
             ranges, ["ssd"] * len(ranges), buffers=READ_SLABS, kept=IN_FLIGHT, notice=notice
         ) as host,
-        closing(Uplink(link)) as uplink,  # closed before the slabs are, once all has arrived
+        closing(Uplink(link)) as uplink,  # closed before the slabs, once all bytes have arrived
     ):
-        uplink.pin(host.blobs)  # a refusal is told where it slows passes down, see Copier
+        uplink.pin(host.blobs)  # no notice: Copier tells of a refusal, if it slows passes down
         for layout, own in zip(layouts, pieces, strict=True):
             buffers.append(device_buffer(layout.buffer_bytes, "a resident layer", link))
             free = link.compute_mark()
@@ -64,7 +66,7 @@ def upload(
             progress(done, total)
     loaded = []
     for layout, buffer in zip(layouts, buffers, strict=True):
-        with _clear_shortage("a resident layer", buffer.numel()):  # what is not aligned is copied
+        with _clear_shortage("a resident layer", buffer.numel()):  # unaligned ones are copied
             loaded.append(views(layout, buffer, layout.shift(ALIGNED_BYTES)))
     return loaded
 
@@ -73,9 +75,9 @@ def device_buffer(n_bytes: int, purpose: str, link: Link) -> Tensor:
     """Memory of the device for layers of up to `n_bytes` and their Layout.shift.
 
     Args:
-        purpose: what it is for, as the error's line begins.
+        purpose: what the memory is for, as the error message begins.
     Raises:
-        OutOfMemoryError: it is not free.
+        OutOfMemoryError: the device has less memory free.
     """
     size = n_bytes + ALIGNED_BYTES
     with _clear_shortage(purpose, size):
@@ -84,7 +86,7 @@ def device_buffer(n_bytes: int, purpose: str, link: Link) -> Tensor:
 
 @contextmanager
 def _clear_shortage(purpose: str, n_bytes: int) -> Iterator[None]:
-    """Device memory running out becomes one line."""
+    """Turns torch's error for a shortage of device memory into one line."""
     try:
         yield
     except torch.OutOfMemoryError:

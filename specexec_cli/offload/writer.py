@@ -1,7 +1,7 @@
-"""Writes a sharded safetensors checkpoint tensor by tensor: no more than one is ever in memory.
+"""Writes a sharded safetensors checkpoint tensor by tensor, with at most one in memory.
 
-Names, dtypes and shapes are known before the first byte is, so headers are written first. Knows
-neither models nor torch: tensors come as bytes. Source of the format:
+Names, dtypes and shapes are known before the first weight, so headers are written first. The module
+knows neither models nor torch: tensors come as bytes. Source of the format:
 https://github.com/huggingface/safetensors#format
 """
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 from specexec_cli.errors import StreamError
 from specexec_cli.offload.store import ITEM_BYTES, TensorRange
 
-SHARD_BYTES = 4_000_000_000  # most of one file, unless a tensor is larger
+SHARD_BYTES = 4_000_000_000  # most bytes of tensors in one file, unless one tensor is larger
 _PIECE_BYTES = 16 << 20
 
 
@@ -44,10 +44,12 @@ class CheckpointWriter:
     def __init__(
         self, folder: Path, tensors: Sequence[NewTensor], shard_bytes: int = SHARD_BYTES
     ) -> None:
-        """Writes no weights yet.
+        """Plan the files and, if there are several, write their index; no weights yet.
 
         Args:
-            folder: it exists.
+            folder: an existing folder.
+            tensors: all tensors of the checkpoint, in the order in which they will be written.
+            shard_bytes: most bytes of tensors in one file, unless one tensor is larger.
         """
         self._shards = _cut(tensors, shard_bytes)
         count = len(self._shards)
@@ -58,17 +60,17 @@ class CheckpointWriter:
         self._next = iter(
             [(index, tensor) for index, shard in enumerate(self._shards) for tensor in shard]
         )
-        self._shard = -1  # that is open
+        self._shard = -1  # index of the open file
         self._file: IO[bytes] | None = None
         if count > 1:
             self._write_index()
 
     def write(self, name: str, pieces: Iterable[Any]) -> None:
-        """The next tensor.
+        """Writes the next tensor.
 
         Args:
-            name: must be the next of those given, so that none is forgotten.
-            pieces: bytes-like, together all of the tensor's bytes.
+            name: must be the name of the next tensor, so that none is forgotten.
+            pieces: bytes-like objects, together all of the tensor's bytes.
         """
         index, tensor = next(self._next)
         assert tensor.name == name, f"{tensor.name} is next, not {name}"
@@ -81,7 +83,7 @@ class CheckpointWriter:
         assert written == tensor.n_bytes, f"{name}: {written} of {tensor.n_bytes} bytes"
 
     def copy(self, tensor: TensorRange, name: str) -> None:
-        """The next tensor, byte for byte from another file.
+        """Writes the next tensor, byte for byte from another file.
 
         Raises:
             StreamError: the other file cannot be read.
@@ -89,12 +91,12 @@ class CheckpointWriter:
         self.write(name, _pieces(tensor))
 
     def finish(self) -> None:
-        """All tensors have been written, and are on the disk."""
+        """Ends the checkpoint after its last tensor; all bytes are on the disk then."""
         assert next(self._next, None) is None, "tensors are missing"
         self.close()
 
     def close(self) -> None:
-        """Closes the file that is open; idempotent."""
+        """Flushes the open file to the disk and closes it. Idempotent."""
         file, self._file = self._file, None
         if file is not None:
             with file:
@@ -126,7 +128,7 @@ class CheckpointWriter:
 
 
 def _cut(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[NewTensor]]:
-    """Consecutive tensors that fit into one file each, at least one."""
+    """Cuts the tensors into consecutive groups, one for each file; at least one group."""
     shards: list[list[NewTensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -139,7 +141,7 @@ def _cut(tensors: Sequence[NewTensor], shard_bytes: int) -> list[list[NewTensor]
 
 
 def _pieces(tensor: TensorRange) -> Iterator[bytes]:
-    """A tensor's bytes; what fails here is the source's, not the file that is written."""
+    """A tensor's bytes; a failure is the source's, not that of the file being written."""
     try:
         with tensor.path.open("rb") as source:
             source.seek(tensor.start)
