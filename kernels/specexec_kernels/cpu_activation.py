@@ -93,14 +93,7 @@ class Kernel(Emitter):
         if self.spec.stored == "float32":
             self.store(values, self.arg[Arg.OUT], at)
             return
-        sixteen = self.ints([16] * self.lanes)
-        bits = b.bitcast(values, self.words)
-        odd = b.and_(b.lshr(bits, sixteen), self.ints([1] * self.lanes))
-        rounded = b.lshr(b.add(bits, b.add(odd, self.ints([0x7FFF] * self.lanes))), sixteen)
-        # the carry of a NaN with all bits set would make it a zero
-        is_number = b.fcmp_ordered("==", values, values)
-        rounded = b.select(is_number, rounded, self.ints([0x7FC0] * self.lanes))
-        short = b.trunc(rounded, ir.VectorType(I16, self.lanes))
+        short = b.trunc(self.bfloat_bits(values), ir.VectorType(I16, self.lanes))
         b.store(short, self.ptr(self.arg[Arg.OUT], at, 2), align=2)
 
 

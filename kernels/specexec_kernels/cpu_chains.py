@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specexec_kernels import cpu_jit
-from specexec_kernels.cpu_half import CHAINED, Transposed
-from specexec_kernels.cpu_half_ir import UNROLL
-from specexec_kernels.cpu_products import batched_product
+from specexec_kernels.cpu_grouped import Placed, products
+from specexec_kernels.formats.plain import chained_weight
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -41,13 +40,16 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     left = left.float()
     if not left.numel() or not right.numel():
         return left.new_zeros(*batch, rows, columns)
-    left = left.expand(*batch, rows, terms).reshape(-1, rows, terms)
+    left = left.expand(*batch, rows, terms).reshape(-1, terms)
     right = right.expand(*batch, terms, columns).reshape(-1, terms, columns).contiguous()
-    rest_of_terms, rest_of_columns = -terms % UNROLL, -columns % (2 * cpu_jit.lanes())
-    if rest_of_terms or rest_of_columns:
-        left = functional.pad(left, (0, rest_of_terms))
-        right = functional.pad(right, (0, rest_of_columns, 0, rest_of_terms))
-    found = batched_product(CHAINED, left, [Transposed(each) for each in right])
+    # zeros behind the last term and the last column, up to what the kernels read
+    unit = chained_weight(right[0]).format.unit
+    missing = -terms % unit, max(cpu_jit.lanes() - columns, 0)
+    if any(missing):
+        left = functional.pad(left, (0, missing[0]))
+        right = functional.pad(right, (0, missing[1], 0, missing[0]))
+    takes = [range(first, first + rows) for first in range(0, len(left), rows)]
+    found = products(left, takes, [[Placed(chained_weight(each))] for each in right])
     return found[..., :columns].contiguous().view(*batch, rows, columns)
 
 

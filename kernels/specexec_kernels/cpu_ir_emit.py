@@ -240,6 +240,20 @@ class Emitter:
         """int32 lanes as float32, exactly where they are below 2**24."""
         return self.b.sitofp(codes, ir.VectorType(F32, codes.type.count))
 
+    def bfloat_bits(self, values: Any) -> Any:
+        """float32 lanes as bfloat16, to nearest even, in the lower halves of int32 lanes."""
+        b = self.b
+
+        def same(value: int) -> Any:
+            return self.ints([value] * self.lanes)
+
+        bits = b.bitcast(values, self.words)
+        odd = b.and_(b.lshr(bits, same(16)), same(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, same(0x7FFF))), same(16))
+        # the carry of a NaN with all bits set would make it a zero
+        is_number = b.fcmp_ordered("==", values, values)
+        return b.select(is_number, rounded, same(0x7FC0))
+
     def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int, step: int = 1) -> Any:
         """`lanes` scales, every `step`-th from element `index` on, as float32."""
         wide = ir.VectorType(F32, lanes)

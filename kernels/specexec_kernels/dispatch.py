@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from specexec_kernels import cpu_jit, cpu_rows
+from specexec_kernels import cpu_jit, cpu_matmul
 from specexec_kernels.compact_kv import compact_kv_ref
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
@@ -85,7 +85,7 @@ def quantized_matmul(
             return triton_rows.quantized_matmul(x, weight, out_dtype)
         return _matmul(x, triton_rows.unpack(weight, x.dtype).t(), out_dtype, block_rows)
     if x.device.type == "cpu":
-        return cpu_rows.matmul(x, weight).to(out_dtype)
+        return cpu_matmul.matmul(x, weight).to(out_dtype)
     return _matmul(x, weight.unpack_to(x.dtype).t(), out_dtype, block_rows)
 
 

@@ -13,10 +13,9 @@ from itertools import accumulate
 from typing import cast
 
 import torch
-from specexec_kernels import cpu_group, cpu_products
-from specexec_kernels.cpu_group import Group
-from specexec_kernels.cpu_products import Form
-from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels import cpu_grouped
+from specexec_kernels.cpu_grouped import Group
+from specexec_kernels.formats.plain import Plain
 from torch import Tensor, nn
 from transformers.integrations.moe import _default_apply_gate
 
@@ -175,9 +174,8 @@ class PerExpert(nn.Module):
                 the experts' linears.
         """
         takes = [routing.rows_of(expert) for expert in chosen]
-        form = self._form(rows, known)
-        if form is not None:
-            return self._together(rows, takes, known, form)
+        if self.takes_together(rows, known):
+            return self._together(rows, takes, known)
         outputs = []
         for expert, take in zip(chosen, takes, strict=True):
             *inner, down = cast(list[Linear], list(self._linears[expert].values()))
@@ -187,32 +185,25 @@ class PerExpert(nn.Module):
 
     def takes_together(self, rows: Tensor, weights: Sequence[ExpertWeights]) -> bool:
         """Whether one launch of kernels computes these experts; weights need not be bound then."""
-        return self._form(rows, weights) is not None
-
-    @staticmethod
-    def _form(rows: Tensor, weights: Sequence[ExpertWeights]) -> Form | None:
         # one launch multiplies by all linears except the last, `down`, which has its own launch
         if not weights or len(set(weights[0].group.kinds[:-1])) > 1:
-            return None
-        return cpu_group.form_for(rows, [each.group for each in weights])
+            return False
+        return cpu_grouped.takes_together(rows, [each.group for each in weights])
 
     def _together(
         self,
         rows: Tensor,
         takes: Sequence[Sequence[int]],
         weights: Sequence[ExpertWeights],
-        form: Form,
     ) -> Tensor:
         sizes = [len(take) for take in takes]
         placed = [each.group.weights for each in weights]
-        inner = cpu_products.products(form, rows, takes, [each[:-1] for each in placed])
+        inner = cpu_grouped.products(rows, takes, [each[:-1] for each in placed])
         parts = [
             _biased(part, weights, place, sizes, rows.dtype) for place, part in enumerate(inner)
         ]
         own = [range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
-        outputs = cpu_products.products(
-            form, self.gate(*parts), own, [each[-1:] for each in placed]
-        )[0]
+        outputs = cpu_grouped.products(self.gate(*parts), own, [each[-1:] for each in placed])[0]
         return _biased(outputs, weights, -1, sizes, rows.dtype)
 
 
@@ -223,7 +214,7 @@ class ExpertWeights:
 
     def __init__(self, group: Group, biases: Sequence[Tensor | None]) -> None:
         self.group, self.biases = group, biases
-        self.packed = isinstance(group.weights[0].weight, PackedWeight)
+        self.packed = not isinstance(group.weights[0].weight.format, Plain)
 
 
 def _biased(

@@ -2,8 +2,8 @@
 
 Weights are streamed in the checkpoint's dtype and computed in the session's. Each weight is rounded
 to the dtype of the rows that it is multiplied by, so that it has the same value wherever it waits:
-a layer that stays was converted when it was loaded. What float32 rows are multiplied by is exact in
-its own dtype, and on a CPU kernels take it as it is (specexec_kernels.cpu_linear).
+a layer that stays was converted when it was loaded. On a CPU kernels round weights where they read
+them (specexec_kernels.formats.plain).
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from specexec_kernels import cpu_linear
-from specexec_kernels.cpu_half import Transposed
+from specexec_kernels import cpu_matmul
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.plain import DTYPES, plain_weight
 from specexec_kernels.row_blocks import in_row_blocks
 from torch import Tensor, nn
 from torch.nn import functional
-
-_SLAB_WEIGHTS = 1 << 21  # that are rounded at once, before they are multiplied from the cache
-_SLAB_OUTPUTS = 128  # a slab has a multiple of so many: whole strips of every kernel
 
 
 def mixed_linear(
@@ -34,13 +32,10 @@ def mixed_linear(
     Returns:
         (..., out_features) in the compute dtype.
     """
+    if _takes(rows.dtype, weight):
+        return _product(rows, weight, bias)
     if bias is not None:
         bias = bias.to(rows.dtype)
-    if _takes(rows.dtype, weight):
-        out = _product(rows.reshape(-1, rows.shape[-1]), weight)
-        if bias is not None:
-            out += bias
-        return out.to(rows.dtype).view(*rows.shape[:-1], weight.shape[0])
     weight = weight.to(rows.dtype)
     if block_rows is None or rows.device.type == "cpu":
         return functional.linear(rows, weight, bias)
@@ -49,34 +44,23 @@ def mixed_linear(
     return out.view(*rows.shape[:-1], weight.shape[0])
 
 
-def _multiplied(rows: torch.dtype, stored: torch.dtype) -> torch.dtype:
-    """The dtype of the values that rows are multiplied by."""
-    exact = rows == torch.float32 and stored in (torch.bfloat16, torch.float16)
-    return stored if exact else rows
-
-
 def _takes(rows: torch.dtype, weight: Tensor) -> bool:
     """Whether the CPU kernels multiply rows of a dtype with a weight of any."""
-    if weight.device.type != "cpu" or not weight.is_contiguous():
-        return False
-    return cpu_linear.takes(rows, weight.new_empty(0, dtype=_multiplied(rows, weight.dtype)))
+    lies_there = weight.device.type == "cpu" and weight.is_contiguous()
+    return lies_there and cpu_matmul.takes_plain(rows)
 
 
-def _rounded(weight: Tensor, rows: torch.dtype) -> Tensor:
-    """The values that rows of a dtype are multiplied by."""
-    dtype = _multiplied(rows, weight.dtype)
-    if weight.dtype == torch.float16 and dtype == torch.bfloat16:
-        weight = weight.float()  # exact, and PyTorch is slow at the direct way
-    return weight.to(dtype)
-
-
-def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """(rows, inputs) times (outputs, inputs) that `_takes` accepts -> (rows, outputs) float32."""
-    if weight.dtype == _multiplied(rows.dtype, weight.dtype):
-        return cpu_linear.product(rows, weight)
-    fitting = _SLAB_WEIGHTS // max(weight.shape[1], 1)
-    slabs = torch.split(weight, max(fitting // _SLAB_OUTPUTS, 1) * _SLAB_OUTPUTS)
-    return torch.cat([cpu_linear.product(rows, _rounded(slab, rows.dtype)) for slab in slabs], 1)
+def _product(
+    rows: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False
+) -> Tensor:
+    """As `mixed_linear`, of rows and a weight that `_takes` accepts; see plain_weight."""
+    if weight.dtype not in DTYPES:
+        weight = weight.to(rows.dtype)
+    read = plain_weight(weight, transposed=transposed)
+    out = cpu_matmul.matmul(rows.reshape(-1, read.in_features), read)
+    if bias is not None:
+        out += bias.to(rows.dtype)
+    return out.to(rows.dtype).view(*rows.shape[:-1], read.out_features)
 
 
 class MixedLinear(nn.Module):
@@ -100,9 +84,10 @@ class MixedLinear(nn.Module):
         """(..., in_features) -> (..., out_features)."""
         return mixed_linear(rows, self.weight, self.bias, self.block_rows)
 
-    def stored_weight(self) -> Tensor | Transposed:
+    def stored_weight(self) -> PackedWeight:
         """The weight that is bound to this module now."""
-        return cast(Tensor, self._parameters["weight"])  # without nn.Module's search for names
+        # without nn.Module's search for names
+        return plain_weight(cast(Tensor, self._parameters["weight"]))
 
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
@@ -132,15 +117,11 @@ class TransposedLinear(MixedLinear):
         """(..., in_features) -> (..., out_features)."""
         if not _takes(rows.dtype, self.weight):
             return mixed_linear(rows, self.weight.t(), self.bias, self.block_rows)
-        weight = _rounded(self.weight, rows.dtype)
-        out = cpu_linear.transposed_product(rows.reshape(-1, self.in_features), weight)
-        if self.bias is not None:
-            out += self.bias.to(rows.dtype)
-        return out.to(rows.dtype).view(*rows.shape[:-1], self.out_features)
+        return _product(rows, self.weight, self.bias, transposed=True)
 
-    def stored_weight(self) -> Transposed:
+    def stored_weight(self) -> PackedWeight:
         """The weight that is bound to this module now."""
-        return Transposed(cast(Tensor, self._parameters["weight"]))
+        return plain_weight(cast(Tensor, self._parameters["weight"]), transposed=True)
 
     def wide(self, rows: Tensor) -> Tensor:
         """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""

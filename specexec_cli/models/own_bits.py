@@ -17,8 +17,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from specexec_kernels import cpu_activation, cpu_chains, cpu_linear
+from specexec_kernels import cpu_activation, cpu_chains, cpu_matmul
 from specexec_kernels.cpu_activation import Activation
+from specexec_kernels.formats.plain import plain_weight
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
@@ -71,12 +72,11 @@ def _sums(left: Tensor, right: Tensor) -> Tensor | None:
         return None
     if right.ndim > 2:
         return cpu_chains.product(left, right)
-    turned = right.t().is_contiguous()  # as most modelling code has weights
-    weight = right.t() if turned else right.contiguous()
-    if not cpu_linear.takes(left.dtype, weight):
+    if not cpu_matmul.takes_plain(left.dtype):
         return None
-    multiply = cpu_linear.product if turned else cpu_linear.transposed_product
-    sums = multiply(left.reshape(-1, left.shape[-1]), weight)
+    turned = right.t().is_contiguous()  # as most modelling code has weights
+    weight = plain_weight(right.t() if turned else right.contiguous(), transposed=not turned)
+    sums = cpu_matmul.matmul(left.reshape(-1, left.shape[-1]), weight)
     # PyTorch's products lie in one piece, and modelling code takes views of them
     return sums.contiguous().view(*left.shape[:-1], right.shape[1])
 

@@ -19,7 +19,8 @@ from checkpoints import (
 from gpt_oss_checkpoints import save_mxfp4
 from quantized_checkpoints import save_quantized
 from safetensors.torch import load_file, save_file
-from specexec_kernels.cpu_group import Group, Weight
+from specexec_kernels.cpu_grouped import Group
+from specexec_kernels.formats.base import PackedWeight
 from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
@@ -203,7 +204,7 @@ def test_packed_weights_are_looked_at_once_while_they_stay(
     looked: list[object] = []
 
     class Counted(Group):
-        def __init__(self, weights: Sequence[Weight]) -> None:
+        def __init__(self, weights: Sequence[PackedWeight]) -> None:
             looked.append(weights)
             super().__init__(weights)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from uncounted import uncounted
 
-sys.path.insert(0, str(Path(__file__).parent))  # tests import packed.py by name
+sys.path.insert(0, str(Path(__file__).parent))  # tests import random_weights.py by name
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

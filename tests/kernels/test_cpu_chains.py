@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_chains, cpu_jit
+from specexec_kernels import cpu_chains, cpu_jit, cpu_matmul_plan
 from torch import Tensor
 
 
@@ -21,6 +21,7 @@ def test_against_double_precision(
     if lanes > cpu_jit.lanes():
         pytest.skip("no registers of that width")
     monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    monkeypatch.setattr(cpu_matmul_plan, "_plans", {})
     for terms, columns in ((1, 3), (7, 40), (9, 64), (64, 33), (301, 64)):
         left, right = numbers(2, 3, 5, terms).to(dtype), numbers(3, terms, columns).to(dtype)
         found = cpu_chains.product(left, right)

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 from llvmlite import binding as llvm
-from row_packed import FORMATS
-from specexec_kernels import cpu_half_ir, cpu_jit, cpu_rows_ir, cpu_rows_spec
+from random_weights import FORMATS
+from specexec_kernels import cpu_jit, cpu_matmul_ir, cpu_matmul_many
+from specexec_kernels.cpu_matmul_spec import MatmulSpec
+from specexec_kernels.formats.plain import Plain
 
 HERE = Path(__file__).parent
 # Everything about products and attention that does not ask for a certain width of registers.
 NARROW = (
-    "test_cpu_half.py", "test_cpu_linear.py", "test_down_formats.py", "test_cpu_attention.py",
-    "test_row_formats.py",
+    "test_plain_weights.py", "test_down_formats.py", "test_cpu_attention.py", "test_formats.py",
 )  # fmt: skip
 REPORT = """
 from specexec_kernels import cpu_jit
@@ -52,12 +53,12 @@ def test_the_avx2_form_on_any_x86() -> None:
 def test_the_pairs_of_a_cpu_without_tiles() -> None:
     """As on a CPU with AVX512-BF16 and without AMX: the same tests, by vdpbf16ps."""
     assert python("-c", REPORT, without="amx").split() == ["16", "True", "True"]
-    names = ("test_cpu_dot.py", "test_row_formats.py", "test_down_formats.py")
+    names = ("test_plain_weights.py", "test_formats.py", "test_down_formats.py")
     tests = [str(HERE / name) for name in names]
     said = python(
         "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests,
         # every form of weights, and that a row's bits are its own
-        "-k", "test_cpu_dot or (product_is and bfloat16) or (down_formats and not narrower)",
+        "-k", "plain_weights or (product_is and bfloat16) or (down_formats and not narrower)",
         without="amx",
     )  # fmt: skip
     assert " passed" in said
@@ -77,23 +78,24 @@ def neon(text: str) -> str:
     return str(machine.emit_assembly(module))
 
 
-def test_the_neon_form_of_stored_weights() -> None:
-    for stored in ("bfloat16", "float16", "float32"):
-        spec = cpu_half_ir.KernelSpec(stored, rows=13, vectors=2, lanes=4)
-        # sums of 13 rows stay in registers: each is multiplied and added, by number of the lane
-        assert neon(cpu_half_ir.build(spec, "kernel")).count("fmla\t") >= 13 * 2
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+def test_the_neon_form_of_plain_weights(dtype: str, transposed: bool) -> None:
+    spec = MatmulSpec(Plain(dtype, transposed), False, rows=13, vectors=2, lanes=4, mode="many")
+    # sums of 13 rows stay in registers: each is multiplied and added, by number of the lane
+    assert neon(cpu_matmul_ir.build_matmul(spec, "kernel")).count("fmla\t") >= 13 * 2
 
 
 @pytest.mark.parametrize(
     "name", ["fp8-block", "nvfp4", "int4-zeros", "nf4-nested", "gptq-4", "awq"]
 )
-def test_the_neon_form_of_row_packed_weights(name: str) -> None:
+def test_the_neon_form_of_packed_weights(name: str) -> None:
     fmt = FORMATS[name]
-    for few in (True, False):
-        vectors = (4 if fmt.goes_down else 1) if few else 2
-        spec = cpu_rows_spec.PackedSpec(fmt, False, 4, vectors, 4, few)
-        assembly = neon(cpu_rows_ir.build_rows(spec, "kernel"))
+    for mode in ("few", "many"):
+        vectors = (4 if fmt.goes_down else 1) if mode == "few" else 2
+        spec = MatmulSpec(fmt, False, 4, vectors, 4, mode)
+        assembly = neon(cpu_matmul_ir.build_matmul(spec, "kernel"))
         # of few rows all products of a unit are written out, of more those of an unrolled turn
-        turn = min(fmt.unit, fmt.block) if few else cpu_rows_ir.UNROLL
+        turn = min(fmt.unit, fmt.block) if mode == "few" else cpu_matmul_many.UNROLL
         assert assembly.count("fmla\t") >= 4 * vectors * turn
         assert "prfm" in assembly

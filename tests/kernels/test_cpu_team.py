@@ -144,14 +144,16 @@ def test_stopped_helpers_have_ended() -> None:
 def test_a_forked_child_has_a_team_of_its_own() -> None:
     program = """
 import os, threading, torch
-from specexec_kernels import cpu_linear, cpu_team
+from specexec_kernels import cpu_team
+from specexec_kernels.cpu_matmul import matmul
+from specexec_kernels.formats.plain import plain_weight
 torch.set_num_threads(3)
 rows, weight = torch.randn(2, 64), torch.randn(512, 64)
-first = cpu_linear.product(rows, weight)
+first = matmul(rows, plain_weight(weight))
 mine = cpu_team._team()
 child = os.fork()
 if not child:
-    same = torch.equal(cpu_linear.product(rows, weight), first)
+    same = torch.equal(matmul(rows, plain_weight(weight)), first)
     os._exit(0 if same and cpu_team._team() is not mine else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), threading.active_count())
 """

@@ -6,8 +6,9 @@ import subprocess
 
 import pytest
 import torch
-from packed import V1_4BIT, random_weight
-from specexec_kernels import cpu_jit, cpu_rows, dispatch
+from random_weights import V1_4BIT, down_weight
+from specexec_kernels import cpu_jit, dispatch
+from specexec_kernels.cpu_matmul_plan import multiplies_pairs
 from specexec_kernels.formats.gguf import GGUF_FORMATS
 
 
@@ -23,8 +24,8 @@ def test_cpu_paths(
     if pairs and not cpu_jit.has_dot():
         pytest.skip("no instruction for pairs of bfloat16")
     monkeypatch.setattr(cpu_jit, "has_dot", lambda: pairs)
-    assert (cpu_rows.form_for(dtype).dtype == dtype) == (pairs and dtype != torch.float16)
-    weight = random_weight(V1_4BIT, 64, 128, 32)
+    assert multiplies_pairs(dtype) == (pairs and dtype == torch.bfloat16)
+    weight = down_weight(V1_4BIT, 64, 128, 32)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     found = dispatch.quantized_matmul(x, weight)
     assert found.dtype == dtype
@@ -34,7 +35,7 @@ def test_cpu_paths(
 
 
 def test_too_narrow_for_the_kernels() -> None:
-    weight = random_weight(V1_4BIT, 64, 8, 32)
+    weight = down_weight(V1_4BIT, 64, 8, 32)
     x = torch.randn(3, 64)
     torch.testing.assert_close(dispatch.quantized_matmul(x, weight), x @ weight.unpack().T)
 

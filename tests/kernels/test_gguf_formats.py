@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 from gguf_files import PACKED_KINDS, random_blocks
-from specexec_kernels import cpu_jit, cpu_rows
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_matmul import matmul
 from specexec_kernels.formats import base
 from specexec_kernels.formats.base import PackedFormat, PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS
@@ -61,7 +62,7 @@ def test_what_has_no_kernel_is_unpacked_in_slabs_that_change_no_bit(
     packed = weight(name, 100, 768)
     monkeypatch.setattr(type(packed.format), "compiled", False)
     x = torch.randn(rows, 768, generator=torch.Generator().manual_seed(0))
-    whole = cpu_rows.matmul(x, packed)
+    whole = matmul(x, packed)
     unpacked = []
     unpack = type(packed.format).unpack
 
@@ -73,7 +74,7 @@ def test_what_has_no_kernel_is_unpacked_in_slabs_that_change_no_bit(
 
     monkeypatch.setattr(base, "_AT_ONCE", 24 * 768)
     monkeypatch.setattr(type(packed.format), "unpack", counted)
-    assert torch.equal(cpu_rows.matmul(x, packed), whole)
+    assert torch.equal(matmul(x, packed), whole)
     assert unpacked == [24, 24, 24, 24, 4]
 
 
@@ -88,7 +89,7 @@ def test_kernels_multiply_with_the_weights(name: str, rows: int) -> None:
     x = torch.randn(rows, 768)
     expected = (x.double() @ packed.unpack().double().T).float()
     size = float(expected.abs().max())
-    torch.testing.assert_close(cpu_rows.matmul(x, packed), expected, rtol=0, atol=2e-6 * size)
+    torch.testing.assert_close(matmul(x, packed), expected, rtol=0, atol=2e-6 * size)
 
 
 @pytest.mark.skipif(not cpu_jit.has_dot(), reason="needs a CPU that multiplies bfloat16")
@@ -101,7 +102,7 @@ def test_kernels_of_bfloat16_round_the_rows_and_nothing_else(name: str, rows: in
     x = torch.randn(rows, 768).bfloat16()
     expected = (x.double() @ packed.unpack().double().T).float()
     size = float(expected.abs().max())
-    torch.testing.assert_close(cpu_rows.matmul(x, packed), expected, rtol=0, atol=3e-6 * size)
+    torch.testing.assert_close(matmul(x, packed), expected, rtol=0, atol=3e-6 * size)
 
 
 @pytest.mark.parametrize("name", GGUF_FORMATS)
@@ -110,6 +111,6 @@ def test_a_rows_bits_are_its_own(name: str, dtype: torch.dtype) -> None:
     packed = weight(name, 48, 512)
     torch.manual_seed(0)
     x = torch.randn(19, 512).to(dtype)
-    whole = cpu_rows.matmul(x, packed)
+    whole = matmul(x, packed)
     for rows in (1, 2, 5, 19) if name in IN_EVERY_SHAPE else (1, 19):
-        assert torch.equal(cpu_rows.matmul(x[:rows], packed), whole[:rows]), rows
+        assert torch.equal(matmul(x[:rows], packed), whole[:rows]), rows

@@ -9,7 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import random_blocks
-from row_packed import FORMATS, random_weight
+from random_weights import FORMATS, random_weight
 from specexec_kernels import dispatch
 from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gguf import GGUF_FORMATS

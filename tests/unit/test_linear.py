@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_half, cpu_jit, cpu_linear
+from specexec_kernels import cpu_jit, cpu_matmul
 
-from specexec_cli.models import linear
 from specexec_cli.models.linear import TransposedLinear, mixed_linear
 
 
@@ -18,7 +17,7 @@ def test_products_in_another_dtype(
 ) -> None:
     """By the kernels, and as on a device that has none."""
     if not taken:
-        monkeypatch.setattr(cpu_linear, "takes", lambda rows, weight: False)
+        monkeypatch.setattr(cpu_matmul, "takes_plain", lambda rows: False)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(128, 96, generator=generator).to(stored)
     bias = torch.randn(128, generator=generator).to(stored)
@@ -52,9 +51,9 @@ def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
     bias = torch.randn(128, generator=generator).to(compute)
     rows = torch.randn(2, 3, 96, generator=generator).to(compute)
     called = []
-    product = cpu_half.matmul
+    product = cpu_matmul.matmul
     monkeypatch.setattr(
-        cpu_half, "matmul", lambda x, weight: called.append(x.dtype) or product(x, weight)
+        cpu_matmul, "matmul", lambda x, weight: called.append(x.dtype) or product(x, weight)
     )
     exact = rows.double() @ weight.double().t() + bias.double()
     for native in (False, True):
@@ -64,7 +63,8 @@ def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
         torch.testing.assert_close(found.double(), exact, atol=0.1, rtol=0.02)
         if not native:
             assert float((found == exact.to(compute)).double().mean()) > 0.99
-    assert called == [torch.float32]
+            assert called == [compute]
+    assert len(called) == 1 + cpu_matmul.takes_plain(compute)
 
 
 def test_no_rows() -> None:
@@ -82,10 +82,9 @@ def test_no_rows() -> None:
 def test_a_weight_is_rounded_to_the_dtype_of_its_rows(
     stored: torch.dtype, compute: torch.dtype, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that was converted when it was loaded, also where slabs of it are rounded."""
+    """As one that was converted when it was loaded."""
     if not there:
         monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
-    monkeypatch.setattr(linear, "_SLAB_WEIGHTS", 256 * 96)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(700, 96, generator=generator, dtype=torch.float64).to(stored)
     bias = torch.randn(700, generator=generator).to(stored)

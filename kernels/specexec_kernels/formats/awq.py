@@ -19,10 +19,10 @@ from specexec_kernels.formats.gptq import shared_run
 from specexec_kernels.packing import unpack_awq
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 _BITS, _MIDDLE = 4, 8
-_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_rows_spec
+_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_matmul_spec
 
 
 @dataclass(frozen=True, slots=True)

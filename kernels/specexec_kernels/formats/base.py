@@ -8,8 +8,8 @@ A format is one frozen dataclass:
 - `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
   outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some;
 - `triton` names the few lines that read weights on a GPU.
-Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared
-(cpu_rows_lanes, cpu_rows_ir, cpu_rows, triton_rows, and specexec_cli.models.packing).
+Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared:
+cpu_unpack_lanes, cpu_matmul_ir, cpu_matmul, triton_rows, and specexec_cli.models.packing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 _AT_ONCE = 1 << 22  # weights that `slabs` unpacks together
@@ -98,6 +98,7 @@ class PackedFormat(ABC):
     has_scale: ClassVar[bool] = False  # whether `terms` gives a scale
     has_offset: ClassVar[bool] = False  # and an offset; blocks are then powers of two
     compiled: ClassVar[bool] = True  # whether there is IR, or `unpack` alone
+    chained: ClassVar[bool] = False  # whether all inputs are one sum, in rising order
     unit: int  # inputs that `values` yields at once; the inputs of a weight are a multiple
 
     @property
@@ -112,6 +113,16 @@ class PackedFormat(ABC):
         yielded one behind the other. `terms` are asked for as ever, and each value gets those of
         its group."""
         return None
+
+    @property
+    def fetches_early(self) -> bool:
+        """Whether codes are asked for while others are multiplied, not just before they are
+        unpacked: where they take longer to arrive than to unpack."""
+        return False
+
+    def for_rows(self, rows: torch.dtype) -> PackedFormat:
+        """The format of the weights that rows of a dtype are multiplied with."""
+        return self
 
     @property
     def goes_down(self) -> bool:

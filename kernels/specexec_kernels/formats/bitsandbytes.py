@@ -28,7 +28,7 @@ from specexec_kernels.formats.base import (
 from specexec_kernels.formats.integers import Int8
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
 _ROWS = 0  # of weight_format; bitsandbytes' functional.py has the others: col32 and the like

@@ -25,7 +25,7 @@ from specexec_kernels.formats.base import (
 )
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)

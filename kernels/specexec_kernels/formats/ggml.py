@@ -18,7 +18,7 @@ from torch import Tensor
 from specexec_kernels.formats.base import PackedFormat, Part
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 class GgmlFormat(PackedFormat):

@@ -21,7 +21,7 @@ from specexec_kernels.formats.ggml import (
 )
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 # of ggml-common.h, `kvalues_iq4nl`, and twice the values of E2M1 (`kvalues_mxfp4`)
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)

@@ -22,7 +22,7 @@ from specexec_kernels.formats.ggml import (
 from specexec_kernels.formats.ggml_32 import IQ4_LEVELS
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 _CODES = tuple(float(code) for code in range(32))
 _SIGNED = tuple(float(code) for code in range(-32, 32))

@@ -20,7 +20,7 @@ from specexec_kernels.formats.base import PackedFormat, Part, TritonForm, fits_u
 from specexec_kernels.packing import ones_of, unpack_rows, unpack_zeros
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 LONGEST_BLOCK = 128  # inputs
 

@@ -26,7 +26,7 @@ from specexec_kernels.formats.base import (
 from specexec_kernels.packing import unpack_rows
 
 if TYPE_CHECKING:
-    from specexec_kernels.cpu_rows_lanes import Lanes
+    from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 @dataclass(frozen=True, slots=True)

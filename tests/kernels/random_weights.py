@@ -1,6 +1,8 @@
-"""Random weights in every packed format, for tests of their kernels."""
+"""Random weights in every packed format, for the tests of kernels."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from specexec_kernels.formats.awq import Awq
@@ -66,6 +68,13 @@ FORMATS: dict[str, PackedFormat] = {
     "awq": Awq(64),
     "awq-channel": Awq(0, "BF16"),
 }  # fmt: skip
+V1_4BIT = Gptq(4, 0, stored_minus_one=True)
+# formats whose codes go down the inputs, of all widths
+DOWN: list[Gptq | Awq] = [
+    *(Gptq(bits, 0, stored_minus_one=v1) for bits in (2, 3, 4, 8) for v1 in (False, True)),
+    *(Gptq(bits, 0, stored_minus_one=True, shuffled=True) for bits in (2, 3, 4, 8)),
+    Awq(0),
+]
 
 
 def random_weight(fmt: PackedFormat, outputs: int, inputs: int, seed: int = 0) -> PackedWeight:
@@ -83,7 +92,7 @@ def random_weight(fmt: PackedFormat, outputs: int, inputs: int, seed: int = 0) -
         if "g_idx" in part.leaf:
             group = torch.arange(inputs, dtype=torch.int32) // fmt.group  # type: ignore[attr-defined]
             tensor = group[torch.randperm(inputs, generator=rng)].view(shape)
-        elif part is fmt.parts[0] or "zero" in part.leaf:
+        elif part.leaf == fmt.parts[0].leaf or "zero" in part.leaf:
             raw = torch.randint(0, 256, (*shape, dtype.itemsize), generator=rng).to(torch.uint8)
             tensor = raw.view(dtype).view(shape)
             if dtype.is_floating_point:
@@ -95,3 +104,10 @@ def random_weight(fmt: PackedFormat, outputs: int, inputs: int, seed: int = 0) -
             tensor = (torch.rand(shape, generator=rng) + 0.5).to(dtype)
         tensors[part.leaf] = tensor
     return PackedWeight(fmt, inputs, outputs, tensors)
+
+
+def down_weight(
+    fmt: Gptq | Awq, inputs: int, outputs: int, group: int, seed: int = 0
+) -> PackedWeight:
+    """As random_weight, of a format with groups of so many inputs."""
+    return random_weight(replace(fmt, group=group), outputs, inputs, seed)

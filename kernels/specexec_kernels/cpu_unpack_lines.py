@@ -2,7 +2,7 @@
 
 Such a tensor has a line in memory for one or more inputs, in which the words of neighbouring
 outputs are neighbours, so that a register takes as many outputs at once as it has lanes.
-cpu_rows_lanes reads all others.
+cpu_unpack_lanes reads all others.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import I16, I32, I64
-from specexec_kernels.cpu_rows_numbers import Numbers
-from specexec_kernels.cpu_rows_spec import PARTS, UNITS, PackedSpec
+from specexec_kernels.cpu_matmul_spec import PARTS, UNITS, MatmulSpec
+from specexec_kernels.cpu_unpack_numbers import ITEM_TYPES, Numbers
 from specexec_kernels.formats.base import Part
 
 Fetch = Callable[[], None]  # asks for one line of a tensor
 AHEAD_OUTPUTS = 64  # whose words lie between those that are unpacked and those that are asked for
-LINE_WORDS = 16  # of a cache line
+LINE_BYTES, LINE_WORDS = 64, 16  # of a cache line
 
 
 class Lines(Numbers):
@@ -31,7 +31,7 @@ class Lines(Numbers):
         row: the output in the first lane.
     """
 
-    def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
+    def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         builder = ir.IRBuilder(function.append_basic_block("entry"))
         super().__init__(builder, spec.lanes, spec.dot, spec.byte_tables)
         self.spec = spec
@@ -69,6 +69,13 @@ class Lines(Numbers):
         line = b.add(b.mul(self.unit, I64(lines)), I64(number))
         at = b.add(b.mul(line, columns), self.row)
         return self.load(base, at, self.words)
+
+    def line_number(self, leaf: str, place: int) -> Any:
+        """Input `place` of the unit, of a tensor that has a line of plain numbers for each."""
+        part, base, columns = self.parts[leaf]
+        typ, size = ITEM_TYPES[part.dtype]
+        at = self.b.add(self.b.mul(self.input_at(place), columns), self.row)
+        return self.number(self.load(base, at, ir.VectorType(typ, self.lanes), size), part.dtype)
 
     def codes_along(
         self, leaf: str, row: Any, bits: int, *, added: int = 0, interleaved: bool = False
@@ -133,7 +140,7 @@ class Lines(Numbers):
         row = self.row  # lines are asked for later, when others have come
         lines = codes.items * self.spec.format.unit // codes.inputs
         first = b.mul(self.unit, I64(lines))
-        outputs = codes.outputs // codes.row_items  # of a word
+        outputs = codes.outputs // codes.row_items * 4 // ITEM_TYPES[codes.dtype][1]  # of a word
         ahead = max(AHEAD_OUTPUTS // outputs, LINE_WORDS)
         at = b.add(b.udiv(row, I64(outputs)), I64(ahead))
 
@@ -148,3 +155,9 @@ class Lines(Numbers):
                     fetch(line)
 
         return [partial(fetch, line) for line in range(lines)] if outputs == 1 else [fetch_new]
+
+
+def share(whole: list[Fetch], number: int, parts: int) -> list[Fetch]:
+    """Part `number` of a list in as many parts, as equal as they can be."""
+    size = len(whole)
+    return whole[number * size // parts : (number + 1) * size // parts]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from row_packed import FORMATS, random_weight
-from specexec_kernels import cpu_jit, cpu_rows
+from random_weights import FORMATS, random_weight
+from specexec_kernels import cpu_jit
+from specexec_kernels.cpu_matmul import matmul
 from specexec_kernels.formats import base
 from torch import Tensor
 
@@ -33,7 +34,7 @@ def test_product_is_that_of_the_unpacked_weight(name: str, dtype: torch.dtype) -
     bits = 24 if dtype == torch.float32 else 8
     bound = x.double().abs().sum(1, keepdim=True) * dense.abs().max() * 2.0**-bits * 4
     counts = (1, 2, 3, 17, 40) if name in IN_EVERY_SHAPE else (1, 17, 40)
-    found = {count: cpu_rows.matmul(x[:count], weight) for count in counts}
+    found = {count: matmul(x[:count], weight) for count in counts}
     for count, product in found.items():
         assert ((product.double() - expected[:count]).abs() <= bound[:count]).all()
         # a row's bits are its own
@@ -50,7 +51,7 @@ def test_last_inputs_that_fill_no_block(name: str) -> None:
     x = rows(1, torch.float32)[:, :192].contiguous()
     expected = x.double() @ weight.unpack().double().T
     torch.testing.assert_close(
-        cpu_rows.matmul(x, weight).double(), expected, rtol=0,
+        matmul(x, weight).double(), expected, rtol=0,
         atol=1e-5 * float(expected.abs().max()),
     )  # fmt: skip
 
@@ -63,21 +64,21 @@ def test_many_rows_of_pairs(name: str) -> None:
         weight = random_weight(FORMATS[name], OUTPUTS, inputs)
         x = torch.randn(700, inputs, generator=torch.Generator().manual_seed(4)).bfloat16()
         dense = weight.unpack().double()
-        together = cpu_rows.matmul(x, weight)
+        together = matmul(x, weight)
         bound = x.double().abs().sum(1, keepdim=True) * dense.abs().max() * 2.0**-8 * 4
         assert ((together.double() - x.double() @ dense.T).abs() <= bound).all()
         for some in (slice(0, 1), slice(100, 180), slice(500, 600), slice(10, 250)):
-            assert torch.equal(cpu_rows.matmul(x[some], weight), together[some])
+            assert torch.equal(matmul(x[some], weight), together[some])
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_change_no_bit(threads: int) -> None:
     before = torch.get_num_threads()
     weight, x = random_weight(FORMATS["mxfp4"], 200, INPUTS), rows(20, torch.float32)
-    expected = cpu_rows.matmul(x, weight)
+    expected = matmul(x, weight)
     try:
         torch.set_num_threads(threads)
-        assert torch.equal(cpu_rows.matmul(x, weight), expected)
+        assert torch.equal(matmul(x, weight), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -98,7 +99,7 @@ def test_every_float8_is_read_as_torch_reads_it(kind: str, dtype: torch.dtype) -
     stored["weight"].view(torch.uint8)[:, 0] = torch.arange(256, dtype=torch.uint8)
     x = torch.zeros(1, 16, dtype=dtype)
     x[0, 0] = 1.0
-    found = cpu_rows.matmul(x, PackedWeight(fmt, 16, 256, stored))[0]
+    found = matmul(x, PackedWeight(fmt, 16, 256, stored))[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 

@@ -1,9 +1,8 @@
-"""What formats of packed weights emit their LLVM IR with: bytes of one unit, a lane per output.
+"""What formats emit their LLVM IR with: the items of one unit, a lane per output.
 
-Where neighbouring inputs of an output are neighbouring bytes, the packed words of as many outputs
-as a register has lanes are transposed before they are unpacked: there are fewer of them than of
-weights. Codes that go down the inputs are read by cpu_rows_lines. cpu_rows_ir multiplies with what
-comes out.
+Where neighbouring inputs of an output are neighbouring bytes, the words of as many outputs as a
+register has lanes are transposed before they are unpacked: there are fewer of them than of weights.
+Tensors that go down the inputs are read by cpu_unpack_lines.
 """
 
 from __future__ import annotations
@@ -15,22 +14,20 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, I64
-from specexec_kernels.cpu_rows_lines import Fetch, Lines
-from specexec_kernels.cpu_rows_spec import PackedSpec
+from specexec_kernels.cpu_matmul_spec import MatmulSpec
+from specexec_kernels.cpu_unpack_lines import LINE_BYTES, Fetch, Lines
+from specexec_kernels.cpu_unpack_numbers import ITEM_TYPES
 from specexec_kernels.formats.base import Part
 
 RUN_WORDS = 4  # of an output that are loaded at once: of more, the transposing costs more
 AHEAD_BYTES = 1024  # of an output's codes that are asked for before they are unpacked
-ITEM_TYPES = {
-    "F32": (F32, 4), "F16": (I16, 2), "BF16": (I16, 2), "F8_E4M3": (I8, 1), "F8_E5M2": (I8, 1),
-    "F8_E8M0": (I8, 1), "U8": (I8, 1), "I8": (I8, 1), "I32": (I32, 4),
-}  # fmt: skip
+AHEAD_IN_PANEL_BYTES = 256  # as AHEAD_BYTES, of a panel that was asked for before
 
 
 class Lanes(Lines):
     """What a format emits its IR with: the bytes of one unit, one lane for each output."""
 
-    def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
+    def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self._read: dict[Any, Any] = {}  # see `once`
 
@@ -58,26 +55,50 @@ class Lanes(Lines):
         local = b.add(b.mul(self.unit, I64(n_bytes)), I64(offset))
         return b.add(base, b.add(b.mul(self.row, stride), local)), stride
 
-    def read_words(self, leaf: str, offset: int = 0, count: int | None = None) -> list[Any]:
+    def read_words(
+        self, leaf: str, offset: int = 0, count: int | None = None, run: int = RUN_WORDS
+    ) -> list[Any]:
         """`count` little-endian words from byte `offset` of the unit on, int32 lanes each.
 
         Args:
             count: as many as the unit has, unless told.
+            run: the most words of an output that are loaded at once, at most the lanes.
         """
         if count is None:
             count = self._unit_bytes(self.parts[leaf][0]) // 4
-        return self.once((leaf, offset, count), lambda: self._words(leaf, offset, count))
+        return self.once((leaf, offset, count), lambda: self._words(leaf, offset, count, run))
 
-    def _words(self, leaf: str, offset: int, count: int) -> list[Any]:
+    def _words(self, leaf: str, offset: int, count: int, run: int) -> list[Any]:
         if self.parts[leaf][0].down:
             lines = range(offset // 4, offset // 4 + count)
             return [self.line_word(leaf, line) for line in lines]
         first, stride = self._address(leaf, offset)
         found: list[Any] = []
         while len(found) < count:
-            size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes, RUN_WORDS)
+            size = min(1 << ((count - len(found)).bit_length() - 1), self.lanes, run)
             found += self._words_at(self.b.add(first, I64(4 * len(found))), stride, size)
         return found
+
+    def read_pairs(self, leaf: str) -> list[Any]:
+        """A unit of twice as many floats as there are lanes, as pairs of bfloat16, rounded to
+        nearest. They are rounded before they are transposed: by then a register is full."""
+        b, part = self.b, self.parts[leaf][0]
+        typ, size = ITEM_TYPES[part.dtype]
+        vector = ir.VectorType(typ, self.lanes)
+        first, stride = self._address(leaf, 0)
+        runs = []
+        for lane in range(self.lanes):
+            at = b.add(first, b.mul(stride, I64(lane)))
+            if part.dtype == "BF16":
+                runs.append(self.load(at, I64(0), self.words, size))
+                continue
+            low, high = (
+                self.number(self.load(b.add(at, I64(half * size)), I64(0), vector, size),
+                            part.dtype)
+                for half in (0, self.lanes)
+            )  # fmt: skip
+            runs.append(self.narrow(low, high))
+        return self.transpose(runs)
 
     def _words_at(self, first: Any, stride: Any, count: int) -> list[Any]:
         """`count` words, a power of two up to the lanes, as vectors of one word of each lane."""
@@ -110,7 +131,7 @@ class Lanes(Lines):
 
     def _narrow_items(self, first: Any, stride: Any, typ: Any) -> Any:
         items = [self.b.add(first, self.b.mul(stride, I64(lane))) for lane in range(self.lanes)]
-        return self._widened(self._gathered(items, typ))
+        return self.b.zext(self._gathered(items, typ), self.words)
 
     def _gathered(self, addresses: list[Any], typ: Any) -> Any:
         """One item of each lane."""
@@ -119,9 +140,6 @@ class Lanes(Lines):
             one = self.b.load(self.b.inttoptr(at, ir.PointerType()), typ=typ, align=1)
             vector = self.b.insert_element(vector, one, I32(lane))
         return vector
-
-    def _widened(self, items: Any) -> Any:
-        return items if items.type.element == I32 else self.b.zext(items, self.words)
 
     def item(self, leaf: str, number: int = 0) -> Any:
         """The item of a tensor beside that covers the unit, in each lane.
@@ -137,7 +155,7 @@ class Lanes(Lines):
             bits = 8 * size
             if self._unit_bytes(part) % 4 == 0:  # whole words are fewer loads
                 words, place = self.read_words(leaf), number * bits
-                return self._number(self.bits(words[place // 32], place % 32, bits), part.dtype)
+                return self.number(self.bits(words[place // 32], place % 32, bits), part.dtype)
         column = self._column(part, number)
 
         def address(row: Any) -> Any:
@@ -150,19 +168,19 @@ class Lanes(Lines):
 
         if part.down:  # neighbours are those of neighbouring outputs
             at = b.add(b.mul(column, columns), self.row)
-            return self._number(
+            return self.number(
                 self.load(base, at, ir.VectorType(typ, self.lanes), size), part.dtype
             )
         if part.outputs == 0:
-            return self._number(one(address(I64(0))), part.dtype)
+            return self.number(one(address(I64(0))), part.dtype)
         if part.outputs == 1:
             if part.inputs == 0:
                 at = b.inttoptr(address(self.row), ir.PointerType())
-                return self._number(
+                return self.number(
                     b.load(at, typ=ir.VectorType(typ, self.lanes), align=1), part.dtype
                 )
             rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
-            return self._number(self._gathered([address(row) for row in rows], typ), part.dtype)
+            return self.number(self._gathered([address(row) for row in rows], typ), part.dtype)
         tiles = [
             b.udiv(b.add(self.row, I64(lane)), I64(part.outputs)) for lane in range(self.lanes)
         ]
@@ -175,7 +193,7 @@ class Lanes(Lines):
         items = b.phi(uniform.type)
         items.add_incoming(uniform, where)
         items.add_incoming(mixed, elsewhere)
-        return self._number(items, part.dtype)
+        return self.number(items, part.dtype)
 
     def _column(self, part: Part, number: int) -> Any:
         """The column of a tensor in which the unit's item lies."""
@@ -235,20 +253,12 @@ class Lanes(Lines):
             found.append(b.add(values, b.mul(code, I64(4))))
         return self._gathered(found, F32)
 
-    def _number(self, items: Any, dtype: str) -> Any:
-        if dtype == "F32":
-            return self.b.bitcast(items, self.vector)
-        codes = self._widened(items)
-        if dtype == "F16":
-            return self.half(codes)
-        if dtype == "BF16":
-            return self.b.bitcast(self.b.shl(codes, self.same(16)), self.vector)
-        return self.float8(codes, dtype) if dtype.startswith("F8_E") else codes
-
     def ahead(self) -> list[Fetch]:
         """What asks for each line that lies ahead of the unit; at its end, for the next strip's."""
-        b = self.b
-        codes = self.spec.format.parts[0]
+        b, spec = self.b, self.spec
+        codes, early = spec.format.parts[0], spec.format.fetches_early
+        if early and (spec.mode == "many" or (spec.mode == "tiles" and codes.down)):
+            return []
         if codes.down:
             return self.lines_ahead(codes)
         found: list[Fetch] = []
@@ -256,14 +266,49 @@ class Lanes(Lines):
             leaf: self._unit_bytes(part) for leaf, (part, _, _) in self.parts.items()
             if part.outputs == 1 and part.inputs > 0 and not part.run
         }  # fmt: skip
-        n_ahead = -(-AHEAD_BYTES // max(1, *along.values()))
+        ahead_bytes = AHEAD_IN_PANEL_BYTES if early and spec.mode == "tiles" else AHEAD_BYTES
+        n_ahead = -(-ahead_bytes // max(1, *along.values()))
         is_next = b.icmp_signed(">=", b.add(self.unit, I64(n_ahead)), self.units)
         for leaf, n_bytes in along.items():
             first, stride = self._address(leaf, n_ahead * n_bytes)
             skipped = b.select(is_next, b.mul(stride, I64(self.lanes - 1)), I64(0))
             for lane in range(self.lanes):
                 at = b.add(b.add(first, skipped), b.mul(stride, I64(lane)))
-                for line in range(0, n_bytes, 64):
+                for line in range(0, n_bytes, LINE_BYTES):
                     place = b.add(at, I64(line))
                     found.append(partial(self.prefetch, place, I64(0)))
         return found
+
+    def fetch_share(self, output: Any, unit: Any, turn: Any, turns: Any) -> None:
+        """Ask for a share of a tile's codes: all at once they would wait for one another.
+
+        Args:
+            output, unit: where the tile begins.
+            turn, turns: which share, of how many.
+        """
+        b, spec = self.b, self.spec
+        codes, base, columns = self.parts[spec.format.parts[0].leaf]
+        size = ITEM_TYPES[codes.dtype][1]
+        if codes.down:
+            lines = codes.items * spec.format.unit // codes.inputs * spec.tile_units
+            first = b.mul(b.mul(unit, I64(lines // spec.tile_units)), columns)
+            each_word = codes.outputs // codes.row_items
+            first = b.mul(b.add(first, b.udiv(output, I64(each_word))), I64(size))
+            stride, n_bytes = b.mul(columns, I64(size)), spec.strip // each_word * size
+        else:
+            unit_bytes = self._unit_bytes(codes)
+            lines, stride = spec.strip, b.mul(self.units, I64(unit_bytes))
+            first = b.add(b.mul(output, stride), b.mul(unit, I64(unit_bytes)))
+            n_bytes = unit_bytes * spec.tile_units
+        each = max(n_bytes // LINE_BYTES, 1)
+
+        def fetch(number: Any, _: list[Any]) -> list[Any]:
+            at = b.add(first, b.mul(b.udiv(number, I64(each)), stride))
+            at = b.add(at, b.mul(b.urem(number, I64(each)), I64(LINE_BYTES)))
+            self.prefetch(b.add(base, at), I64(0))
+            return []
+
+        per_turn = b.udiv(b.add(turns, I64(lines * each - 1)), turns)
+        start = b.mul(turn, per_turn)
+        stop = self.minimum(b.add(start, per_turn), I64(lines * each))
+        self.loop(start, stop, 1, [], fetch)

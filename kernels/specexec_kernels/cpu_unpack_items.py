@@ -13,8 +13,8 @@ from typing import Any
 from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import I64
-from specexec_kernels.cpu_rows_lanes import Lanes
-from specexec_kernels.cpu_rows_spec import OUTPUTS, SCRATCH, PackedSpec
+from specexec_kernels.cpu_matmul_spec import OUTPUTS, SCRATCH, MatmulSpec
+from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 class Items(Lanes):
@@ -24,7 +24,7 @@ class Items(Lanes):
         first: the output where the strip begins that `begin_strip` named last.
     """
 
-    def __init__(self, spec: PackedSpec, function: ir.Function) -> None:
+    def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self.outputs = self.argument(OUTPUTS)
         self.inputs = self.b.mul(self.units, I64(spec.format.unit))

@@ -1,7 +1,7 @@
 """LLVM IR of the numbers that packed words hold: what formats of packed weights unpack with.
 
 Codes come in int32 lanes, and go out as float32 or, where the CPU multiplies them, as pairs of
-bfloat16. Knows nothing of where bytes lie; cpu_rows_lines and cpu_rows_lanes read them.
+bfloat16. Knows nothing of where bytes lie; cpu_unpack_lines and cpu_unpack_lanes read them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 
 from llvmlite import ir
 
-from specexec_kernels.cpu_ir_emit import I8, I16, Bfloat, Emitter
+from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, Bfloat, Emitter
 
+# safetensors' dtypes as they are read, and bytes of each
+ITEM_TYPES = {
+    "F32": (F32, 4), "F16": (I16, 2), "BF16": (I16, 2), "F8_E4M3": (I8, 1), "F8_E5M2": (I8, 1),
+    "F8_E8M0": (I8, 1), "U8": (I8, 1), "I8": (I8, 1), "I32": (I32, 4),
+}  # fmt: skip
 # what the lower 7 bits of a code mean
 _E4M3 = (
     *(code / 512 for code in range(8)),
@@ -88,6 +93,44 @@ class Numbers(Emitter):
         return self.b.fpext(self.b.bitcast(narrow, ir.VectorType(ir.HalfType(), self.lanes)),
                             self.vector)  # fmt: skip
 
+    def floats(self, words: Any, dtype: str) -> tuple[Any, ...]:
+        """The numbers of four bytes, or of two, that words hold, the lower half's first."""
+        if dtype == "F32":
+            return (self.b.bitcast(words, self.vector),)
+        upper = self.b.lshr(words, self.same(16))
+        if dtype == "F16":
+            return self.half(words), self.half(upper)
+        return self.bfloat(words), self.bfloat(upper)
+
+    def bfloat(self, bits: Any) -> Any:
+        """int32 lanes whose lower halves are bfloat16, as float32."""
+        return self.b.bitcast(self.b.shl(bits, self.same(16)), self.vector)
+
+    def rounded(self, values: Any, dtype: str) -> Any:
+        """float32 lanes that are rounded to a dtype, to nearest even, as float32."""
+        if dtype == "BF16":
+            return self.bfloat(self.bfloat_bits(values))
+        if dtype == "F16":
+            half = self.b.fptrunc(values, ir.VectorType(ir.HalfType(), self.lanes))
+            return self.b.fpext(half, self.vector)
+        return values
+
+    def number(self, items: Any, dtype: str) -> Any:
+        """Items as memory has them, one of each lane: floats as float32, integers as int32 lanes,
+        whose sign is not carried on.
+
+        Args:
+            dtype: safetensors' name.
+        """
+        if dtype == "F32":
+            return self.b.bitcast(items, self.vector)
+        codes = items if items.type.element == I32 else self.b.zext(items, self.words)
+        if dtype == "F16":
+            return self.half(codes)
+        if dtype == "BF16":
+            return self.bfloat(codes)
+        return self.float8(codes, dtype) if dtype.startswith("F8_E") else codes
+
     def float8(self, codes: Any, dtype: str) -> Any:
         """int32 lanes from 0 to 255 as the float8 that they encode, in float32."""
         b = self.b
@@ -130,9 +173,16 @@ class Numbers(Emitter):
 
     # Pairs of bfloat16; on CPUs of 16 lanes alone
 
+    def narrow(self, low: Any, high: Any) -> Any:
+        """Two vectors of float32, one behind the other, as words of bfloat16, to nearest."""
+        return self.b.bitcast(self._narrowed(low, high), self.words)
+
+    def _narrowed(self, low: Any, high: Any) -> Any:
+        return self.b.call(self._narrow, [high, low])
+
     def pair(self, first: Any, second: Any) -> Any:
-        """Two float32 as a pair of bfloat16, rounded to nearest."""
-        narrow = self.b.bitcast(self.b.call(self._narrow, [second, first]), self.pair_type)
+        """Two float32 of each lane as a pair of bfloat16, rounded to nearest."""
+        narrow = self.b.bitcast(self._narrowed(first, second), self.pair_type)
         order = [half * self.lanes + lane for lane in range(self.lanes) for half in (0, 1)]
         undefined = ir.Constant(narrow.type, ir.Undefined)
         return self.b.bitcast(

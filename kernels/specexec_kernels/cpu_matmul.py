@@ -1,0 +1,87 @@
+"""Products of rows with plain or packed weights on a CPU; a row's bits are its own.
+
+Sums are float32, in an order that depends on neither the other rows nor the number of threads. See
+cpu_matmul_ir for how, and formats/ for what weights mean. What no kernel reads is unpacked by its
+definition and multiplied as float32, with the same property.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from specexec_kernels import cpu_jit, cpu_team
+from specexec_kernels.cpu_matmul_plan import multiplies_pairs, plan_for
+from specexec_kernels.cpu_matmul_spec import CHUNKS, OUT, PARTS
+from specexec_kernels.formats.base import PackedWeight
+from specexec_kernels.formats.plain import plain_weight
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def takes_plain(rows: torch.dtype) -> bool:
+    """Whether rows of a dtype are multiplied with plain weights here.
+
+    Not where PyTorch has arithmetic in the dtype and the kernels have none: it is faster.
+    """
+    if rows not in _DTYPES:
+        return False
+    return rows == torch.float32 or multiplies_pairs(rows) or not cpu_jit.has_matmul(rows)
+
+
+def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
+    """x @ W.T.
+
+    bfloat16 rows are multiplied by pairs where the CPU can, the weights rounded to bfloat16 as the
+    format's `pairs` says; all else as float32.
+
+    Args:
+        x: (rows, inputs) float32, bfloat16 or float16.
+    Returns:
+        (rows, outputs) float32.
+    """
+    rows = x.shape[0]
+    if not rows:
+        return torch.empty(0, weight.out_features)
+    plan = plan_for(x.dtype, rows, weight)
+    if plan is None:
+        return _by_definition(x, weight)
+    chunks = -(-rows // plan.rows)
+    sums = plan.sums(chunks)
+    kept = plan.arrange(x.to(plan.dtype), chunks) | plan.scratch() | stored(weight)
+    arguments = array("q", plan.arguments)
+    for place, tensor in kept.items():
+        arguments[place] = tensor.data_ptr()
+    arguments[OUT], arguments[CHUNKS] = sums.data_ptr(), chunks
+    cpu_team.run(plan.kernel, arguments.buffer_info()[0], plan.claims)
+    del kept
+    found = plan.flat(sums)
+    return found if len(found) == rows else found[:rows]
+
+
+def stored(weight: PackedWeight) -> dict[int, Tensor]:
+    """A weight's own tensors as kernels read them, by argument."""
+    return {
+        PARTS + 2 * number: weight.tensors[part.leaf].contiguous()
+        for number, part in enumerate(weight.format.parts)
+    }
+
+
+def _by_definition(x: Tensor, weight: PackedWeight) -> Tensor:
+    """As `matmul` by the format's definition; a whole matrix of float32 may be too much for the
+    RAM. How outputs are cut changes no sum."""
+    (rows, inputs), outputs = x.shape, weight.out_features
+    fmt = weight.format.for_rows(x.dtype)
+    unpacked = PackedWeight(fmt, inputs, outputs, weight.tensors)
+    out = torch.empty(rows, outputs)
+    for start, slab in unpacked.slabs():
+        # zeros behind the last input and the last output, up to what the kernels of floats read
+        whole = plain_weight(slab)
+        missing = -inputs % whole.format.unit, max(cpu_jit.lanes() - len(slab), 0)
+        padded = plain_weight(pad(slab, (0, missing[0], 0, missing[1])))
+        found = matmul(pad(x.float(), (0, missing[0])), padded)
+        out[:, start : start + len(slab)] = found[:, : len(slab)]
+    return out

@@ -1,0 +1,104 @@
+"""LLVM IR of few rows times a weight, whose items are multiplied in the registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llvmlite import ir
+
+from specexec_kernels.cpu_ir_emit import I64
+from specexec_kernels.cpu_matmul_spec import MatmulSpec
+from specexec_kernels.cpu_matmul_sums import Sums
+from specexec_kernels.cpu_unpack_lines import Fetch, share
+
+_FIRST_CHUNK = I64(0)  # the only one
+
+
+class Few(Sums):
+    """Multiplies one chunk of rows."""
+
+    def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
+        super().__init__(spec, function)
+        self.rows: list[Any] = []  # the first output of each vector of the strip
+
+    def multiply_strip(self, strip: Any, begin: Any, end: Any) -> list[Any]:
+        b, spec = self.b, self.spec
+        self.begin_strip(strip)
+        self.rows = [b.add(self.first, I64(v * self.lanes)) for v in range(spec.vectors)]
+        places = self.places(_FIRST_CHUNK, b.mul(strip, I64(spec.strip)))
+        totals = self.no_sums()
+        if spec.goes_down:  # a strip's units come in several calls
+            is_first = b.icmp_signed("==", begin, I64(0))
+            stored = [self.load(self.out, place, self.vector) for place in places]
+            totals = [b.select(is_first, self.constant(0.0), total) for total in stored]
+        body = self._blocks_of_unit if spec.unit_blocks > 1 else self._block
+        totals = self.loop(begin, end, spec.block_units, totals,
+                           lambda unit, totals: body(unit, end, totals))  # fmt: skip
+        for total, place in zip(totals, places, strict=True):
+            self.store(total, self.out, place)
+        return []
+
+    def _block(self, first: Any, end: Any, totals: list[Any]) -> list[Any]:
+        """Totals and the products of the block that begins with unit `first`."""
+        b, spec = self.b, self.spec
+        last = self.minimum(b.add(first, I64(spec.block_units)), end)
+        terms = self._terms(first, 0)
+
+        def unit(u: Any, sums: list[Any]) -> list[Any]:
+            items = self._of_each(u, self.weight_items)
+            return self._products(u, sums, items, 0, self._fetches(u))
+
+        sums = self.loop(first, last, 1, self.begun(totals), unit)
+        number = b.udiv(first, I64(spec.block_units))
+        return self.with_block(_FIRST_CHUNK, number, totals, sums, terms)
+
+    def _blocks_of_unit(self, unit: Any, end: Any, totals: list[Any]) -> list[Any]:
+        """Totals and the products of a unit, which has several blocks."""
+        b, spec = self.b, self.spec
+        fetches = self._fetches(unit)
+        items = self._of_each(unit, self.weight_items)
+        first = b.mul(unit, I64(spec.unit_blocks))
+        for i in range(spec.unit_blocks):
+            terms = self._terms(unit, i)
+            sums = self._products(unit, self.begun(totals), items, i * spec.block_items, fetches)
+            number = b.add(first, I64(i))
+            totals = self.with_block(_FIRST_CHUNK, number, totals, sums, terms)
+        return totals
+
+    def _products(
+        self, unit: Any, sums: list[Any], items: list[Iterator[Any]], start: int,
+        fetches: list[Fetch],
+    ) -> list[Any]:  # fmt: skip
+        """Sums and the products of a unit's items from `start` on, up to the end of a block.
+
+        Args:
+            items: of each vector of outputs, those that come next.
+            fetches: of the whole unit. They stand between products, since all at once they would
+                wait for one another.
+        """
+        b, spec = self.b, self.spec
+        first = b.mul(unit, I64(spec.unit_items))
+        for j in range(start, start + min(spec.block_items, spec.unit_items)):
+            for fetch in share(fetches, j, spec.unit_items):
+                fetch()
+            weights = []
+            for row, following in zip(self.rows, items, strict=True):
+                self.at(row, unit)
+                weights.append(next(following))
+            sums = self.multiply(_FIRST_CHUNK, b.add(first, I64(j)), weights, sums)
+        return sums
+
+    def _of_each(self, unit: Any, found: Callable[[], Any]) -> list[Any]:
+        """What `found` gives for each vector of outputs."""
+        each = []
+        for row in self.rows:
+            self.at(row, unit)
+            each.append(found())
+        return each
+
+    def _terms(self, unit: Any, number: int) -> list[tuple[Any, Any]]:
+        return self._of_each(unit, lambda: self.block_terms(number))
+
+    def _fetches(self, unit: Any) -> list[Fetch]:
+        return [fetch for fetches in self._of_each(unit, self.ahead) for fetch in fetches]
