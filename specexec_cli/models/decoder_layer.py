@@ -94,7 +94,7 @@ class DecoderLayer(nn.Module):
                 module.register_forward_pre_hook(_narrowed(context.dtype))
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes that modelling code reads from the wrapped layer, such as its attention type."""
+        """An attribute that modelling code reads from a layer, such as its attention type."""
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -1,9 +1,9 @@
-"""Keys and values of layers that attend, in slots that are ours to reorder: slot is not position.
+"""The KV cache: keys and values in slots that can be reordered, so that slot is not position.
 
-A draft node's row sits at slot prefix + index while its rotary position is prefix + depth. After
+A draft node's row is in slot prefix + index, while its rotary position is prefix + depth. After
 acceptance the accepted rows move to the front and the rest are dropped. Sliding-window layers keep
-every row too: the window lives in the attention mask, since a row that has left the window of one
-branch may be inside that of another.
+every row too: a row that has left the window of one branch may be inside that of another, so the
+attention mask applies the window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specexec_cli.core import common_prefix
 from specexec_cli.models.layer_state import Ints, LayerState, ModelState
 from specexec_cli.planning.memory import STEP_SLOTS
 
-_GROWTH_SLOTS = 256  # an unreserved cache grows by this many, not by every pass
+_GROWTH_SLOTS = 256  # an unreserved cache grows in steps of this size, so not in every pass
 
 
 class SlotLayer(LayerState):
@@ -32,12 +32,12 @@ class SlotLayer(LayerState):
         super().__init__()
         self.length = 0
         self.reserved = 0
-        self.zeroed = False  # whether new buffers hold zeros where nothing was written
-        self.moves = 0  # how often other buffers took the place of those before
+        self.zeroed = False  # whether unfilled slots hold zeros
+        self.moves = 0  # how often the buffers were replaced
         self.write_slots: Tensor | None = None  # see SlotCache.writing_to
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Takes heads, head size, dtype and device from the first rows."""
+        """Allocates empty buffers with the heads, head size, dtype and device of the first rows."""
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys = self._buffer(key_states, 0)
         self.values = self._buffer(value_states, 0)
@@ -50,15 +50,15 @@ class SlotLayer(LayerState):
     def grow(self, capacity: int) -> None:
         """Moves the filled rows to buffers of `capacity` slots.
 
-        Both buffers are there before either takes its place: where memory runs out in between,
-        the layer is as it was.
+        Both new buffers are allocated before they replace the old ones, so that the layer is
+        unchanged if memory runs out.
         """
         keys, values = self._moved(self.keys, capacity), self._moved(self.values, capacity)
         self.keys, self.values = keys, values
         self.moves += 1
 
     def _moved(self, rows: Tensor, capacity: int) -> Tensor:
-        """The filled rows in a buffer of their own."""
+        """A new buffer of `capacity` slots that holds the filled rows."""
         moved = self._buffer(rows, capacity)
         moved[:, :, : self.length] = rows[:, :, : self.length]
         if self.zeroed:
@@ -66,7 +66,7 @@ class SlotLayer(LayerState):
         return moved
 
     def release(self) -> None:
-        """Drops every row and gives the buffers back."""
+        """Drops every row and frees the buffers."""
         self.length = 0
         self.is_initialized = False
         self.keys = self.values = torch.empty(0)
@@ -75,10 +75,10 @@ class SlotLayer(LayerState):
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
         """Appends keys and values, (1, heads, n, head_dim) each.
 
-        Whom a row attends to is in the mask, so the parents are of no use here.
+        The parents are not used: the attention mask says to which rows a row attends.
 
         Returns:
-            every filled row of both.
+            the keys and the values of every filled row.
         """
         key_states, value_states = rows
         if not self.is_initialized:
@@ -96,7 +96,7 @@ class SlotLayer(LayerState):
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
     def commit(self, prefix_len: int, slots: Tensor, path_len: int) -> None:
-        """Moves the rows of `slots` to the places behind the first `prefix_len`; see LayerState."""
+        """Moves the rows of `slots` behind the first `prefix_len` rows; see LayerState."""
         if len(slots):
             self.compact(prefix_len, slots)
         else:
@@ -113,20 +113,20 @@ class SlotLayer(LayerState):
         self.cut(prefix_len + int(kept.shape[0]))
 
     def cut(self, length: int) -> None:
-        """Drops the buffers' rows from `length` on; a dropped row may hold what is no number."""
+        """Drops the buffers' rows from `length` on; if `zeroed`, clears them: they may hold NaN."""
         if self.zeroed and length < self.length:
             self.keys[:, :, length : self.length].zero_()
             self.values[:, :, length : self.length].zero_()
         self.length = min(self.length, length)
 
     def copy(self, other: SlotLayer, length: int) -> None:
-        """Takes the first `length` rows of the same layer of another text in place of its own."""
+        """Replaces this layer's rows by the first `length` rows of another text's same layer."""
         self.length = 0
         if length:
             self.run(other.keys[:, :, :length], other.values[:, :, :length])
 
     def reserve(self, slots: int) -> None:
-        """The next growth goes to at least this many slots."""
+        """Makes the next growth reach at least `slots` slots."""
         self.reserved = slots
 
     @property
@@ -141,24 +141,24 @@ class SlotLayer(LayerState):
 class StepPlaces:
     """Where captured draft steps find the rows of a cache, and where they write.
 
-    A step is given every allocated slot as a column, filled or not: first those of another cache,
-    if rows of one are read, then its own.
+    A step's masks have a column for every allocated slot, filled or not: first the slots of another
+    cache, if the step reads rows of one, then the slots of its own cache.
     """
 
-    shared: int  # slots that are read from the other cache
-    others: int  # columns of the other cache
-    own: int  # columns of its own buffers
-    filled: int  # of its own slots
+    shared: int  # slots whose rows are read from the other cache
+    others: int  # columns for the other cache
+    own: int  # columns for its own cache
+    filled: int  # filled slots of its own cache
     moves: int  # how often the other cache's buffers were replaced
 
     @property
     def columns(self) -> int:
-        """Of a step's masks."""
+        """Columns of a step's masks."""
         return self.others + self.own
 
 
 class SlotCache(ModelState):
-    """The state of a model all of whose layers attend, so that captured draft steps can read it."""
+    """The state of a model in which every layer attends; captured draft steps can read it."""
 
     layers: list[SlotLayer]
 
@@ -168,10 +168,10 @@ class SlotCache(ModelState):
         self.read_by_steps = False  # see let_steps_read
 
     def reserve(self, slots: int) -> None:
-        """The next growth of every layer goes to at least this many slots.
+        """Makes the next growth of every layer reach at least `slots` slots.
 
-        Where another model's captured steps read the buffers it is now, for all layers, and as
-        seldom as for steps of its own.
+        If another model's captured steps read the buffers, all layers grow now, and in the large
+        steps of `zeroed_capacity_for`.
         """
         if self.read_by_steps:
             slots = self.zeroed_capacity_for(slots, STEP_SLOTS)
@@ -186,10 +186,10 @@ class SlotCache(ModelState):
         super().commit(prefix_len + in_place, path[in_place:], below)
 
     def let_steps_read(self) -> None:
-        """From now on another model's captured steps read every slot, filled or not.
+        """Prepares for another model's captured steps, which read every slot, filled or not.
 
-        So there are zeros where nothing was written, since a mask hides what it multiplies by
-        zero, and only numbers become zero by that.
+        From now on unfilled slots hold zeros. A mask hides a slot by multiplying it by zero, and
+        infinity or NaN in uninitialized memory would not become zero.
         """
         self.read_by_steps = True
         for layer in self.layers:
@@ -201,18 +201,20 @@ class SlotCache(ModelState):
 
     @property
     def capacity(self) -> int:
-        """Slots allocated in every layer, once there are rows."""
+        """Slots that every layer has allocated; for caches that have rows."""
         return min(int(layer.keys.shape[2]) for layer in self.layers)
 
     @property
     def places(self) -> StepPlaces:
-        """Where a captured step finds rows; see there."""
+        """Where a captured step finds rows and writes them."""
         return StepPlaces(shared=0, others=0, own=self.capacity, filled=self.length, moves=0)
 
     def zeroed_capacity_for(self, slots: int, at_least: int) -> int:
-        """The capacity at which `grow_zeroed` makes room for `slots`: never less than there is,
-        no more than is planned while that is enough, and from `at_least` on each doubling goes
-        in four steps, since buffers stay as they are until a text has outgrown them."""
+        """The capacity, in slots, that `grow_zeroed` should give to make room for `slots`.
+
+        The capacity never shrinks, and stays within `planned_slots` while that is enough. Above
+        `at_least` it grows by four steps per doubling, so that buffers are seldom replaced.
+        """
         capacity, doubled = max(at_least, self.zeroed_capacity), at_least
         while capacity < slots:
             while capacity >= 2 * doubled:
@@ -225,9 +227,10 @@ class SlotCache(ModelState):
     def grow_zeroed(self, capacity: int) -> None:
         """Gives every layer new buffers of `capacity` slots, with zeros as in `let_steps_read`.
 
-        One layer after another, since old and new buffers of all layers at once would take half as
-        much memory again. Where it runs out in between, the cache is emptied: layers of different
-        size are of no use to a step, and the rows cost one pass of the draft model.
+        Layers grow one after another: the old and new buffers of all layers together would take
+        half as much memory again. If memory runs out in between, the cache is emptied: a step
+        cannot use layers of different sizes, and one pass of the draft model computes the rows
+        again.
         """
         self.zeroed_capacity = 0  # until all layers agree
         try:
@@ -240,14 +243,17 @@ class SlotCache(ModelState):
         self.zeroed_capacity = capacity
 
     def release(self) -> None:
-        """Drops every row and gives all buffers back: the cache is as new."""
+        """Drops every row and frees all buffers, so that the cache is as new."""
         self.zeroed_capacity = 0
         super().release()
 
     @contextmanager
     def writing_to(self, slots: Tensor) -> Iterator[None]:
-        """Rows go to `slots`, (rows,), whatever is filled, and every slot is handed to attention:
-        for passes whose masks span the whole capacity. `advance` tells what they filled."""
+        """Makes layers write rows to `slots`, (rows,), and hand every slot to attention.
+
+        Meant for passes with masks over the whole capacity. `advance` must then be told how many
+        slots the pass has filled.
+        """
         try:
             for layer in self.layers:
                 layer.write_slots = slots
@@ -257,6 +263,6 @@ class SlotCache(ModelState):
                 layer.write_slots = None
 
     def advance(self, count: int) -> None:
-        """Takes the next `count` slots as filled."""
+        """Counts the next `count` slots as filled."""
         for layer in self.layers:
             layer.length += count

@@ -1,4 +1,4 @@
-"""Where the decoder layers of a streamed model come from, and a mixture's experts."""
+"""Opens the sources of a streamed model's decoder layers and of a mixture's experts."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ def open_source(
     notice: Callable[[str], None],
     progress: Callable[[int, int], None],
 ) -> LayerStream | DeviceStream:
-    """Opens a ring that layers come through, in RAM and, beside a GPU, on it.
+    """Opens the ring of buffers in RAM that layers are streamed through, and one on a GPU, if any.
 
     Args:
-        tiers: of each layer.
-        buffers: of the ring in RAM.
-        device_buffers: of the ring on a GPU.
+        tiers: the offload tier of each layer.
+        buffers: number of ring buffers in RAM.
+        device_buffers: number of ring buffers on a GPU.
     Raises:
-        StreamError, OutOfMemoryError: as their names say.
+        StreamError: a layer cannot be read.
+        OutOfMemoryError: memory for the buffers or for resident layers is lacking.
     """
     layers = [list(layer.values()) for layer in skeleton.layer_tensors]
     if device.type == "cuda":
@@ -42,7 +43,7 @@ def open_source(
             layers, tiers, CudaLink(device), host_buffers=buffers, device_buffers=device_buffers,
             notice=notice, progress=progress,
         )  # fmt: skip
-    # on a CPU, RAM is where resident layers are
+    # without a GPU, resident layers are in RAM
     host_tiers: list[Tier] = ["ssd" if tier == "ssd" else "ram" for tier in tiers]
     return LayerStream(layers, host_tiers, buffers=buffers, notice=notice, progress=progress)
 
@@ -57,13 +58,13 @@ def open_experts(
     copy_rows: int | None,
     notice: Callable[[str], None],
 ) -> tuple[MixtureStream, ExpertStore]:
-    """Takes the slots of experts that come one by one; where that fails nothing stays open.
+    """Allocates the slots of experts that come one by one; on failure, `dense` is closed.
 
     Args:
-        dense: where the rest of each layer comes from.
-        experts: of each layer, where the tensors of each expert lie.
-        chosen: experts that a row is routed to.
-        cap_bytes, device_bytes: that slots in RAM and on a GPU may take.
+        dense: the source of each layer's other tensors.
+        experts: for each layer, the places of each expert's tensors in the checkpoint.
+        chosen: number of experts that a row is routed to.
+        cap_bytes, device_bytes: most bytes that slots may take in RAM and on a GPU.
         copy_rows: see DeviceExperts.
     """
     scores = ExpertScores(len(experts), max(map(len, experts)), chosen)

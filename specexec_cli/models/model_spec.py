@@ -1,4 +1,4 @@
-"""How a model is to be opened, as plain data that other processes and machines can be sent."""
+"""The settings for opening a model, as plain data that can be sent to processes and machines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specexec_cli.offload.store import Checkpoint
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """What StreamedModel.open is told of a model besides its files; see there for each field."""
+    """The arguments of StreamedModel.open, besides the files; each field is explained there."""
 
     device: torch.device
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class ModelSpec:
         """Opens a checkpoint whose headers have been read.
 
         Raises:
-            CheckpointError, StreamError, OutOfMemoryError: as their names say.
+            CheckpointError, StreamError, OutOfMemoryError: see StreamedModel.open.
         """
         told = {field.name: getattr(self, field.name) for field in fields(self)}
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):

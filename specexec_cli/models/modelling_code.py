@@ -1,4 +1,4 @@
-"""What a module of transformers' modelling code calls, as its compiled code tells."""
+"""Finds the functions that a module of transformers' modelling code calls, in its bytecode."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 
 from torch import nn
 
-_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # where layers look up the function that the config names
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # transformers' table of attention functions by name
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A name that code looks up in something, as `sigmoid` in `torch.sigmoid(x)`."""
+    """A name that code looks up, such as `sigmoid` in `torch.sigmoid(x)`."""
 
-    name: str  # "@" for the operator
-    in_module: bool  # looked up in a module of Python that is a global of the function
-    own: bool  # by the method itself, not by a function that it calls
+    name: str  # "@" for the matrix product operator
+    in_module: bool  # whether it is an attribute of a Python module, as `sigmoid` of `torch`
+    own: bool  # whether the method itself looks it up, not a function that the method calls
 
 
 def methods_of(kind: type[nn.Module]) -> set[str]:
-    """Names of the methods that a class of modelling code has beside those of every module."""
+    """Names of the methods that a class of modelling code adds to those of nn.Module."""
     return {
         name
         for each in _own_kinds(kind)
@@ -34,9 +34,10 @@ def methods_of(kind: type[nn.Module]) -> set[str]:
 
 
 def calls_of(kind: type[nn.Module], method: str) -> Iterator[Call]:
-    """All that a method of a class looks up, itself or by other functions of its file.
+    """Every name that a method looks up, itself or through functions of the same file.
 
-    Not what other methods do, nor transformers' own attention where the config may name another.
+    Other methods that it calls are not followed, nor the file's own attention function where the
+    config may name another one.
     """
     first = inspect.unwrap(getattr(kind, method))
     found, waiting = {first}, [first]
@@ -50,7 +51,7 @@ def calls_of(kind: type[nn.Module], method: str) -> Iterator[Call]:
 
 
 def attends_by_interface(module: nn.Module) -> bool:
-    """Whether a part of it attends by the function that its config names."""
+    """Whether a part of the module attends through the function that its config names."""
     kinds = {type(part) for part in module.modules()}
     return any(
         call.name == _INTERFACE
@@ -67,7 +68,7 @@ def _own_kinds(kind: type[nn.Module]) -> list[type[nn.Module]]:
 def _functions_of(
     kind: type[nn.Module], method: str, function: FunctionType
 ) -> Iterator[FunctionType]:
-    """Functions of the class's file that one of its functions calls, and what it overrides."""
+    """Functions of the class's file that `function` names; with super, overridden methods too."""
     names = {name for code in _codes(function.__code__) for name in code.co_names}
     if "super" in names:
         for each in _own_kinds(kind):
@@ -84,9 +85,9 @@ def _functions_of(
 
 
 def _looked_up(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[str, bool]]:
-    """Each attribute that is looked up, and whether in a module of Python."""
+    """Each name that the code looks up, and whether it is an attribute of a Python module."""
     for each in _codes(code):
-        base: Any = None  # what was put on the stack last, where it is a module
+        base: Any = None  # the object that was loaded last; only modules are of interest
         for line in dis.get_instructions(each):
             if line.opname == "LOAD_GLOBAL":
                 base = names.get(line.argval)
@@ -101,7 +102,7 @@ def _looked_up(code: CodeType, names: dict[str, Any]) -> Iterator[tuple[str, boo
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
-    """A function's code and that of the functions inside it."""
+    """The code of a function and of all functions inside it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

@@ -1,9 +1,9 @@
 """Makes and keeps the low-bit copy of a target that drafts for it (`draft='self'`).
 
-The folder under its final name is whole or not there: it is written under another name and renamed.
-One that was damaged later is made anew.
-One process makes it while others that want the same one wait for its lock, which the system lets go
-of when a process ends, however it ends; what a killed one left behind is removed then.
+A copy is written under another name and then renamed, so that the folder with the final name is
+always complete. A copy that was damaged later is made again. Only one process makes a copy; others
+that want the same copy wait for its lock. The operating system frees the lock when a process ends,
+and the next process removes the leftovers of one that was killed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def own_copy(
     progress: Progress = lambda done, total: None,
     pieces: Callable[[], Sequence[Sequence[int]]] = list,
 ) -> Checkpoint:
-    """The target's copy in so many bits, made at the first use.
+    """The target's copy with weights of `bits` bits, made at the first use.
 
     Args:
-        pieces: gives those of a calibration text, as tokens; asked where the copy is made.
-        notice: told that it is made, or that another process is waited for.
-        progress: told (done, total) bytes of the target while it is made.
+        pieces: returns the pieces of a calibration text, as tokens; called only to make a copy.
+        notice: told that a copy is made, or that another process is waited for.
+        progress: told (done, total) bytes of the target while a copy is made.
     Raises:
         CheckpointError, ConfigError: the target's weights cannot be quantized, see copy_obstacle.
         NotFetchedError: the cache folder cannot be written, or its disk is too small.
@@ -55,7 +55,7 @@ def own_copy(
 
 
 def _kept(folder: Path, notice: Notice) -> Checkpoint | None:
-    """The copy in this folder; None where there is none, or a damaged one, which is told."""
+    """The copy in this folder; None if there is none. A damaged copy gives a notice and None."""
     if not folder.is_dir():
         return None
     try:
@@ -67,7 +67,7 @@ def _kept(folder: Path, notice: Notice) -> Checkpoint | None:
 
 
 def _clear(folder: Path) -> None:
-    """Removes a damaged copy, and what killed processes left of one.
+    """Removes a damaged copy and the leftovers of killed processes.
 
     Raises:
         NotFetchedError: a file cannot be deleted.
@@ -85,7 +85,11 @@ def _clear(folder: Path) -> None:
 
 @contextmanager
 def _alone(folder: Path, notice: Notice) -> Iterator[None]:
-    """No other process makes this folder meanwhile."""
+    """Holds the folder's lock, so that no other process makes the same copy.
+
+    Raises:
+        NotFetchedError: the parent folder cannot be written.
+    """
     lock = lock_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -105,7 +109,7 @@ def _alone(folder: Path, notice: Notice) -> Iterator[None]:
 
 
 def copy_obstacle(target: Checkpoint, bits: int) -> str:
-    """Why a target can have no copy of itself in so many bits; empty where it can, or has one."""
+    """Why no copy of the target in `bits` bits can be made; empty if it can be, or exists."""
     if own_folder(target, bits).is_dir():
         return ""
     try:

@@ -1,7 +1,7 @@
 """Linears whose weight stays packed as it is on disk.
 
-The packed tensors are parameters of the module, so they stream like any other weight, and are
-unpacked where they are multiplied (specexec_kernels).
+The packed tensors are parameters of the module, so they are streamed like any other weight. The
+kernels (specexec_kernels) unpack them while multiplying.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 class QuantizedLinear(nn.Module):
-    """nn.Linear over a packed weight, whose tensors are parameters."""
+    """nn.Linear over a packed weight; the weight's tensors are the module's parameters."""
 
     bias: nn.Parameter | None
     block_rows: int | None = None  # see own_rows.py
@@ -30,7 +30,7 @@ class QuantizedLinear(nn.Module):
         *,
         bias: bool,
     ) -> None:
-        """Over tensors of the shapes and dtypes that `stored` says, by leaf."""
+        """Makes empty parameters; `stored` gives each one's shape and dtype by leaf."""
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.bias = _meta((out_features,), torch.float16) if bias else None
@@ -44,7 +44,7 @@ class QuantizedLinear(nn.Module):
         return self._product(rows, rows.dtype)
 
     def wide(self, rows: Tensor) -> Tensor:
-        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        """On a GPU: (..., in_features) of two bytes -> (..., out_features) float32, not rounded."""
         return self._product(rows, torch.float32)
 
     def _product(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -55,18 +55,18 @@ class QuantizedLinear(nn.Module):
         return output.view(*rows.shape[:-1], self.out_features)
 
     def stored_weight(self) -> PackedWeight:
-        """As MixedLinear.stored_weight."""
+        """The weight as it is stored; see MixedLinear.stored_weight."""
         return self.packed_weight()
 
     def packed_weight(self) -> PackedWeight:
         """The tensors that are bound to this module now."""
-        bound = self._parameters  # without nn.Module's search for names
+        bound = self._parameters  # bypasses nn.Module's slow attribute lookup
         tensors = {leaf: cast(Tensor, bound[name]) for leaf, name in self._names.items()}
         return PackedWeight(self.format, self.in_features, self.out_features, tensors)
 
 
 def parameter_name(leaf: str) -> str:
-    """What the parameter of a leaf is called, in which PyTorch allows no dots."""
+    """The name of a leaf's parameter; PyTorch allows no dots in it."""
     return leaf.replace(".", "__")
 
 

@@ -1,8 +1,8 @@
-"""Which linears of a checkpoint are packed, and in what format: one reader for every kind.
+"""Finds the packed linears of a checkpoint and their formats: one reader for all kinds.
 
-The formats themselves are specexec_kernels.formats. A kind of checkpoint (a GGUF file, GPTQ and
-AWQ, each of METHODS) says what the tensors of its linears are called and gives the format of one
-linear; finding the tensors, checking them and putting empty linears in their places is done here.
+The formats themselves are in specexec_kernels.formats. Each kind of checkpoint (GGUF files, GPTQ
+and AWQ, each of METHODS) gives the names of a linear's tensors and the format of one linear. This
+module finds the tensors, checks them, and puts empty linears in their places.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
 from specexec_cli.offload.store import Checkpoint, TensorRange
 
-_MOST_LOADED_BYTES = 4_000_000  # of a table, an index of groups or a state, some times theirs
+_MOST_LOADED_BYTES = 4_000_000  # several times the largest tensor that choosing a format reads
 _MODELOPT_FILE = "hf_quant_config.json"
 _PLAIN_DTYPES = ("F16", "BF16", "F32", "F64")
 
@@ -38,17 +38,17 @@ class Packing:
     """The packed linears of a checkpoint."""
 
     checkpoint: Checkpoint
-    source: Path  # the file that says how they are packed, for messages
-    names: tuple[str, ...]  # leaves: tensors that weights are made of, behind a linear's name
-    read: Callable[[Stored], PackedFormat | None]  # the format of a linear; ValueError for nonsense
+    source: Path  # the file that describes the packing, for messages
+    names: tuple[str, ...]  # leaves (names behind a linear's name) of the tensors of a weight
+    read: Callable[[Stored], PackedFormat | None]  # a linear's format; ValueError if it is invalid
     # whether a module with these tensors, by leaf, is packed
     is_packed: Callable[[Mapping[str, str]], bool]
-    unused: tuple[str, ...] = ()  # leaves that products with unpacked weights do not need
-    table: str | None = None  # ends the name of what is looked up, not multiplied: MixedEmbedding
+    unused: tuple[str, ...] = ()  # leaves that products do not need, such as scales of inputs
+    table: str | None = None  # end of the embedding table's name, which MixedEmbedding looks up
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, str]]:
-        """Tensors that the kind knows: name in the checkpoint by module and leaf."""
+        """The tensors with known leaves: module -> leaf -> name in the checkpoint."""
         modules: dict[str, dict[str, str]] = {}
         known = sorted({*self.names, *self.unused}, key=len, reverse=True)
         for stored in self.checkpoint:
@@ -59,15 +59,15 @@ class Packing:
 
     @cached_property
     def packed(self) -> Mapping[str, Mapping[str, str]]:
-        """Those of packed linears."""
+        """The packed linears: name -> leaf -> name in the checkpoint."""
         return {name: found for name, found in self.modules.items() if self.is_packed(found)}
 
     @cached_property
     def leaves(self) -> Mapping[str, tuple[str, str]]:
-        """Tensors of packed linears, biases too: name in the checkpoint -> (linear, leaf).
+        """The tensors of packed linears, biases included: name in the checkpoint -> (linear, leaf).
 
-        What products do not need belongs to a linear too, and is not asked for: beside plain
-        linears to these, and beside attention to the first linear in it.
+        Tensors with `unused` leaves are listed too, so that they count as known: with the linear
+        that they stand beside, even a plain one, or with the first linear inside their module.
         """
         found = {}
         for name, tensors in self.modules.items():
@@ -85,10 +85,10 @@ class Packing:
         return found
 
     def linear(self, name: str, in_features: int, out_features: int) -> QuantizedLinear | None:
-        """An empty linear in the place of `name` (of the checkpoint); None where it is plain.
+        """An empty linear to replace `name` (a name in the checkpoint); None if it is plain.
 
         Raises:
-            CheckpointError: its tensors do not fit each other, the config, or the layer.
+            CheckpointError: the tensors do not fit each other, the config, or the layer.
         """
         if name not in self.packed:
             return None
@@ -121,12 +121,12 @@ class Packing:
 
 
 def read_packing(checkpoint: Checkpoint, notice: Notice) -> Packing | None:
-    """How the weights of a checkpoint are packed; None for a plain one.
+    """Finds how a checkpoint's weights are packed; None for a plain checkpoint.
 
     Args:
-        notice: told what is computed otherwise than the config says.
+        notice: told where the computation differs from the config.
     Raises:
-        CheckpointError: a kind that cannot be read, or tensors that contradict the config.
+        CheckpointError: an unsupported kind of packing, or tensors that contradict the config.
     """
     if isinstance(checkpoint, GgufCheckpoint):
         return _of_gguf(checkpoint)
@@ -146,10 +146,10 @@ def replace_linears(
     stored_name: Callable[[str], str],
     packing: Packing,
 ) -> None:
-    """Swap each linear of `module` whose weight is packed for an empty QuantizedLinear.
+    """Replaces each packed linear of `module` by an empty QuantizedLinear.
 
     Args:
-        kinds: classes of linears, with in_features and out_features.
+        kinds: the classes of linears to replace, with in_features and out_features.
         stored_name: a linear's name within `module` -> its name in the checkpoint.
     Raises:
         CheckpointError: tensors of a linear do not fit, or its bias is missing.
@@ -170,7 +170,7 @@ def replace_linears(
 
 
 def _of_gguf(checkpoint: GgufCheckpoint) -> Packing:
-    """The blocks of a GGUF file."""
+    """The packing of a GGUF file, in blocks."""
 
     def read(stored: Stored) -> PackedFormat:
         fmt = GGUF_FORMATS[checkpoint.blocks[f"{stored.name}.weight"]]
@@ -194,7 +194,11 @@ def _of_method(
     method: Method,
     notice: Notice,
 ) -> Packing:
-    """One of METHODS: more than a plain weight, or a weight that is none, is packed."""
+    """The packing of one of METHODS: a linear is packed unless it only has a plain weight.
+
+    Raises:
+        CheckpointError: no weight is packed, or the settings are invalid.
+    """
 
     def is_packed(tensors: Mapping[str, str]) -> bool:
         needed = set(tensors) & set(method.leaves)
@@ -224,7 +228,11 @@ def _of_method(
 
 
 def _settings(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
-    """quantization_config and the file that it is in."""
+    """The quantization settings and the file that they are in; empty if there are none.
+
+    Raises:
+        CheckpointError: the file of the settings cannot be read.
+    """
     path = checkpoint.folder / "config.json"
     settings = checkpoint.config.get("quantization_config")
     if isinstance(settings, Mapping):
@@ -243,17 +251,17 @@ def _settings(checkpoint: Checkpoint) -> tuple[Path, Mapping[str, Any]]:
 
 
 def _check(part: Part, tensor: TensorRange | None, name: str, outputs: int, inputs: int) -> None:
-    """Holds a tensor against what its format says of it.
+    """Compares a tensor with its part of the format.
 
     Raises:
-        ValueError: it is missing, or of another dtype or shape.
+        ValueError: the tensor is missing, or of another dtype or shape.
     """
     if tensor is None:
         raise ValueError(f"tensor '{name}.{part.leaf}' is missing: download the checkpoint again")
     if tensor.dtype != part.dtype:
         raise ValueError(f"tensor '{tensor.name}' is {tensor.dtype}, expected {part.dtype}")
     expected = part.shape(outputs, inputs)
-    # sizes of 1 come and go, and some tools store a matrix as one long column
+    # dimensions of size 1 do not matter, and some tools store a matrix as one long column
     kept = [size for size in tensor.shape if size != 1]
     if kept not in ([size for size in expected if size != 1], [prod(expected)]):
         raise ValueError(

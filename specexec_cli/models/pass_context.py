@@ -1,4 +1,4 @@
-"""What the decoder layers of one pass share: where weights come from, masks, and who is told."""
+"""The state that the decoder layers of one pass share: weight source, masks and callbacks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from specexec_cli.models.attention import TreeMask
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.side_by_side import MaskByText, Piece, SideBySide
 
-# Rows that go through a layer together, unless told: bounds activations and masks of long prompts.
+# Default for the most rows that go through a layer together. It bounds the memory that activations
+# and masks of long prompts take.
 CHUNK_ROWS = 512
 
 
 class LayerSource(Protocol):
-    """Where a decoder layer's weights come from. Layers are asked for in cyclic order."""
+    """The source of the decoder layers' weights; layers are asked for in cyclic order."""
 
     @property
     def bytes_streamed(self) -> int:
@@ -31,13 +32,13 @@ class LayerSource(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Whether reading ahead has met an error."""
+        """Whether reading ahead has failed."""
 
     def restart(self) -> None:
-        """Begin again at layer 0 after an aborted pass."""
+        """Begins again at layer 0 after an aborted pass."""
 
     def close(self) -> None:
-        """Give threads, files and memory back."""
+        """Ends threads, closes files and frees memory."""
 
 
 class PassContext:
@@ -45,35 +46,37 @@ class PassContext:
 
     def __init__(self, config: PretrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
-        self.dtype = dtype  # to compute in
-        self.source: LayerSource | None = None  # None: every layer's weights stay
+        self.dtype = dtype  # compute dtype
+        self.source: LayerSource | None = None  # None: all layers' weights are resident
         self.chunk_rows = CHUNK_ROWS
         self.positions: Tensor | None = None  # (1, rows) of the chunk that is in a layer
         self.on_layer: Callable[[int], None] = lambda index: None
         self._config = config
         self._rows: SideBySide | None = None
-        # of the present pass, by piece and span
+        # masks of the present pass, by piece and span
         self._masks: dict[tuple[Piece, Span | None], Tensor | TreeMask] = {}
         self._step_masks: Mapping[Span | None, Tensor] = {}
 
     def begin(self, rows: SideBySide) -> None:
-        """A pass over these rows; masks are made where a layer asks for them."""
+        """Begins a pass over these rows; masks are made when a layer asks for them."""
         self._rows, self._masks = rows, {}
 
     def begin_step(self, masks: Mapping[Span | None, Tensor]) -> None:
-        """A pass over tensors alone, whose masks are given by span."""
+        """Begins a captured step, which is given a mask for each span."""
         self._rows, self._step_masks = None, masks
 
     def chunks(
         self, total: int, span: Span | None, writes_cache: bool
     ) -> Iterator[tuple[int, int, Tensor | TreeMask | MaskByText]]:
-        """The pass's rows as a layer is to be given them: first, last, and their mask.
+        """Divides the pass's rows into the chunks that a layer runs.
 
         Args:
             total: rows of the pass.
-            span: how far back the layer's rows see.
-            writes_cache: whether the layer appends keys; one that does not sees those of a layer
-                that has finished all its chunks.
+            span: how far back the layer's rows attend.
+            writes_cache: whether the layer appends keys. If not, it reads the keys of an earlier
+                layer, which already hold all rows of the pass.
+        Returns:
+            (start, stop, mask) for each chunk: rows start..stop and their mask.
         """
         most = self.chunk_rows
         if self._rows is None:
@@ -89,13 +92,14 @@ class PassContext:
             start = stop
 
     def _mask(self, piece: Piece, span: Span | None, writes_cache: bool) -> Any:
-        """The mask of one text's rows, in the form the attention needs."""
+        """The mask of one text's rows, in the form that the attention function takes."""
         assert self._rows is not None
         rows = self._rows.parts[piece.text]
         mask = self._masks.get((piece, span))
         if mask is None:
             mask = self._made(rows, piece, span)
-            # a long prompt's dense masks together would take more room than its activations
+            # not kept for chunks of a long prompt: all its dense masks would take more memory than
+            # its activations
             if isinstance(mask, TreeMask) or piece.count == len(rows.tokens):
                 self._masks[piece, span] = mask
         if not writes_cache:
@@ -108,7 +112,7 @@ class PassContext:
         return self.dense(rows.mask(piece.start, piece.stop, span))
 
     def dense(self, mask: Tensor) -> Tensor:
-        """A bool mask, True = attend, as this model's attention takes it."""
+        """Converts a bool mask, True = attend, to the form that this model's attention takes."""
         mask = mask.to(self.device)
         if self._config._attn_implementation != "eager":
             return mask
@@ -117,7 +121,7 @@ class PassContext:
 
 
 def _with_slots_to_come(mask: Any, count: int) -> Any:
-    """The mask for slots that later rows of the pass have filled already: hidden."""
+    """The mask with `count` more hidden slots, which later rows of the pass have already filled."""
     if isinstance(mask, TreeMask):
         return mask.with_hidden_slots(count)
     hidden = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min

@@ -1,4 +1,4 @@
-"""The rows of one forward pass: tokens, rotary positions, and who attends to whom."""
+"""The rows of one forward pass: their tokens, rotary positions and attention masks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A layer's rows see the chunk of so many positions that they are in (Llama 4)."""
+    """A span by which rows attend only within their own chunk of `size` positions (Llama 4)."""
 
     size: int
 
 
-# how far back a layer's rows see where they do not see everything: a window of so many positions
-# that slides along, or chunks
+# How far back a layer's rows attend, if not to all rows: a sliding window of this many positions,
+# or chunks.
 Span = int | Chunks
 
 
@@ -30,8 +30,8 @@ class PassRows:
     After the pass the cache holds `prefix_len` slots, the pending rows, and `tree_mask.shape[1]`
     tree slots, the last len(tokens) - pending of them written by this pass (a drafter adds its
     tree in several passes). Every row attends to the whole prefix; pending rows attend causally;
-    a node attends to all pending rows and to the tree slots `tree_mask` marks. `parents` says the
-    same to layers that keep a state instead: it follows from the state behind the parent's row.
+    a node attends to all pending rows and to the tree slots that `tree_mask` marks. Recurrent
+    layers use `parents` instead: a row's state follows from the state after its parent's row.
     """
 
     tokens: Sequence[int]  # (rows,)
@@ -40,11 +40,11 @@ class PassRows:
     pending: int
     tree_mask: NDArray[np.bool_]  # (rows - pending, tree slots), True = attend
     tree_positions: NDArray[np.int64]  # (tree slots,)
-    parents: NDArray[np.int64]  # (rows,) the slot behind which each row stands, -1 for none
+    parents: NDArray[np.int64]  # (rows,) the slot of each row's parent, -1 for none
 
     @classmethod
     def chain(cls, tokens: Sequence[int], prefix_len: int) -> PassRows:
-        """Committed tokens alone, each attending to all before it."""
+        """Rows of committed tokens only, each of which attends to all rows before it."""
         return cls(
             tokens=tokens,
             positions=range(prefix_len, prefix_len + len(tokens)),
@@ -56,17 +56,18 @@ class PassRows:
         )
 
     def first_seen(self, start: int, stop: int, span: Span) -> NDArray[np.int64]:
-        """The first position that each of rows start..stop sees, (stop - start,)."""
+        """The first position that each of rows start..stop attends to, (stop - start,)."""
         rows_at = np.asarray(self.positions[start:stop])
         if isinstance(span, Chunks):
             return rows_at // span.size * span.size
         return np.maximum(rows_at - span + 1, 0)
 
     def mask(self, start: int, stop: int, span: Span | None) -> Tensor:
-        """Attention of rows start..stop to every slot filled once they are in the cache.
+        """The attention mask of rows start..stop over all slots up to and including their own.
 
         Args:
-            span: rows of a sliding-window layer attend to positions above their own minus this.
+            span: how far back the layer's rows attend; with a sliding window, only to positions
+                above their own minus `span`. None is full attention.
         Returns:
             (1, 1, stop - start, slots) bool, True = attend.
         """
@@ -94,10 +95,10 @@ class PassRows:
 
 
 def embeddable(tokens: Sequence[int], vocab_size: int) -> list[int]:
-    """Tokens as a model with `vocab_size` embeddings can take them.
+    """The tokens, with id 0 in place of ids that a model with `vocab_size` embeddings lacks.
 
     The target may pad its vocabulary beyond the draft model's, so a committed token can have an id
-    that the draft model has no embedding for. Id 0 stands in for it, and drafts behind it may be
-    worse; the target itself sees the token.
+    without an embedding in the draft model. Drafts after such a token may be worse; the target
+    itself is given the true token.
     """
     return [token if token < vocab_size else 0 for token in tokens]

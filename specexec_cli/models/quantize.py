@@ -1,9 +1,9 @@
-"""Writes a quantized copy of a checkpoint: GPTQ's format, scales and zero points fitted.
+"""Writes a quantized copy of a checkpoint in GPTQ's format, with fitted scales and zero points.
 
-The linears of the decoder layers are quantized one after another, everything else is copied byte
-for byte: no more than one linear is ever in memory, whatever the model's size. With a calibration
-text, a layer's are quantized when the text has been through it, by what it gave their inputs. What
-is written is read back by this program; names, dtypes and shapes are those of GPTQModel's gptq_v2.
+The linears of the decoder layers are quantized one after another, and everything else is copied
+byte for byte, so only one linear is in memory at a time. With a calibration text, a layer's linears
+are quantized after the text has gone through the layer, by the moments of their inputs. The copy
+has the names, dtypes and shapes of GPTQModel's gptq_v2, and is opened like any other checkpoint.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.writer import SHARD_BYTES, CheckpointWriter, NewTensor
 from specexec_cli.planning.low_bits import quantization_keys
 
-Progress = Callable[[int, int], None]  # bytes of the source done, bytes in all
+Progress = Callable[[int, int], None]  # called with the source's bytes done and its total bytes
 
-_KEPT = (  # beside the weights
+_KEPT = (  # files that are copied besides the weights
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template*", "preprocessor_config.json", "LICENSE*",
     "NOTICE*",
@@ -52,16 +52,16 @@ _EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class QuantizationPlan:
-    """What a quantized copy of a checkpoint will hold."""
+    """The contents of a quantized copy, known before it is written."""
 
     source: Checkpoint
     format: Gptq
-    linears: Mapping[str, TensorRange]  # tensors that are quantized, by name
-    layers: Sequence[Sequence[str]]  # their names, layer by layer
-    plain: tuple[str, ...]  # linears of the layers that are not, as patterns of their names
+    linears: Mapping[str, TensorRange]  # weights to quantize, by name
+    layers: Sequence[Sequence[str]]  # names of the weights to quantize, layer by layer
+    plain: tuple[str, ...]  # linears of layers that stay plain, as patterns of their names
 
     def tensors(self, name: str) -> list[NewTensor]:
-        """What a tensor of the source becomes: the four of a packed linear, or itself."""
+        """The tensors that a source tensor becomes: four of a packed linear, or the same one."""
         tensor = self.source.tensors[name]
         if name not in self.linears:
             return [NewTensor(name, tensor.dtype, tensor.shape)]
@@ -80,7 +80,7 @@ class QuantizationPlan:
         return sum(new.n_bytes for name in self.source for new in self.tensors(name))
 
     def config(self) -> dict[str, Any]:
-        """The quantization_config of config.json, and quantize_config.json."""
+        """The contents of config.json's quantization_config and of quantize_config.json."""
         keys = quantization_keys(self.format.bits, self.format.group)
         meta = {"quantizer": [f"specexec:{__version__}"]}
         dynamic: dict[str, Any] = {f"-:{pattern}": {} for pattern in self.plain}
@@ -88,15 +88,16 @@ class QuantizationPlan:
 
 
 def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> QuantizationPlan:
-    """Finds what is to be quantized.
+    """Finds the linears to quantize.
 
     Args:
         bits: 2, 3, 4 or 8.
         group_size: inputs that share a scale and a zero point.
     Raises:
-        CheckpointError: it is quantized already, its architecture is not known, or its linears are
-            not tensors of their own.
-        ConfigError: a linear's sizes do not suit bits or group size; the caller knows the mend.
+        CheckpointError: the checkpoint is quantized already, its architecture is unknown, or it
+            stores linears as parts of other tensors.
+        ConfigError: a linear's sizes do not suit `bits` or `group_size`. The message leaves it to
+            the caller to say which setting to change.
     """
     if checkpoint.config.get("quantization_config") is not None or any(
         name.endswith(".qweight") for name in checkpoint
@@ -127,14 +128,14 @@ def plan_quantization(checkpoint: Checkpoint, bits: int, group_size: int) -> Qua
                 continue
             tensor = tensors[f"{path}.weight"]
             if tensor.name in linears:
-                continue  # layers that share their weights
+                continue  # an earlier layer has the same weight
             if tensor.name not in checkpoint:
                 raise CheckpointError(
                     f"{tensor.path}: '{tensor.name}' is a part of a tensor, which is not quantized "
                     "by itself: use a checkpoint that stores every expert apart"
                 )
             if module.out_features in experts or module.out_features < fmt.unit:
-                plain[_pattern(tensor.name)] = None  # a router or a gate
+                plain[_pattern(tensor.name)] = None  # a router or a small gate
                 continue
             _check_sizes(module, _linear(tensor.name), fmt)
             linears[tensor.name] = tensor
@@ -154,14 +155,14 @@ def write_quantized(
     shard_bytes: int = SHARD_BYTES,
     pieces: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Quantizes into a new folder, which appears when it is whole.
+    """Writes the quantized copy to a new folder, which appears only when it is complete.
 
     Args:
-        pieces: of a calibration text, as tokens; without them grids are fitted to the weights
-            alone.
+        pieces: pieces of a calibration text, as tokens; without any, scales and zero points are
+            fitted to the weights alone.
     Raises:
         ConfigError: `out` exists.
-        OutOfMemoryError: a calibration text needs more RAM than there is.
+        OutOfMemoryError: the calibration text needs more RAM than there is.
         NotFetchedError: the disk is too small, or the folder cannot be written; nothing is left.
         StreamError: the source cannot be read.
     """
@@ -173,9 +174,12 @@ def write_quantized(
 
 @contextmanager
 def _partial(out: Path, needed_bytes: int) -> Iterator[Path]:
-    """A folder beside `out` that takes its name at the end; removed where something fails.
+    """A folder beside `out` that is renamed to `out` at the end, or removed after an error.
 
-    A process that is killed leaves it behind; the name says what it is.
+    A process that is killed leaves the folder behind, with `.partial-` in its name.
+
+    Raises:
+        NotFetchedError: the disk is too small, or the folder cannot be written.
     """
     folder = out.parent / f"{out.name}.partial-{os.getpid()}"
     try:
@@ -227,7 +231,7 @@ def _write(
         if pieces:
             try:
                 run_calibration(source, pieces, layer_done)
-            except OutOfMemoryError:  # whose advice is a session's
+            except OutOfMemoryError:  # its advice is meant for sessions
                 raise OutOfMemoryError(
                     f"RAM is too small: it ran out while {sum(map(len, pieces))} tokens of "
                     f"calibration text went through {source.folder.name}. Close other programs, or "
@@ -252,7 +256,7 @@ def _write(
 
 
 def _packed(plan: QuantizationPlan, name: str, moments: Tensor | None) -> dict[str, Tensor]:
-    """The four tensors of a packed linear; moments of its inputs where a text was run."""
+    """The four tensors of a packed linear; `moments` of its inputs come from a calibration text."""
     weight = read_tensors([plan.linears[name]])[name]
     if moments is None:
         packed = quantize_fitted(weight, plan.format)
@@ -260,7 +264,7 @@ def _packed(plan: QuantizationPlan, name: str, moments: Tensor | None) -> dict[s
         packed = quantize_calibrated(weight, moments, plan.format)
     return {
         **packed.tensors,
-        # GPTQModel's and vLLM's loaders want the group of every input, though it is k // group
+        # the loaders of GPTQModel and vLLM want every input's group, even where it is k // group
         "g_idx": torch.arange(packed.in_features, dtype=torch.int32) // plan.format.group,
     }
 
@@ -283,7 +287,7 @@ def _linear(name: str) -> str:
 
 
 def _pattern(name: str) -> str:
-    """Of the names of this linear in every layer, as GPTQModel's `dynamic` rules have it."""
+    """A regex for this linear's names in all layers, as used in GPTQModel's `dynamic` rules."""
     return re.sub(r"\d+", r"\\d+", re.escape(_linear(name))) + "$"
 
 

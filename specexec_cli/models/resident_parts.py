@@ -1,4 +1,4 @@
-"""Weights that stay: embeddings, norms and head, and the layers of a model that is loaded whole."""
+"""Loads resident weights: embeddings, norms and head, and all layers of a fully resident model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from specexec_cli.planning.built_sizes import path_of, text_decoder
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What a target's own low-bit copy takes from it, where both are loaded, to hold it once."""
+    """Weights that a target and its own low-bit copy both use, so that they are loaded only once."""
 
-    # of embeddings and head, by their names in the model
+    # weights of embeddings and head, by their names in the model
     tables: Mapping[str, Tensor] = field(default_factory=dict)
-    # of layers that stay on the device, as they are stored, by index
+    # stored tensors of the layers that are resident on the device, by layer index
     layers: Mapping[int, Mapping[str, Tensor]] = field(default_factory=dict)
-    skeleton: Skeleton | None = None  # to run those layers in, the target's own, built anew
+    skeleton: Skeleton | None = None  # a second skeleton of the target, in which those layers run
 
 
 def load_resident(
@@ -43,15 +43,17 @@ def load_resident(
     table_in_ram: bool,
     shared: Mapping[str, Tensor],
 ) -> tuple[Head, dict[str, Tensor]]:
-    """Embeddings, norms, head and what no checkpoint stores (rotary frequencies) stay.
+    """Loads embeddings, norms and head into the model, and moves its buffers to the device.
+
+    Buffers, such as rotary frequencies, are in no checkpoint.
 
     Args:
-        dtype: of embeddings and head; the file's unless told.
-        table_in_ram: embeddings are looked up there, unless the head needs their table.
-        shared: tables of another model that has the same; those are not loaded whose place and
-            dtype are right.
+        dtype: dtype of embeddings and head; None keeps the file's.
+        table_in_ram: whether embeddings are looked up in RAM; ignored if the head uses their table.
+        shared: the tables of another model with the same weights. A table is used instead of being
+            loaded if it is on the right device and has the right dtype.
     Returns:
-        the output head, which is part of the model, and the tables by their names.
+        the model's output head, and the tables of embeddings and head by their names.
     """
     model, tensors = skeleton.model, skeleton.resident_tensors
     text = text_decoder(model)
@@ -70,7 +72,7 @@ def load_resident(
         for name, table in shared.items()
         if table.device == places[name] and dtype in (None, table.dtype)
     }
-    # what is read together stays in one buffer: that of a table in RAM is to hold nothing else
+    # Tensors that are read together share one buffer, so a table that stays in RAM is read alone.
     in_pieces = {
         name
         for name in tensors.keys() - known.keys()
@@ -118,8 +120,7 @@ def load_resident(
 
 
 def _uploaded(tensor: TensorRange, device: torch.device) -> Tensor:
-    """A tensor of a file in the memory of a GPU, which it reaches in pieces: a head of 2 GB takes
-    no 2 GB of RAM first."""
+    """A tensor of a file, copied to a GPU in pieces, so that RAM never holds all of it."""
     [found] = upload(
         [lay_out([tensor])], CudaLink(device), piece_bytes=COPY_BYTES, notice=lambda text: None,
         progress=lambda done, total: None,
@@ -135,13 +136,13 @@ def load_layers(
     progress: Callable[[int, int], None],
     shared: Mapping[int, Mapping[str, Tensor]],
 ) -> None:
-    """Every layer's weights to stay, those of linears converted once to the compute dtype.
+    """Loads the weights of all layers to stay; those of linears get the compute dtype.
 
     Args:
-        dtype: to compute in.
-        progress: told of bytes loaded so far, and of all.
-        shared: stored tensors of layers that another model has on the device; they are used
-            where they are.
+        dtype: compute dtype.
+        progress: called with the bytes loaded so far and the total bytes.
+        shared: stored tensors of layers that another model has on the device, by layer index; they
+            are used in place.
     """
     total = sum(t.n_bytes for layer in skeleton.layer_tensors for t in layer.values())
     done = 0
@@ -151,7 +152,7 @@ def load_layers(
             path, _, leaf = name.rpartition(".")
             module = layer.layer.get_submodule(path)
             if index not in shared:
-                # a copy of its own, so that the buffer it was read into is let go
+                # a copy, so that the buffer that the weight was read into is freed
                 stays_as = dtype if isinstance(module, MixedLinear) else weight.dtype
                 weight = weight.to(stays_as, copy=True)
             _set_tensor(module, leaf, weight)
@@ -161,7 +162,7 @@ def load_layers(
 
 
 def _looks_up(embedding: nn.Embedding) -> bool:
-    """Whether it is given ids alone, as tables of words and positions are."""
+    """Whether the embedding takes only ids, as tables of words and of positions do."""
     return len(inspect.signature(embedding.forward).parameters) == 1
 
 
@@ -170,7 +171,7 @@ def _set_tensor(module: nn.Module, leaf: str, tensor: Tensor) -> None:
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that nothing trains."""
+    """A parameter without gradients."""
     return nn.Parameter(tensor, requires_grad=False)
 
 

@@ -1,7 +1,7 @@
-"""What llama.cpp's converter did to the weights of a GGUF file, undone where they are used.
+"""Undoes the changes that llama.cpp's converter made to the weights of a GGUF file.
 
-Nothing is copied: rows of queries and keys stay where they are, and what is multiplied with them is
-put back in order instead; of norms the one that was added is taken away again as they are loaded.
+No weight is copied. The weights of queries and keys stay in llama.cpp's order of rows, and the
+products with them are reordered. The 1 that was added to norms is subtracted when they are loaded.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from specexec_cli.offload.store import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What is left to do where weights are loaded; parameters by name in the model."""
+    """Changes to undo while weights are loaded; parameters have their names in the model."""
 
-    plus_one: frozenset[str] = frozenset()  # norms' weights from which one is to be taken away
-    tables: Mapping[str, PackedFormat] = field(default_factory=dict)  # of embeddings, packed
+    plus_one: frozenset[str] = frozenset()  # weights of norms from which 1 is subtracted
+    tables: Mapping[str, PackedFormat] = field(default_factory=dict)  # packed embedding tables
 
 
 def restore(model: nn.Module, names: StoredNames, checkpoint: Checkpoint) -> Restored:
-    """Makes the linears of queries and keys put their outputs back in order, where they need it,
-    and gives packed tables of embeddings the shape that they have in the file.
+    """Prepares a model for a GGUF file's weights; other checkpoints need nothing.
+
+    Linears of queries and keys get hooks that reorder their outputs if need be, and packed
+    embedding tables get the shape that they have in the file.
+
+    Raises:
+        CheckpointError: the width of an embedding is no multiple of its packed format's blocks.
     """
     if not isinstance(checkpoint, GgufCheckpoint):
         return Restored()
@@ -70,8 +75,10 @@ def _in_order(heads: int) -> Any:
 
 
 def in_order(rows: Tensor, heads: int) -> Tensor:
-    """Queries or keys as transformers has them: within a head all first halves of rotary pairs,
-    then all second ones, where llama.cpp has both halves of a pair beside each other.
+    """Reorders queries or keys from llama.cpp's order to transformers'.
+
+    llama.cpp has both halves of a rotary pair side by side. transformers has, within each head, all
+    first halves and then all second halves.
 
     Args:
         rows: (..., heads * head size).

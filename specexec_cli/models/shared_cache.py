@@ -1,11 +1,11 @@
-"""A draft model's cache whose committed rows are the target's own.
+"""A draft model's cache that reads committed rows from the target's cache.
 
-A target that drafts with its own layers in few bits keeps keys and values of the same shapes as
-itself, and those that it has computed exactly need no second copy in few bits. So the first rows
-are read from the target's cache, and only what follows is kept here: the last committed token and
-nodes of the tree, and a short prompt's rows until the target has computed them. While the target's
-pass runs, the rows that are read stay what they are, since it appends its own behind them. Captured
-steps on a GPU read every slot that either cache has allocated, and a mask hides the others.
+A target's own low-bit copy has keys and values of the same shapes as the target. Rows that the
+target has computed exactly need no second, less exact copy. So the first rows are read from the
+target's cache, and this cache keeps only the rows after them: those of the last committed token and
+of draft nodes, and those of a short prompt until the target has computed them. A pass of the target
+appends behind the shared rows and does not change them. Captured steps on a GPU read every slot
+that either cache has allocated, and a mask hides the unused ones.
 Source: SubSpec, arXiv:2509.18344.
 """
 
@@ -22,16 +22,16 @@ from specexec_cli.models.layer_state import Ints
 
 
 class _SharedLayer(SlotLayer):
-    """Rows of its own behind the first `shared` ones of another layer; `length` counts its own."""
+    """The first `shared` rows of another layer, then rows of its own; `length` counts its own."""
 
     def __init__(self, first: SlotLayer) -> None:
         super().__init__()
         self.shared = 0
-        self.others = 0  # slots of the other layer that a captured step is given
+        self.others = 0  # slots of the other layer that captured steps read
         self._first = first
 
     def append(self, rows: tuple[Tensor, ...], parents: Ints) -> tuple[Tensor, Tensor]:
-        """Appends (1, heads, n, head_dim) rows; returns every row, in memory for this layer."""
+        """Appends (1, heads, n, head_dim) rows; returns all rows, with shared ones copied."""
         keys, values = super().append(rows, parents)
         count = self.shared if self.write_slots is None else self.others
         if not count:
@@ -47,11 +47,11 @@ class _SharedLayer(SlotLayer):
         return self.shared + self.length
 
     def reachable(self, length: int) -> int:
-        """The most slots, of these, that `crop` can go back to."""
+        """The greatest length up to `length` that `crop` can go back to."""
         return min(length, self.get_seq_length())
 
     def crop(self, length: int) -> None:
-        """Drops every slot from `length` on; shared ones are no longer read."""
+        """Drops every slot from `length` on; dropped shared slots are no longer read."""
         self.cut(max(0, length - self.shared))
         self.shared = min(self.shared, length)
 
@@ -73,7 +73,7 @@ class SharedCache(SlotCache):
 
     @property
     def places(self) -> StepPlaces:
-        """Where a captured step finds rows; see there."""
+        """Where a captured step finds rows and writes them."""
         return StepPlaces(
             shared=min(layer.shared for layer in self.layers),
             others=self._target.capacity,
@@ -84,7 +84,7 @@ class SharedCache(SlotCache):
 
     @contextmanager
     def writing_to(self, slots: Tensor) -> Iterator[None]:
-        """As SlotCache's; the slots are of its own buffers."""
+        """As SlotCache.writing_to; the slots are those of this cache's own buffers."""
         others = self._target.capacity
         for layer in self.layers:
             layer.others = others
@@ -92,10 +92,10 @@ class SharedCache(SlotCache):
             yield
 
     def share(self, length: int) -> None:
-        """From now on the first `length` slots are the target's; own rows of them are let go.
+        """Makes the first `length` slots the target's, and drops this cache's rows for them.
 
         Args:
-            length: of rows that the target has, at least as many as were shared before.
+            length: slots to share: filled in the target's cache, and no fewer than shared so far.
         """
         if self.layers[0].length:
             first = self.layers[0]
@@ -107,7 +107,7 @@ class SharedCache(SlotCache):
             layer.shared = length
 
     def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
-        """See ModelState; what is kept lies behind the shared slots."""
+        """Keeps slots as ModelState.commit does; all shared slots stay shared."""
         first = self.layers[0]
         slots = torch.tensor([slot - first.shared for slot in (*path, *below)], dtype=torch.int64)
         if not len(slots):

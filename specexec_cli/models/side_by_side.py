@@ -1,12 +1,12 @@
-"""Rows of several texts in one pass: side by side in products, each text alone in attention.
+"""Runs rows of several texts in one pass: together in products, each text alone in attention.
 
 A decoder layer's norms, projections and MLP treat each row by itself, so rows of several texts go
-through them together and the layer's weights are read once. Attention alone looks at other rows:
-those of the text's own cache. A layer appends the rows of a chunk to their texts' caches and is
-handed all of these as one `KeysByText`; the attention function (attention.py) takes it apart.
+through them together and the layer's weights are read once. Only attention reads other rows: those
+in the text's own cache. A layer appends the rows of a chunk to their texts' caches and gets the
+keys of all texts as one `KeysByText`, which the attention function (attention.py) takes apart.
 
-A few architectures compute with the keys between cache and attention, or attend by code of their
-own. There the texts take turns within each layer instead: the weights are still read once.
+A few architectures compute with the keys between cache and attention, or have attention code of
+their own. In these the texts take turns within each layer; the weights are still read once.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from specexec_cli.models.pass_rows import PassRows
 
 
 class KeysTouchedError(Exception):
-    """A layer computes with the keys that its cache returned; it never reaches a user."""
+    """A layer computes with the keys from its cache, so texts must take turns; never shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of one text in the chunk of rows that a layer is given."""
+    """The rows of one text within the chunk of rows that a layer runs."""
 
     text: int  # index of the text within the pass
-    start: int  # within the text's own rows
+    start: int  # first row, counted within the text
     stop: int
 
     @property
     def count(self) -> int:
-        """Rows."""
+        """Number of rows."""
         return self.stop - self.start
 
 
 class KeysByText:
-    """Keys, or values, of all texts of a pass; only attention may look inside.
+    """The keys, or values, of all texts of a pass; any use outside attention raises an error.
 
     Args:
-        parts: (1, heads, slots, head_dim) of each text; None where it has no rows yet.
+        parts: (1, heads, slots, head_dim) for each text; None for a text without rows.
     """
 
     def __init__(self, parts: Sequence[Tensor | None]) -> None:
@@ -70,29 +70,29 @@ class MaskByText:
     """The masks of a chunk with rows of several texts."""
 
     pieces: Sequence[Piece]
-    masks: Sequence[Any]  # of each piece, as attention takes them for one text
+    masks: Sequence[Any]  # one for each piece, in the form that attention takes for one text
 
 
 class SideBySide:
-    """How the rows of several texts lie in one pass, one text behind the other.
+    """The order of several texts' rows in one pass, one text after another.
 
     Args:
         parts: each text's rows.
-        turns: whether texts take turns in each layer; see the module.
+        turns: whether texts take turns in each layer; see the module's docstring.
     """
 
     def __init__(self, parts: Sequence[PassRows], turns: bool) -> None:
         self.parts = parts
         self.turns = turns
-        self.now: Sequence[Piece] = ()  # the rows that are in a layer
+        self.now: Sequence[Piece] = ()  # the chunk that a layer runs now
 
     @property
     def by_text(self) -> bool:
-        """Whether attention is handed the keys of all texts."""
+        """Whether attention is given the keys of all texts at once."""
         return len(self.parts) > 1 and not self.turns
 
     def chunks(self, most: int) -> Iterator[Sequence[Piece]]:
-        """The pass's rows in their order, in chunks of at most `most` rows."""
+        """Divides the pass's rows, in order, into chunks of at most `most` rows."""
         chunk: list[Piece] = []
         for text, rows in enumerate(self.parts):
             start, total = 0, len(rows.tokens)
@@ -118,7 +118,7 @@ class _TextsLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Each text's own layer takes its sizes from its first rows."""
+        """Does nothing: each text's own layer takes its sizes from its first rows."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
@@ -126,9 +126,9 @@ class _TextsLayer(CacheLayerMixin):
         """Appends each row to its own text's cache.
 
         Args:
-            key_states, value_states: (1, heads, rows, head_dim) of the pieces in the layer.
+            key_states, value_states: (1, heads, rows, head_dim) of the present chunk.
         Returns:
-            Every filled row of all texts of the pass; of one text where they take turns.
+            every filled row of all texts of the pass; of one text if texts take turns.
         """
         pieces, first = self._rows.now, 0
         for piece in pieces:
@@ -137,8 +137,8 @@ class _TextsLayer(CacheLayerMixin):
             first += piece.count
         if not self._rows.by_text:
             return found
-        # of texts without rows here too: layers that attend to this one's keys (Gemma-4) are given
-        # what its last chunk returned
+        # Texts without rows in this chunk are included: layers that attend to this layer's keys
+        # (Gemma-4) use the result of its last chunk.
         return self._all("keys"), self._all("values")
 
     def _all(self, which: str) -> KeysByText:
@@ -163,10 +163,10 @@ class _TextsLayer(CacheLayerMixin):
 
 
 class _TextsState(_TextsLayer):
-    """One layer's states of all texts in a pass, where the layer does not attend."""
+    """The states of all texts in a pass, for one layer that does not attend."""
 
     def run(self, *rows: Tensor) -> Tensor:
-        """See LayerState: each row goes to its own text's state; the outputs of all rows."""
+        """Appends each row to its own text's state (see LayerState.run); returns all outputs."""
         dim, first, found = self._layers[0].row_dim, 0, []
         for piece in self._rows.now:
             own = (part.narrow(dim, first, piece.count) for part in rows)
@@ -176,7 +176,7 @@ class _TextsState(_TextsLayer):
 
 
 def joint_state(states: Sequence[ModelState], rows: SideBySide) -> Cache:
-    """What transformers takes for the cache of the pass: it hands rows to their texts' own."""
+    """A cache for transformers that passes each row on to its own text's state."""
     return Cache(
         layers=[
             (_TextsLayer if isinstance(layers[0], SlotLayer) else _TextsState)(layers, rows)

@@ -1,4 +1,4 @@
-"""transformers' own model, built without weights, and what each of its tensors is called on disk.
+"""Builds transformers' own model without weights, and finds each of its tensors on disk.
 
 No modelling code is rewritten: linears become MixedLinear, fused experts become PerExpert, and the
 rest of the architecture is transformers'.
@@ -37,34 +37,34 @@ from specexec_cli.planning.built_sizes import (
 )
 from specexec_cli.planning.config_values import check_counts
 
-# of transformers' layer_types, those that attend to what lies behind them in the text
+# the values of layer_types in transformers' configs for layers that attend to earlier tokens
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
-    """A model without weights and the tensors that belong into it."""
+    """A model without weights, and the places of its tensors in the checkpoint."""
 
     model: PreTrainedModel
-    config: PretrainedConfig  # of the part that reads and writes text
+    config: PretrainedConfig  # config of the part that reads and writes text
     layers: nn.ModuleList
-    layers_path: str  # of `layers` in the model
-    # per layer: parameter name inside the layer -> where its bytes are; pieces of a parameter that
-    # several tensors make up have a name of their own
+    layers_path: str  # path of `layers` in the model
+    # for each layer: parameter name inside the layer -> place of its bytes; a parameter made of
+    # several tensors is listed as pieces, with names that is_piece() recognizes
     layer_tensors: list[dict[str, TensorRange]]
-    # per layer: parameters that are made of such pieces
+    # for each layer: how parameters are made of pieces
     conversions: list[list[Conversion]]
-    # everything else: parameter name -> where its bytes are
+    # parameters outside the layers: name -> place of its bytes
     resident_tensors: dict[str, TensorRange]
-    unused: dict[str, str]  # tensors of the checkpoint that text does not need -> why
-    restored: Restored  # of GGUF files
+    unused: dict[str, str]  # tensors of the checkpoint that text does not need -> reason
+    restored: Restored  # changes to undo in a GGUF file's weights
 
 
 def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
-    """The checkpoint's config.json as transformers' own object: the part about text.
+    """The text part of the checkpoint's config.json, as transformers' config object.
 
     Raises:
-        CheckpointError: it is missing or broken, or its architecture is not supported.
+        CheckpointError: the config is missing or broken, or its architecture is not supported.
     """
     whole = _load_whole_config(checkpoint)
     config = whole.get_text_config(decoder=True)
@@ -79,7 +79,10 @@ def load_config(checkpoint: Checkpoint) -> PretrainedConfig:
 
 
 def _unknown_attention(config: PretrainedConfig) -> str | None:
-    """What a config asks for that conformance runs of its type may not have met."""
+    """Unsupported layers, positions or attention that a config asks for; None if there are none.
+
+    Tests of a model type may not cover all that its configs can ask for.
+    """
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         if kind not in LAYER_KINDS and kind not in LAYER_STATES:
             return f"layers of kind '{kind}'"
@@ -93,13 +96,13 @@ def _unknown_attention(config: PretrainedConfig) -> str | None:
 def _load_whole_config(checkpoint: Checkpoint) -> PretrainedConfig:
     path, stored = checkpoint.config_path, dict(known_config(checkpoint.config))
     model_type = str(stored.get("model_type"))
-    # before transformers sees it: what we do not know must not reach any code of the checkpoint
+    # checked before transformers reads it: an unknown type must not run code from the checkpoint
     if model_type not in ARCHITECTURES:
         raise CheckpointError(f"{path}: {refusal(model_type)}")
     try:
         check_counts(stored)
         return CONFIG_MAPPING[model_type].from_dict(stored)
-    except Exception as error:  # a config class checks its values with what it likes
+    except Exception as error:  # config classes check their values with errors of any kind
         raise CheckpointError(f"{path} is not usable: {_reason(error)}") from error
 
 
@@ -112,10 +115,10 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     """Builds the model on the meta device and finds each of its tensors in the checkpoint.
 
     Args:
-        quantization: of the checkpoint, if it is quantized.
+        quantization: the checkpoint's packing, if it is quantized.
     Raises:
-        CheckpointError: a tensor is missing or of another shape than the config says, or belongs
-            to nothing in the model.
+        CheckpointError: a tensor is missing, has another shape than the config says, or belongs to
+            nothing in the model.
     """
     config = load_config(checkpoint)
     model = _build_model(checkpoint)
@@ -156,18 +159,18 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
 
 
 def _build_model(checkpoint: Checkpoint) -> PreTrainedModel:
-    """transformers' own model of a checkpoint, without weights, whatever it reads beside text."""
+    """transformers' own model of a checkpoint, without weights; it may have parts besides text."""
     try:
         model = empty_model(_load_whole_config(checkpoint))
     except (CheckpointError, OutOfMemoryError):
         raise
-    except Exception as error:  # whatever a value of the config makes transformers do
+    except Exception as error:  # a bad value in the config can make transformers raise anything
         raise CheckpointError(
             f"{checkpoint.config_path} describes no model that transformers can build: "
             f"{_reason(error)}"
         ) from error
     text = model.config.get_text_config(decoder=True)
-    # a wrapper of several parts may not say it of its text, nor an older class of itself
+    # models of several parts and older classes do not set _supports_attention_backend
     layers = decoder_layers(model, text.num_hidden_layers)[1]
     if model._supports_attention_backend or attends_by_interface(layers):
         text._attn_implementation = attention.DENSE
@@ -181,7 +184,7 @@ def _replace_modules(
     checkpoint: Checkpoint,
     leaves: Mapping[str, tuple[str, str]],
 ) -> None:
-    """Linears and fused experts of one layer become those that keep the file's dtype."""
+    """Replaces a layer's linears and fused experts by modules that keep the file's dtype."""
     for name, module in list(layer.named_modules()):
         replacement: nn.Module
         if type(module).forward is nn.Linear.forward:
@@ -202,7 +205,11 @@ def _apart(
     checkpoint: Checkpoint,
     leaves: Mapping[str, tuple[str, str]],
 ) -> PerExpert:
-    """A layer's experts, each by itself; `names` then knows where they are in the checkpoint."""
+    """Separate experts in place of a layer's fused ones; enters their places into `names`.
+
+    Raises:
+        CheckpointError: the checkpoint stores the experts in an unknown or contradictory way.
+    """
     if found := names.apart.get(path):
         linears = {linear for _, linear in found}
         count = fused.gate_up_proj.shape[0]  # type: ignore[index]

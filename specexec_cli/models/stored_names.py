@@ -1,10 +1,10 @@
-"""What a checkpoint calls the parameters of a model: transformers' own table of renamings, applied
-to the names alone.
+"""Finds the checkpoint's names for a model's parameters, by transformers' own table of renamings.
 
-Checkpoints name their tensors as their makers did: with other prefixes, every expert apart, or two
-matrices in one. transformers knows these names (its conversion_mapping) and converts the tensors
-when it loads them. A streamed layer is never loaded, so here the names are turned round instead:
-which tensors a parameter is made of, and how, where it is more than another name.
+Checkpoints keep the names of their authors: with other prefixes, with every expert separate, or
+with two matrices in one tensor. transformers knows these names (its conversion_mapping) and
+converts the tensors when it loads a model. A streamed model is never loaded, so this module applies
+the table to names alone: for each parameter it finds the tensors that the parameter is made of and,
+if there is more than a renaming, the conversion.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.offload.store import Checkpoint
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
-# a linear of one expert, of types whose own checkpoints have all experts in one tensor
+# one expert's linear, in model types whose usual checkpoints have all experts in one tensor
 _LINEAR_APART = re.compile(
     r"(?P<block>.+\.experts)\.(?P<index>\d{1,9})\.(?P<linear>gate_up|gate|up|down)\.(?P<leaf>\w+)"
 )
-# what older versions of transformers saved, and every model computes for itself
+# buffers that older versions of transformers saved, and that every model computes itself
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$"
 )
@@ -44,19 +44,19 @@ _BUFFERS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Parameters that are made of stored tensors of another shape."""
+    """A conversion of stored tensors to parameters of another shape."""
 
     converter: WeightConverter
-    first: str  # the parameter that transformers names the conversion by
+    first: str  # the first parameter that is made, by its name in the model
     sources: dict[str, list[str]]  # transformers' pattern -> names in the checkpoint, in order
 
     @property
     def names(self) -> list[str]:
-        """Every tensor it needs, by its name in the checkpoint."""
+        """The names in the checkpoint of all tensors that the conversion needs."""
         return [name for names in self.sources.values() for name in names]
 
     def parameters(self, stored: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
-        """The parameters by name in the model.
+        """Makes the parameters; returns them by their names in the model.
 
         Args:
             stored: tensors by their names in the checkpoint.
@@ -71,24 +71,24 @@ class Conversion:
         }
 
     def targets(self) -> set[str]:
-        """The parameters that come of it, by name in the model."""
+        """The names in the model of all parameters that the conversion makes."""
         first, *others = self.converter.target_patterns
         return {self.first, *(self.first.replace(first, other) for other in others)}
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether it does nothing but put the matrices of all experts into one tensor."""
+        """Whether the conversion only puts the matrices of all experts into one tensor."""
         kinds = [type(operation) for operation in self.converter.operations]
         return kinds in ([MergeModulelist], [MergeModulelist, Concatenate])
 
     def transposes(self, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool | None:
-        """Whether matrices that lie in one tensor are transposed to become a parameter.
+        """Whether the conversion transposes the matrices of one tensor.
 
         Args:
-            stored: the tensor's shape, matrices in its last two dimensions.
-            wanted: the parameter's.
+            stored: shape of the tensor, with matrices in its last two dimensions.
+            wanted: shape of the parameter.
         Returns:
-            None where something else is done to it.
+            None if the conversion is anything but a transposition of one tensor's matrices.
         """
         operations = self.converter.operations
         if len(operations) != 1 or not isinstance(operations[0], Transpose):
@@ -101,13 +101,13 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class StoredNames:
-    """Every tensor of a checkpoint is in one of the first three."""
+    """The uses of a checkpoint's tensors: each is in `plain`, `conversions` or `unused`."""
 
     plain: dict[str, str]  # parameter, or module + "." + leaf of a packed weight -> stored name
     conversions: list[Conversion]
-    unused: dict[str, str]  # stored name -> why nothing takes it
-    # modules of all experts whose linears are in `plain`, as PerExpert names them, each with
-    # (expert, linear)
+    unused: dict[str, str]  # stored name -> why no parameter needs it
+    # Fused modules whose experts the checkpoint stores separately -> the (expert, linear) pairs
+    # found. Those linears are in `plain`, under PerExpert's names.
     apart: dict[str, set[tuple[int, str]]]
 
     @classmethod
@@ -117,12 +117,13 @@ class StoredNames:
         checkpoint: Checkpoint,
         leaves: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> StoredNames:
-        """Names of a model as transformers builds it, before any module is replaced.
+        """Finds the names for a model as transformers builds it, before modules are replaced.
 
         Args:
-            leaves: tensors of packed linears -> (name of the linear, leaf).
+            leaves: names of packed linears' tensors -> (name of the linear, leaf).
         Raises:
-            CheckpointError: a tensor belongs to nothing in the model, or two to the same place.
+            CheckpointError: a tensor belongs to nothing in the model, or two tensors belong to the
+                same place.
         """
         expected = dict.fromkeys(model.state_dict(), True)
         transforms = get_model_conversion_mapping(model)
@@ -150,7 +151,7 @@ class StoredNames:
             )
             if pattern is not None and found in expected:
                 conversion = converted.setdefault(found, Conversion(by_pattern[pattern], found, {}))
-                # it takes one tensor, or its packed leaves, for each pattern and expert
+                # a conversion takes one tensor, or its packed leaves, for each pattern and expert
                 taken.by(name, f"{found} {pattern} {_by_number(name)} {leaf}", shown=found)
                 conversion.sources.setdefault(pattern, []).append(name)
             elif found in expected:
@@ -175,7 +176,7 @@ class StoredNames:
 
 
 class _Places:
-    """Which tensor has each place in a model, so that none takes that of another in silence."""
+    """The tensor at each place in a model; a second tensor for the same place is an error."""
 
     def __init__(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         self._model_type, self._folder = model.config.model_type, checkpoint.folder
@@ -185,9 +186,9 @@ class _Places:
         """Gives a place to the tensor `name`, and returns that name.
 
         Args:
-            shown: the place as messages have it, where that is another.
+            shown: the place's name in messages; `place` if not given.
         Raises:
-            CheckpointError: another tensor has it already.
+            CheckpointError: another tensor has the place already.
         """
         first = self._names.setdefault(place, name)
         if first is not name:
@@ -195,9 +196,10 @@ class _Places:
         return name
 
     def refuse(self, first: str, second: str, place: str) -> NoReturn:
-        """
+        """Reports two tensors that belong to the same place.
+
         Raises:
-            CheckpointError: always; it says which two tensors are for one place.
+            CheckpointError: always.
         """
         raise CheckpointError(
             f"{self._folder}: tensors '{first}' and '{second}' are both '{place}' of a "
@@ -206,7 +208,7 @@ class _Places:
 
 
 def _reason(model: PreTrainedModel, stored: str, found: str) -> str | None:
-    """Why a tensor that no parameter is made of is of no use; None where that is not known."""
+    """Why the model does not need a tensor; None if no reason is known."""
     patterns = [
         pattern
         for module in model.modules()
@@ -223,12 +225,12 @@ def _by_number(name: str) -> list[int]:
 
 
 def expert_places(conversion: Conversion, leaves: Mapping[str, tuple[str, str]]) -> dict[str, str]:
-    """Names such as `3.gate.weight` of a stack of experts -> names in the checkpoint.
+    """The stored names of a stack of experts, by names such as `3.gate.weight`.
 
     Args:
         leaves: see StoredNames.read.
     Raises:
-        ValueError: the conversion stacks something else.
+        ValueError: a tensor of the conversion is not that of one expert.
     """
     patterns = conversion.converter.source_patterns
     parts = ("down",) if len(patterns) == 1 else ("gate", "up")

@@ -1,8 +1,8 @@
 """A causal language model whose decoder layers arrive one after another, pass after pass.
 
-transformers' own forward drives; each decoder layer is a thin wrapper that asks the layer source
-for its weights, runs, and lets them go. A resident model (the draft) is the same class with weights
-that stay.
+transformers' own forward runs the pass. Each decoder layer is a thin wrapper that asks the layer
+source for its weights, runs, and releases them. A resident model, such as the draft model, is of
+the same class, with weights that stay in memory.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 from specexec_cli.planning.tiers import table_in_ram
 
-# Rotary positions whose frequencies depend on the longest position of a pass.
+# kinds of rotary positions with frequencies that depend on a pass's highest position
 _FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
 
 
 class StreamedModel:
-    """A model that runs passes over rows; see PassRows for what a pass is."""
+    """A model that runs passes over rows; PassRows explains the rows of a pass."""
 
     def __init__(
         self,
@@ -65,23 +65,24 @@ class StreamedModel:
         own_rows: bool = True,
         shared: SharedParts | None = None,
     ) -> None:
-        """Makes the layers ready to be fed, and loads embeddings, norms and head.
+        """Prepares the layers for a layer source, and loads embeddings, norms and head.
 
         Args:
-            dtype: to compute in.
-            resident_dtype: of embeddings and head; the file's unless told.
-            table_in_ram: embeddings are looked up there, unless the head needs their table.
+            dtype: compute dtype.
+            resident_dtype: dtype of embeddings and head; None keeps the file's.
+            table_in_ram: whether embeddings are looked up in RAM; ignored if the head uses their
+                table.
             own_rows: whether a GPU's products and norms give a row the same bits in passes of any
                 number of rows, see own_rows.py.
-            shared: what another model has loaded of the same weights.
+            shared: the same weights, as another model has loaded them.
         """
         shared = shared or SharedParts()
         self.skeleton = skeleton
         self.device = device
         self.dtype = dtype
-        self.experts: ExpertStore | None = None  # where a mixture's experts come one by one
+        self.experts: ExpertStore | None = None  # set if a mixture's experts come one by one
         self.context = PassContext(skeleton.config, device, dtype)
-        # transformers hands a 4D mask on as it is; the layers replace it by their own
+        # transformers passes a 4D mask on unchanged; each layer replaces it by its own mask
         self._placeholder = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
         if skeleton.config._attn_implementation == attention.DENSE:
             skeleton.config._attn_implementation = attention.implementation(device)
@@ -106,7 +107,7 @@ class StreamedModel:
             keep_rows_apart(skeleton.model)
         for part in skeleton.model.modules():
             if isinstance(part, PreTrainedModel):
-                # their code asks the first parameter where the model is and what it computes in
+                # modelling code reads the model's device and dtype from its first parameter
                 part.register_parameter("here", frozen(torch.empty(0, device=device)))
 
     @classmethod
@@ -131,20 +132,25 @@ class StreamedModel:
         """Opens a checkpoint whose headers have been read.
 
         Args:
-            tiers: where layers are streamed from, one for all or one for each; None loads them
-                to stay, converted to the compute dtype.
-            buffers: of the ring in RAM.
-            device_buffers: of the ring on a GPU.
-            expert_bytes: that slots for experts in RAM may take; they then come one by one and
-                `tiers` is about the rest of each layer. 0 moves them with their layers.
-            device_expert_bytes: that slots for experts on a GPU may take.
-            copy_rows: on a GPU, experts of so many rows and more are copied to it; see
-                DeviceExperts.
-            chunk_rows: of a long prompt, that go through a layer together; CHUNK_ROWS unless told.
-            own_rows: as of the constructor. A draft model needs it not: its bits choose no token.
-            shared: of a model of which this is a low-bit copy, to be loaded to stay.
+            tiers: the offload tier of all layers, or one for each layer. None makes all layers
+                resident, converted to the compute dtype.
+            buffers: number of ring buffers in RAM.
+            device_buffers: number of ring buffers on a GPU.
+            expert_bytes: most bytes of RAM that slots for experts may take. Experts then come one
+                by one, and `tiers` applies to the rest of each layer. 0 moves experts with their
+                layers.
+            device_expert_bytes: most bytes of GPU memory that slots for experts may take.
+            copy_rows: fewest rows for which a GPU copies an expert instead of leaving it to the
+                CPU; see DeviceExperts.
+            chunk_rows: most rows of a long prompt that go through a layer together; None is
+                CHUNK_ROWS.
+            own_rows: see the constructor. A draft model does not need it: its bits choose no token.
+            shared: weights of the model that this one is a low-bit copy of; only for a resident
+                copy.
         Raises:
-            CheckpointError, StreamError, OutOfMemoryError: as their names say.
+            CheckpointError: the checkpoint does not fit the model, or is not supported.
+            StreamError: weights cannot be read.
+            OutOfMemoryError: memory for weights or buffers is lacking.
         """
         if device.type == "cuda":
             device = torch.device("cuda", device.index or 0)
@@ -190,10 +196,11 @@ class StreamedModel:
         return model
 
     def shared_parts(self, checkpoint: Checkpoint | None) -> SharedParts:
-        """What a low-bit copy of this model need not load itself.
+        """The weights of this model that its low-bit copy can use instead of loading its own.
 
         Args:
-            checkpoint: of this model, whose layers that stay on a GPU are to be among it.
+            checkpoint: this model's checkpoint, to share the layers that stay on a GPU too; None
+                shares only embeddings and head.
         """
         if checkpoint is None or not isinstance(self.source, DeviceStream):
             return SharedParts(self._tables)
@@ -201,7 +208,7 @@ class StreamedModel:
 
     @property
     def source(self) -> LayerSource | None:
-        """Where the decoder layers' weights come from; None where all of them stay."""
+        """The source of the decoder layers' weights; None if all of them are resident."""
         return self.context.source
 
     @source.setter
@@ -210,21 +217,21 @@ class StreamedModel:
 
     @property
     def waits(self) -> bool:
-        """Whether its passes wait for whole layers, and so may do something meanwhile.
+        """Whether passes wait for whole layers, so that other work can run in the meantime.
 
-        A mixture's dense parts come faster than a draft step takes, and its experts are asked for
-        one layer at a time: what delays the pass delays its reads.
+        A mixture's passes do not: its dense parts arrive in less time than a draft step takes, and
+        its experts are requested one layer at a time, so that delaying the pass delays its reads.
         """
         return isinstance(self.source, LayerStream | DeviceStream) and self.source.streams
 
     def meanwhile(self, work: Callable[[], bool] | None) -> None:
-        """What later passes do in place of waiting; see LayerStream.meanwhile."""
+        """Sets the work that later passes do instead of waiting; see LayerStream.meanwhile."""
         if isinstance(self.source, LayerStream | DeviceStream):
             self.source.meanwhile = work
 
     @property
     def on_layer(self) -> Callable[[int], None]:
-        """Called with a layer's index when it is done; what it raises ends the pass."""
+        """Called with a layer's index when the layer is done; an error it raises ends the pass."""
         return self.context.on_layer
 
     @on_layer.setter
@@ -240,8 +247,8 @@ class StreamedModel:
     def context_length(self) -> int:
         """Most positions that one set of rotary frequencies covers.
 
-        LongRoPE (Phi-3 128k) has two sets and changes to the second, for all positions, where the
-        text outgrows the first; keys in the cache would then be of the wrong one.
+        LongRoPE (Phi-3 128k) has two sets, and changes all positions to the second when a text
+        outgrows the first. The keys in the cache would then have the wrong frequencies.
         """
         config = self.skeleton.config
         rope = getattr(config, "rope_parameters", None) or {}
@@ -251,15 +258,15 @@ class StreamedModel:
 
     @property
     def spans(self) -> set[Span | None]:
-        """How far back its layers see; None is full attention."""
+        """How far back the layers attend; None is full attention."""
         return {layer.span for layer in self._layers}
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold a pass.
+        """Whether a pass can be captured as a CUDA graph.
 
-        Not where Python picks the experts to run, nor where rotary frequencies follow the longest
-        position, which Python reads from the GPU; nor where a layer keeps a state of another kind.
+        It cannot be if Python picks the experts to run, if rotary frequencies depend on the highest
+        position (which Python reads from the GPU), or if a layer's state is no KV cache.
         """
         config = self.skeleton.config
         if any(state_kind(config, layer.index) is not None for layer in self._layers):
@@ -270,7 +277,7 @@ class StreamedModel:
         )
 
     def new_state(self) -> ModelState:
-        """What the layers keep of a text that has no tokens yet."""
+        """An empty state of all layers, for a new text."""
         config = self.skeleton.config
         kinds = [state_kind(config, layer.index) for layer in self._layers if layer.writes_cache]
         if all(kind is None for kind in kinds):
@@ -282,12 +289,12 @@ class StreamedModel:
         """One pass over all layers; appends every row to the state.
 
         Args:
-            logit_rows: rows whose logits are wanted.
+            logit_rows: indices of the rows for which logits are computed.
         Returns:
             (len(logit_rows), vocab) logits in float32, whatever the compute dtype.
         Raises:
-            StreamError: weights could not be read; the state may then hold part of the rows and
-                is to be cropped by the caller.
+            StreamError: weights could not be read. The state may then hold part of the rows, and
+                the caller must crop it.
         """
         state.begin(rows)
         return self._pass(SideBySide([rows], self._turns), state, logit_rows)
@@ -298,15 +305,15 @@ class StreamedModel:
     ) -> list[Tensor]:
         """One pass over the rows of several texts; appends each row to its own text's state.
 
-        On a CPU a row's bits are its own, so each text's logits are those of a pass by itself.
+        On a CPU a row has the same bits in every pass, so each text's logits are those of a pass of
+        its own.
 
         Args:
-            texts: of each its rows, its state, and the rows whose logits are wanted, as for
-                `forward`.
+            texts: each text's rows, state and logit_rows, as for `forward`.
         Returns:
-            of each text, (wanted, vocab) logits in float32.
+            (wanted, vocab) logits in float32 for each text.
         Raises:
-            StreamError: as for `forward`, about all states.
+            StreamError: as for `forward`; the caller must crop all states.
         """
         parts, states, wanted = zip(*texts, strict=True)
         before = [state.length for state in states]
@@ -316,7 +323,7 @@ class StreamedModel:
             first += len(rows.tokens)
         try:
             logits = self._pass_together(parts, states, logit_rows)
-        except KeysTouchedError:  # found out once, in the first pass of several texts
+        except KeysTouchedError:  # at most once for a model, in its first pass of several texts
             self._turns = True
             for state, length in zip(states, before, strict=True):
                 state.crop(length)
@@ -361,11 +368,11 @@ class StreamedModel:
         masks: Mapping[Span | None, Tensor],
         cache: SlotCache,
     ) -> Tensor:
-        """A pass over tensors alone, for models that stay; see graphs.py.
+        """A pass of a resident model over tensors only, so that it can be captured; see graphs.py.
 
         Args:
-            tokens, positions: (1, rows).
-            masks: for each of `spans`, (1, 1, rows, slots) as PassContext.dense gives it.
+            tokens, positions: (1, rows) int64.
+            masks: for each of `spans`, a (1, 1, rows, slots) mask from PassContext.dense.
         Returns:
             (rows, vocab) logits in float32.
         """
@@ -390,16 +397,16 @@ class StreamedModel:
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes of layers that came over the link so far."""
+        """Bytes of layers that were streamed so far."""
         return self.source.bytes_streamed if self.source is not None else 0
 
     @property
     def read_s(self) -> float:
-        """Seconds so far in which the SSD was read; 0 beside a GPU, and for experts one by one."""
+        """Seconds spent reading the SSD so far; 0 with a GPU or if experts come one by one."""
         return self.source.read_s if isinstance(self.source, LayerStream) else 0.0
 
     def close(self) -> None:
-        """Gives threads, files and memory back; idempotent."""
+        """Ends threads, closes files and frees memory; idempotent."""
         if self.source is not None:
             for layer in self._layers:
                 layer.release()
@@ -407,7 +414,7 @@ class StreamedModel:
 
 
 def _rope_types(module: nn.Module) -> set[str]:
-    """The kinds of rotary positions of a module that makes them; one for each type of layer."""
+    """The kinds of rotary positions that a module computes; empty if it computes none."""
     found = getattr(module, "rope_type", None)
     if isinstance(found, Mapping):
         return {kind for kind in found.values() if isinstance(kind, str)}

@@ -1,10 +1,10 @@
-"""The program that renders chat templates, in a process whose time and memory have a limit.
+"""A program that renders chat templates in a process with limited time and memory.
 
-A template comes with a checkpoint and is a program. Its sandbox keeps it from the system, but not
-from loops without end or strings without measure, and nothing but the end of its process stops
-those. Each line of the input is a request, each line of the output what came of it.
+A template comes with a checkpoint and is itself a program. Its sandbox keeps it away from the
+system, but cannot stop endless loops or huge strings; only ending the process can. Each line of the
+input is a request, and each line of the output is the answer to one.
 
-It runs as a file, without the package around it, so that it starts soon.
+The program runs as a single file without importing the package, so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
-# Around special tokens that a message spells out, which are text there. Unicode keeps these two
-# characters out of all texts, for programs to use among themselves.
+# Marks around special tokens that a message spells out and that must stay text. Unicode reserves
+# these two characters for use inside programs, so no valid text contains them.
 OPENS, CLOSES = "\ufdd0", "\ufdd1"
-SPELLED = re.compile(f"{OPENS}([^{OPENS}{CLOSES}]*){CLOSES}|[{OPENS}{CLOSES}]")  # or a lone mark
+SPELLED = re.compile(f"{OPENS}([^{OPENS}{CLOSES}]*){CLOSES}|[{OPENS}{CLOSES}]")  # or a single mark
 
 
 def marked(value: Any, tokens: Collection[str]) -> Any:
-    """A message or a tool, its tokens marked wherever text stands in it, keys included."""
+    """A message or tool with marks around `tokens` in all of its strings, keys included."""
     if isinstance(value, str):
         return _marked_text(value.replace(OPENS, "").replace(CLOSES, ""), tokens)
     if isinstance(value, dict):
@@ -52,9 +52,9 @@ def _marked_text(text: str, tokens: Collection[str]) -> str:
 
 
 def _rendered(asked: dict[str, Any], render: Any) -> dict[str, str]:
-    """What a request's template makes of its messages, or why nothing."""
+    """Answers a request: the rendered text, or why there is none."""
     special, named = set(asked["special"]), set(asked["special"]) | set(asked["named"])
-    # a model writes the marks of its thinking and of its calls itself
+    # `named` tokens (marks of thinking and of tool calls) stay tokens in the model's own messages
     messages = [
         marked(message, special if message.get("role") == "assistant" else named)
         for message in asked["messages"]
@@ -66,7 +66,7 @@ def _rendered(asked: dict[str, Any], render: Any) -> dict[str, str]:
         )  # fmt: skip
     except MemoryError:
         return {"exceeds": f"takes more than {asked['most_bytes'] >> 20} MB of memory"}
-    except Exception as error:  # a template raises what it likes (jinja2.TemplateError)
+    except Exception as error:  # a template can raise anything (usually jinja2.TemplateError)
         return {"refuses": str(error)[:1000]}
     if len(text) > asked["most_characters"]:
         return {"exceeds": f"writes more than {asked['most_characters']} characters"}
@@ -74,7 +74,7 @@ def _rendered(asked: dict[str, Any], render: Any) -> dict[str, str]:
 
 
 def _limit_memory(most_bytes: int) -> None:
-    """Memory beside what the process has by now; macOS does not hold to such a limit."""
+    """Limits the memory that the process may add to its present size; has no effect on macOS."""
     with suppress(OSError, ValueError), open("/proc/self/statm") as file:
         held = int(file.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (held + most_bytes, resource.RLIM_INFINITY))
@@ -82,7 +82,7 @@ def _limit_memory(most_bytes: int) -> None:
 
 def main() -> None:
     """Answers requests until the input ends."""
-    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed, and slow to load
+    sys.modules["torch"] = None  # type: ignore[assignment]  # not needed, and slow to import
     from transformers.utils.chat_template_utils import render_jinja_template
 
     sys.stdin.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
@@ -90,7 +90,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         asked = json.loads(line)  # noqa: TID251  # this program itself has written it
-        # in seconds of this process alone, however busy the machine is; ends it
+        # Ends the process after this many seconds of its own CPU time, however busy the machine is.
         signal.setitimer(signal.ITIMER_PROF, asked["most_s"])
         _limit_memory(asked["most_bytes"])
         answer = json.dumps(_rendered(asked, render_jinja_template))

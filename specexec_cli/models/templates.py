@@ -1,4 +1,4 @@
-"""Chat templates, rendered in a process of their own: see template_worker."""
+"""Renders chat templates in a process of their own, which runs template_worker.py."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ _MOST_CHARACTERS = 1 << 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Template:
-    """A chat template, and the tokens that are text where its messages spell them.
+    """A chat template, and the tokens that stay plain text when a message spells them.
 
     Attributes:
-        model: its name, for errors.
-        special: tokens that are text wherever they stand.
-        named: tokens that a model writes itself, so that they are tokens in what it has said.
+        model: the model's name, for errors.
+        source: the template, in Jinja.
+        special: tokens that stay text in every message.
+        named: tokens that stay text in all messages except the model's own, because the model
+            writes these tokens itself.
     """
 
     model: str
@@ -40,7 +42,7 @@ class Template:
 
 
 class Templates:
-    """A process that renders templates one after another; it starts when it is needed."""
+    """A process that renders templates one after another; started at the first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -54,15 +56,15 @@ class Templates:
         tools: Sequence[Mapping[str, Any]] | None,
         variables: Mapping[str, Any],
     ) -> str:
-        """A conversation as the template writes it, ready for the reply; from any thread.
+        """Renders a conversation up to the start of the reply; may be called from any thread.
 
         Args:
-            variables: what the template reads besides messages and tools.
+            variables: the template's variables besides messages and tools.
         Returns:
-            text in which the tokens that a message spells stand between template_worker's marks.
+            the text; tokens that a message spells are between template_worker's marks.
         Raises:
             ConfigError: the template refuses these messages.
-            CheckpointError: it does not come to an end, or writes or keeps too much.
+            CheckpointError: the template takes too long, or too much text or memory.
         """
         line = json.dumps(
             {
@@ -87,7 +89,7 @@ class Templates:
         return answer["text"]
 
     def start(self) -> None:
-        """Starts the process without waiting for it, so that the first conversation does not."""
+        """Starts the process in advance, so that the first conversation need not wait for it."""
         with self._lock:
             self._running()
 
@@ -107,7 +109,7 @@ class Templates:
                 [sys.executable, "-P", template_worker.__file__],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
                 env={**os.environ, **quiet}, encoding="utf-8",
-                start_new_session=True,  # Ctrl-C is not for it
+                start_new_session=True,  # Ctrl-C must not reach it
             )  # fmt: skip
         return self._process
 
@@ -123,7 +125,7 @@ class Templates:
         if answer := process.stdout.readline():
             try:
                 found: dict[str, str] = parse_json(answer)
-            except ValueError as error:  # half of a character, which a message may hold
+            except ValueError as error:  # a message may hold half of a character (a lone surrogate)
                 return {"refuses": str(error)}
             return found
         code = process.wait()
@@ -141,7 +143,7 @@ class Templates:
 
 @cache
 def shared() -> Templates:
-    """The process of whoever does not need one alone."""
+    """The process that all users of this program's templates share."""
     templates = Templates()
     atexit.register(templates.close)
     return templates

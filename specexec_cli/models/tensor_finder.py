@@ -1,4 +1,4 @@
-"""Which tensor of a checkpoint each parameter of a model is, and why the others are of no use."""
+"""Finds the checkpoint's tensor for each parameter of a model, and says why others are unused."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from specexec_cli.models.stored_names import Conversion, StoredNames
 from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import own_tensors, text_paths, text_tensors
 
-# a tensor of one expert, as PerExpert names it
+# a tensor of one expert, by PerExpert's names
 _OF_EXPERT = re.compile(
     r"(?P<block>.*)\.experts\.(?P<index>\d+)\.(?P<linear>gate_up|gate|up|down)\."
     r"(?P<leaf>weight|bias)"
 )
-_PIECE = "piece "  # begins the names of pieces in Skeleton.layer_tensors
-# why tensors are of no use
+_PIECE = "piece "  # prefix of the names of pieces in Skeleton.layer_tensors
+# reasons why tensors are not used
 _LEAF = "products with unpacked weights do not need it"
 OTHER_PART = "not of the part that reads and writes text"
 _FLOATS = ("F16", "BF16", "F32", "F64")
@@ -29,12 +29,12 @@ _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def is_piece(name: str) -> bool:
-    """Whether a name in Skeleton.layer_tensors is that of a piece, not of a parameter."""
+    """Whether a name in Skeleton.layer_tensors stands for a piece of a parameter."""
     return name.startswith(_PIECE)
 
 
 class TensorFinder:
-    """Looks up a model's tensors, and knows which of the checkpoint nobody asked for."""
+    """Looks up a model's tensors, and lists the checkpoint's tensors that were not looked up."""
 
     def __init__(
         self,
@@ -43,7 +43,8 @@ class TensorFinder:
         names: StoredNames,
         leaves: Mapping[str, tuple[str, str]],
     ) -> None:
-        """
+        """Takes a model, its checkpoint and the stored names.
+
         Args:
             leaves: see StoredNames.read.
         """
@@ -56,7 +57,7 @@ class TensorFinder:
     def layer(
         self, layer: nn.Module, prefix: str
     ) -> tuple[dict[str, TensorRange], list[Conversion]]:
-        """One decoder layer's tensors, by name inside the layer, and what is to be made of them."""
+        """One decoder layer's tensors by name inside the layer, and the conversions they need."""
         found: dict[str, TensorRange] = {}
         made = [each for each in self._names.conversions if each.first.startswith(prefix)]
         targets = set()
@@ -71,7 +72,7 @@ class TensorFinder:
         return found, made
 
     def resident(self, layers_prefix: str) -> dict[str, TensorRange]:
-        """Every tensor that text needs outside the layers."""
+        """The tensors outside the layers that text needs, by name in the model."""
         return {
             name: self._find(name, parameter)
             for name, parameter in text_tensors(self._model)
@@ -79,11 +80,11 @@ class TensorFinder:
         }
 
     def unused(self) -> dict[str, str]:
-        """Tensors that nobody asked for, and why; to be asked for last.
+        """Tensors that were not looked up -> reason; to be called after all look-ups.
 
         Raises:
-            CheckpointError: one is of the part that reads and writes text, and nothing says why
-                it would be of no use.
+            CheckpointError: a tensor of the part that reads and writes text was not looked up, and
+                no reason is known.
         """
         places = {name: place for place, name in self._names.plain.items()}
         for conversion in self._names.conversions:
@@ -103,7 +104,7 @@ class TensorFinder:
         return found
 
     def _reason(self, name: str, place: str) -> str | None:
-        """Why a tensor with a place in the model was not asked for; None where nothing tells."""
+        """Why a tensor with a place in the model was not looked up; None if no reason is known."""
         if place in self._tied:
             return f"tied to {self._tied[place]}"
         if any(not path or place.startswith(f"{path}.") for path in self._text_paths):
@@ -111,13 +112,13 @@ class TensorFinder:
         return OTHER_PART
 
     def _of_fused(self, name: str, parameter: Tensor) -> TensorRange | None:
-        """An expert's tensor inside one of all experts, None where it has one of its own.
+        """An expert's part of a tensor that holds all experts; None if there is no such tensor.
 
-        The first dimension is that of the experts. Where `gate` and `up` are apart, the rows of
-        `gate` come before those of `up`.
+        The tensor's first dimension counts experts. If the model has `gate` and `up` separately,
+        the rows of `gate` come before those of `up`.
 
         Raises:
-            CheckpointError: the tensor of all experts is of another shape than the config says.
+            CheckpointError: the tensor of all experts has another shape than the config says.
         """
         of_expert = _OF_EXPERT.fullmatch(name)
         if of_expert is None or name in self._names.plain:
@@ -137,7 +138,7 @@ class TensorFinder:
                 "the same model?"
             )
         self._used.add(tensor.name)
-        # counted in rows of the last dimension: a bias is one of them
+        # rows() counts rows along the last dimension; a bias is one row
         rows = 1 if is_bias else parameter.shape[0]
         first = halves * rows * index + (rows if linear == "up" else 0)
         return replace(tensor.rows(first, rows), shape=tuple(parameter.shape))

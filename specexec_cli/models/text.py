@@ -1,4 +1,4 @@
-"""From tokens to text that may be shown: whole characters only, nothing behind a stop string."""
+"""Turns tokens into text to show: only whole characters, and nothing from a stop string on."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from transformers import PreTrainedTokenizerBase
 
 from specexec_cli.models.channels import Channels
 
-_UNFINISHED = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+_UNFINISHED = "\ufffd"  # decoders write this for bytes that are not, or not yet, a character
 
 
 class TextStream:
-    """Decodes one generation's tokens as they come.
+    """Decodes the tokens of one reply as they come.
 
-    A token alone may be half a character, and SentencePiece drops a leading space at the start of
-    a text, so each decode starts a few tokens back and only the difference counts. Text that ends
-    in a replacement character waits, however long: later bytes may change all of its tail. A byte
-    that is a character by itself (Llama-2's line break) does not wait, although decoders replace it
-    too if broken bytes follow it.
+    A single token may be half a character, and SentencePiece drops a leading space at the start of
+    a text. So each decode starts some tokens back, and only the difference to the last decode is
+    new text. Text that ends in a replacement character waits, however long: later bytes may change
+    all of its end. A byte that is a character by itself (Llama-2's line break) does not wait,
+    although decoders replace it too if broken bytes follow it.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class TextStream:
         self._channels = Channels(tokenizer)
         self._stop = tuple(stop)
         self._tokens = list(prompt[-8:])
-        self._prefix = 0  # where decoding starts
-        self._read = len(self._tokens)  # tokens whose text has been taken
-        self._held = ""  # may turn out to be the beginning of a stop string
+        self._prefix = 0  # the token at which decoding starts
+        self._read = len(self._tokens)  # number of tokens with text already returned
+        self._held = ""  # text that may be the beginning of a stop string
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """Takes one token; returns the text it releases. `stopped` tells of a stop string."""
+        """Takes one token; returns the text to show now. Sets `stopped` at a stop string."""
         self._tokens.append(token)
         new, unfinished = self._unread()
         if unfinished:
@@ -43,7 +43,7 @@ class TextStream:
         return self._release(self._channels.text(token, new))
 
     def finish(self) -> str:
-        """Everything still held back, once no more tokens come."""
+        """The text that was held back; to be called after the last token."""
         if self.stopped:
             return ""
         new, _ = self._unread()
@@ -54,10 +54,10 @@ class TextStream:
         return rest
 
     def _unread(self) -> tuple[str, bool]:
-        """The text of the tokens whose text has not been taken, and whether more may change it."""
+        """The text of the tokens after `_read`, and whether later tokens may change it."""
         before = self._decode(self._prefix, self._read)
         now = self._decode(self._prefix, len(self._tokens))
-        # not simply len(before): a prompt may end inside a character that these tokens complete
+        # len(before) would be wrong if these tokens complete a character that the prompt began
         same = next(
             (at for at, (old, new) in enumerate(zip(before, now, strict=False)) if old != new),
             min(len(before), len(now)),
@@ -83,7 +83,7 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
+    """Length of the longest end of `text` that is a beginning of `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Loading a checkpoint's tokenizer, and the check that two tokenizers agree."""
+"""Loads a checkpoint's tokenizer, and checks that two tokenizers agree."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.j
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a checkpoint: of a folder, where tokenizer.model alone (SentencePiece) will
-    do, or of a GGUF file.
+    """The tokenizer of a checkpoint folder or of a GGUF file.
+
+    A folder with only tokenizer.model (SentencePiece) will do.
 
     Raises:
-        CheckpointError: there is none, or it cannot be read.
+        CheckpointError: the tokenizer is missing or cannot be read.
     """
     if folder.is_file():
         return load_gguf_tokenizer(folder)
@@ -27,7 +28,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             f"{folder} has no tokenizer (tokenizer.json or tokenizer.model): "
             "copy the original model's, or name a folder that has one with `tokenizer`"
         )
-    # SentencePiece alone: AutoTokenizer would leave out the leading space and the <s>
+    # only tokenizer.model: AutoTokenizer would leave out the leading space and the <s>
     alone = not any((folder / name).is_file() for name in _FILES if name != "tokenizer.model")
     try:
         if alone:
@@ -50,16 +51,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def check_same_tokenizer(
     target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, draft_vocab_size: int
 ) -> None:
-    """Makes sure that a token id means the same text to target and draft model.
+    """Checks that a token id means the same text to the target and to the draft model.
 
-    A draft tree carries token ids from one model to the other, so every id that both know must be
+    A draft tree passes token ids from one model to the other, so every id that both have must be
     the same token. Ids that only one of them has (padding, extra special tokens) do no harm as
     long as the draft model's embedding covers the target's tokens.
 
     Args:
         draft_vocab_size: rows of the draft model's embedding.
     Raises:
-        TokenizerMismatchError: says where they differ.
+        TokenizerMismatchError: the tokenizers differ; the message says where.
     """
     ours = {index: token for token, index in target.get_vocab().items()}
     theirs = {index: token for token, index in draft.get_vocab().items()}
