@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specexec_cli.catalog.downloads import free_disk_bytes
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.others import FoundFile, found_files
@@ -102,11 +103,14 @@ def recommend_command(
 
     The best is the largest target that `models list` expects to write 4 tok/s, about as fast as one
     reads; where none does, the fastest. Of one size, one without a licence to be accepted, then the
-    faster. Superseded models come last.
+    faster. Superseded models come last. Of this machine the disk counts too.
     """
     option_groups.one_of(task, "--task", TASKS)
     site = machine.site(ram, vram, ssd, link)
-    found = recommended(fits(site, models_file), task)
+    able = fits(site, models_file)
+    room = free_disk_bytes() if (ram, vram, ssd, link) == (None,) * 4 else None
+    fetched = [fit for fit in able if room is None or (fit.fetch_bytes or 0) <= room]
+    found, wanted = recommended(fetched, task), recommended(able, task)
     if as_json:
         pairs = [{"name": fit.pair.name, **_fit_json(fit)} for fit in found]
         typer.echo(json.dumps({"schema": 1, "task": task, "pairs": pairs}, indent=2))
@@ -117,8 +121,9 @@ def recommend_command(
     )
     memory += f"{format_bytes(settings['ram'].value)} of RAM"
     if not found:
+        disk = f" and the {format_bytes(room)} free on this disk" if wanted and room else ""
         raise UnknownModelError(
-            f"no pair for {task} fits {memory}. `specexec models list` shows all of them"
+            f"no pair for {task} fits {memory}{disk}. `specexec models list` shows all of them"
         )
     best = found[0]
     begin = "specexec chat" if task != "text" else "specexec generate"
@@ -126,6 +131,12 @@ def recommend_command(
     lines = [f"For {task} with {memory}:", "", described(best), ""]
     lines += [f"    {begin} --pair {best.pair.name}{end}", "", _rule(best)]
     lines += [f"{_compared(fit, best)}: {described(fit)}" for fit in found[1:]]
+    if left := [fit for fit in wanted if fit not in fetched]:
+        assert room is not None, "it is why they are left out"
+        lines.append(
+            f"Left out, since {format_bytes(room)} are free on this disk: "
+            + "; ".join(f"{fit.pair.name}, {format_bytes(fit.fetch_bytes or 0)}" for fit in left)
+        )
     lines.append(f"tok/s are predictions: `specexec plan --pair {best.pair.name}`.")
     for line in lines:
         wrapped = textwrap.wrap(line, _columns(), subsequent_indent="  ") or [""]

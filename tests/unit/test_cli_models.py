@@ -294,6 +294,29 @@ def test_no_larger_pair_is_named_that_nobody_would_wait_for() -> None:
     assert all(speeds[name] >= PATIENT_TOKENS_PER_S for name in named)
 
 
+def test_what_the_disk_has_no_room_for_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this machine, here one of 24 and 192 GB; a described one has a disk of its own."""
+    described = cli.machine.site("192", "24", "2GB/s", "20GB/s")
+    able = cli.fits(described, None)
+    monkeypatch.setattr(cli.machine, "site", lambda *options: described)
+    monkeypatch.setattr(cli, "fits", lambda *options: able)
+    fetched = {fit.pair.name: fit.fetch_bytes or 0 for fit in able}
+    wanted = [pair["name"] for pair in run_json("recommend", "--ram", "192")["pairs"]]
+    room = max(fetched[name] for name in wanted) - 1
+    monkeypatch.setattr(cli, "free_disk_bytes", lambda: room)
+    named = [pair["name"] for pair in run_json("recommend")["pairs"]]
+    assert named
+    assert all(fetched[name] <= room for name in named)
+    left = [name for name in wanted if fetched[name] > room]
+    line = re.search(r"^Left out, since .* free on this disk: .*(\n  .*)*", run("recommend"), re.M)
+    assert line is not None
+    assert all(name in line[0] for name in left)
+    monkeypatch.setattr(cli, "fits", lambda *options: [fit for fit in able if fit.fetch_bytes])
+    monkeypatch.setattr(cli, "free_disk_bytes", lambda: 10**8)
+    with pytest.raises(UnknownModelError, match=r"RAM and the 100 MB free on this disk"):
+        run("recommend")
+
+
 def test_nothing_to_recommend_is_an_error_of_ours() -> None:
     with pytest.raises(UnknownModelError, match=r"no pair for code fits 1\.0 GB of GPU memory and"):
         run("recommend", "--task", "code", "--vram", "1", "--ram", "64")
