@@ -15,7 +15,7 @@ from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.offload.cuda import DeviceStream
-from specexec_cli.planning import low_bits, memory
+from specexec_cli.planning import memory, speed
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.sampling import _moved_noise
 from specexec_cli.session import Session
@@ -49,7 +49,7 @@ def test_no_more_lives_on_the_device_than_was_planned(
 ) -> None:
     """Without what is set aside for libraries, which the stand-in has none of."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(low_bits, "_GAIN_OF_EXACT_LAYERS", {4: gain})
+    monkeypatch.setattr(speed, "_GAIN_OF_EXACT_LAYERS", {4: gain})
     monkeypatch.setattr(memory, "SCRATCH_BYTES", 0)
     monkeypatch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
     monkeypatch.setattr(loading, "_measured", lambda *args: {})
