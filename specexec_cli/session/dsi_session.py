@@ -151,9 +151,8 @@ def open_dsi(request: Request, notice: Notice, progress: Progress) -> DsiSession
     cluster = RayCluster(options.ray) if options.ray is not None else None
     try:
         devices = ray_devices(cluster) if cluster else choose_devices(options, request.device)
-        forced = options.sp is not None or options.lookahead is not None
-        if len(devices) >= 2 or forced:
-            return _open(request, devices, cluster, forced, notice, progress)
+        if len(devices) >= 2 or _is_forced(options):
+            return _open(request, devices, cluster, notice, progress)
         notice("DSI needs two devices or more and there is one: using `method='specexec'`")
     except BaseException:
         if cluster is not None:
@@ -168,15 +167,10 @@ def _open(
     request: Request,
     devices: Sequence[str],
     cluster: RayCluster | None,
-    forced: bool,
     notice: Notice,
     progress: Progress,
 ) -> DsiSession | None:
-    """Plans for these devices, starts the workers there and measures them.
-
-    Args:
-        forced: whether to go on whatever the measurement says; None is returned otherwise.
-    """
+    """Plans for these devices, starts the workers there and measures them; as `open_dsi`."""
     further, sp = _further_drafts(request), target_servers(request.dsi, devices)
     layout = Layout(
         devices=devices,
@@ -194,22 +188,39 @@ def _open(
         check_same_tokenizer(found.tokenizer, load_tokenizer(folder), vocab_size)
     workers = _start_workers(found, [found.draft.folder, *further], layout, cluster)
     try:
-        plan = _plan(workers, request.dsi.lookahead)
-        if not plan.worthwhile and not forced:
-            notice(f"{plan.describe()}: not worth it, using `method='specexec'`")
-            workers.close()
-            return None
-        notice(plan.describe())
-        settings = {
-            "offload": found.decision.plan.label,
-            "device": ",".join(devices),
-            "sp": str(sp),
-            "lookahead": str(plan.lookahead),
-        }
-        return DsiSession(found, workers, plan, settings, notice)
+        session = _worthwhile(found, workers, layout, request.dsi, notice)
     except BaseException:
         workers.close()
         raise
+    if session is None:
+        workers.close()
+    return session
+
+
+def _worthwhile(
+    found: Prepared, workers: WorkerPool, layout: Layout, options: DsiOptions, notice: Notice
+) -> DsiSession | None:
+    """A session over workers that have been measured; None, with a notice, where it would not pay.
+
+    Numbers given by the user are obeyed whatever the plan says.
+    """
+    plan = _plan(workers, options.lookahead)
+    if not plan.worthwhile and not _is_forced(options):
+        notice(f"{plan.describe()}: not worth it, using `method='specexec'`")
+        return None
+    notice(plan.describe())
+    settings = {
+        "offload": found.decision.plan.label,
+        "device": ",".join(layout.devices),
+        "sp": str(layout.servers),
+        "lookahead": str(plan.lookahead),
+    }
+    return DsiSession(found, workers, plan, settings, notice)
+
+
+def _is_forced(options: DsiOptions) -> bool:
+    """Whether the user gave numbers of DSI's own, which are obeyed whatever they lead to."""
+    return options.sp is not None or options.lookahead is not None
 
 
 def _further_drafts(request: Request) -> list[Path]:

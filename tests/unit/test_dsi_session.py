@@ -8,12 +8,15 @@ import psutil
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, save_pair
 
+from specexec_cli import loading
 from specexec_cli.cli.option_groups import MeasuredModels, draft_models, dsi_options
 from specexec_cli.config import DSI_REJECTION, DsiOptions, GenerationConfig, SamplingConfig
+from specexec_cli.dsi.messages import DRAFTER, Ready
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
 from specexec_cli.session import Session, TextSession, dsi_session
 from specexec_cli.session.dsi_session import DsiSession
+from specexec_cli.session.local_session import LocalSession
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +107,35 @@ def test_one_device_falls_back_and_says_so(pair):
         assert session.method == "specexec"
         assert len(tokens_of(session, 0.0, 4)) == 4
     assert notices == ["DSI needs two devices or more and there is one: using `method='specexec'`"]
+
+
+class SlowDrafter:
+    """Workers that measured a drafter as slow as two targets."""
+
+    servers = (0, 1)
+    ready = dict.fromkeys((0, 1), Ready({1: 0.1}, 64)) | {DRAFTER: Ready({1: 0.2}, 64)}
+
+    def __init__(self, targets: object, drafters: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
+    """Half of it was planned for each of two target servers, which are gone."""
+    monkeypatch.setattr(dsi_session, "ProcessWorkers", SlowDrafter)
+    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 12 * 10**9)
+    target, draft = map(str, pair)
+    notices: list[str] = []
+    with Session.open(
+        target=target, draft=draft, method="dsi", dsi=DsiOptions(devices=("cpu", "cpu")),
+        notice=notices.append,
+    ) as session:  # fmt: skip
+        assert isinstance(session, LocalSession)
+        assert session._decision.settings["ram"].value == 12 * 10**9
+        assert session._decision.machine.base_bytes == 0, "this process is loaded already"
+    assert notices[0].endswith("not worth it, using `method='specexec'`")
 
 
 def test_several_draft_models_are_for_dsi_alone(tmp_path):
