@@ -44,8 +44,8 @@ _NARROW_ROWS, _NARROW_ROWS_OF_WIDE = 64, 128
 # The most outputs of a claim where codes go down the inputs: long parts of a line are read faster.
 # With an index the terms of all groups lie in the caches too.
 _WIDE_OUTPUTS, _WIDE_OUTPUTS_OF_INDEX = 8192, 4096
-# Prompts of a server have every number of rows, and products of activations (cpu_chains) other sizes
-# with every token of a context: what is kept is forgotten once there is so much.
+# Plans that are kept; all are forgotten once there are so many. Prompts of a server have every
+# number of rows, and products of activations (cpu_chains) other sizes with every token of a text.
 _MOST_PLANS = 4096
 
 
