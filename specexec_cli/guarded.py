@@ -1,5 +1,6 @@
-"""JSON and TOML from files, a hub or a network: whoever wrote them, reading ends in a value or in
-one ValueError. All of this program's reading goes through here; ruff refuses json.loads elsewhere.
+"""Reads JSON and TOML that anybody may have written: the result is a value or one ValueError.
+
+All JSON and TOML that this program reads goes through here; ruff refuses json.loads elsewhere.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 MOST_BYTES = 100_000_000  # of a file; the limit of the safetensors library for headers
-_PART_BYTES = 1_000_000  # of a file that is read at once
+_PART_BYTES = 1_000_000  # of a file, read at once
 _MOST_DEPTH = 100  # lists and objects in one another; printing or copying deeper ones recurses
 _MOST_DIGITS = 40  # of a whole number; transformers writes 10**30 for "no limit"
-_MOST_TOML_BYTES = 1_000_000  # the models.toml of this program has 80,000
-# of a line of TOML; tomllib takes quadratic time for a key of many dots
+_MOST_TOML_BYTES = 1_000_000  # this program's own models.toml has 80,000
+# characters of a line of TOML; tomllib takes quadratic time for a key of many dots
 _MOST_TOML_LINE = 4_000
 
 
@@ -28,8 +29,9 @@ def parse_json(raw: bytes | str, *, unique_names: bool = False) -> Any:
         raw: UTF-8 where it is bytes.
         unique_names: refuse an object that has a name twice; otherwise the last one counts.
     Raises:
-        ValueError: it is not JSON (then a JSONDecodeError), or nested too deep, a whole number
-            has too many digits, or a text half a character. The message is short, names no file.
+        ValueError: the text is not JSON (then a JSONDecodeError), is nested too deep, or has a
+            whole number of too many digits or half of a character. The message is short and names
+            no file.
     """
     text = raw if isinstance(raw, str) else raw.decode("utf-8")
     try:
@@ -52,10 +54,10 @@ def read_json(path: Path, *, unique_names: bool = False, most_bytes: int = MOST_
 
     Args:
         unique_names: see parse_json.
-        most_bytes: what no such file exceeds.
+        most_bytes: the largest size that is read.
     Raises:
-        OSError: it is missing, no plain file, or cannot be read.
-        ValueError: it is larger, or see parse_json.
+        OSError: the file is missing, no plain file, or cannot be read.
+        ValueError: the file is larger than most_bytes, or as for parse_json.
     """
     return parse_json(_read(path, most_bytes), unique_names=unique_names)
 
@@ -64,7 +66,7 @@ def parse_toml(raw: bytes) -> dict[str, Any]:
     """The table of a TOML text in UTF-8.
 
     Raises:
-        ValueError: it is not UTF-8 (then a UnicodeDecodeError), not TOML (then a TOMLDecodeError),
+        ValueError: the text is not UTF-8 (a UnicodeDecodeError), not TOML (a TOMLDecodeError),
             nested too deep, or a number or a line is too long.
     """
     text = raw.decode("utf-8")
@@ -87,14 +89,14 @@ def read_toml(path: Path) -> dict[str, Any]:
     """The table of a TOML file.
 
     Raises:
-        OSError: it is missing, no plain file, or cannot be read.
-        ValueError: it is too large, or see parse_toml.
+        OSError: the file is missing, no plain file, or cannot be read.
+        ValueError: the file is too large, or as for parse_toml.
     """
     return parse_toml(_read(path, _MOST_TOML_BYTES))
 
 
 def _read(path: Path, most_bytes: int) -> bytes:
-    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # a pipe would be waited for
+    if not stat.S_ISREG(path.stat().st_mode) and not path.is_dir():  # reading a pipe would wait
         raise OSError(errno.EINVAL, "it is no plain file", str(path))
     raw = bytearray()
     with path.open("rb") as file:
@@ -119,7 +121,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check(value: Any) -> None:
-    """Refuses what is nested too deep and, of TOML, integers that are too long."""
+    """Refuses a value that is nested too deep or, as TOML may, has an integer that is too long."""
     level = [value]
     for _ in range(_MOST_DEPTH):
         inside: list[Any] = []

@@ -1,4 +1,4 @@
-"""What is kept in files between sessions: written whole, and read back however damaged."""
+"""Files that sessions keep for later ones: written whole, and checked when they are read."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_LARGEST_BYTES = 4_000_000  # some times what is ever written
-_LONGEST_NAME = 200  # of 255 bytes that file systems take, an ending not counted
+_LARGEST_BYTES = 4_000_000  # several times the largest that is written
+_LONGEST_NAME = 200  # without an ending; file systems take 255 bytes
 
 
 def file_name(*parts: str) -> str:
@@ -31,10 +31,10 @@ def file_name(*parts: str) -> str:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """An empty file beside `path` that takes its place once the block has ended well.
+    """An empty file beside `path`, which replaces `path` once the block has ended without an error.
 
-    Its name is this writer's own, so that two sessions never write into one file; where the block
-    fails, the file is removed and `path` stays as it was. Only the user may read it.
+    The file's name is this writer's own, so that two sessions never write into one file. If the
+    block fails, the file is removed and `path` stays as it was. Only the user may read the file.
 
     Raises:
         OSError: the folder cannot be written.
@@ -74,7 +74,7 @@ def read_json(path: Path) -> Any:
 
 
 def is_number(value: Any, lowest: float, highest: float) -> bool:
-    """Whether it is a number between these; a bool is none, though an int to Python."""
+    """Whether `value` is a number from `lowest` to `highest`; a bool, an int to Python, is not."""
     return type(value) in (int, float) and lowest <= value <= highest  # NaN is between no bounds
 
 
@@ -84,10 +84,10 @@ def numbers(
     """A list of numbers, or of lists of them, as an array of this shape.
 
     Args:
-        shape: -1 is any length, as the first alone.
-        lowest, highest: that each number may be.
+        shape: the shape of the array; its first length may be -1, which stands for any length.
+        lowest, highest: the bounds of each number, themselves allowed.
     Raises:
-        ValueError: it is something else.
+        ValueError: the value is something else.
     """
     import numpy as np
 

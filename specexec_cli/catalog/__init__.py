@@ -1,1 +1,1 @@
-"""Names to files: what models.toml says, and what is downloaded from the hub."""
+"""Turns model names into files: reads models.toml, and downloads from the hub."""

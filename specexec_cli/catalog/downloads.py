@@ -1,9 +1,9 @@
-"""What a download would take before it begins, the download itself, and how to be rid of it.
+"""Says what a download would take, downloads a model, and deletes it again.
 
-All of it is huggingface_hub's own cache: what is fetched here, other programs find there, and the
-other way round. What `pull` fetched is not fetched twice, whatever stopped it: on a disk with
-symbolic links, files outside of git of up to 50 GB go on where they were (large_files.py). All
-others are huggingface_hub's, which begins a file anew.
+All files lie in huggingface_hub's own cache, so other programs find what is fetched here, and the
+other way round. After `pull` was stopped, whatever stopped it, files outside of git of up to 50 GB
+go on where they were, on a disk with symbolic links (large_files.py). huggingface_hub fetches all
+other files, and begins a file that was stopped anew.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Download:
 
     entry: ModelEntry  # its revision is the one to fetch
     total_bytes: int  # of the files that are wanted
-    fetch_bytes: int  # of those that are not here
+    fetch_bytes: int  # of the wanted files, those bytes that are not here
     gated: bool  # the hub wants an accepted licence
-    allowed: bool  # and whoever is logged in here has accepted it
+    allowed: bool  # the hub would hand it out: not gated, or accepted by the user's login
     commit: str = ""  # hash of the revision
-    large: tuple[LargeFile, ...] = ()  # of those not here, what goes on where it was stopped
+    large: tuple[LargeFile, ...] = ()  # files not here that go on where they were stopped
 
     @property
     def obstacle(self) -> str:
-        """Why the hub would not hand it out, in a sentence; empty where it would."""
+        """Why the hub would refuse the download, in a sentence; empty if it would not."""
         return "" if self.allowed else gate(self.entry.repo)
 
 
 def missing(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
-    """Those of the entries whose weights are not on this machine; opens no connection."""
+    """The entries without their weights on this machine, each once; opens no connection."""
     return [
         entry
         for index, entry in enumerate(entries)
@@ -57,7 +57,7 @@ def missing(entries: Sequence[ModelEntry]) -> list[ModelEntry]:
 
 
 def survey(entry: ModelEntry) -> Download:
-    """Asks the hub how much there is to fetch, and whether it would hand it out.
+    """Asks the hub how much there is to fetch, and whether the user may fetch it.
 
     Raises:
         UnknownModelError: no such repository or revision, or the hub cannot be reached.
@@ -77,7 +77,7 @@ def survey(entry: ModelEntry) -> Download:
                 allowed = False
         folder = _repo_folder(entry)
         snapshot = folder / "snapshots" / str(info.sha)
-        wanted = list(  # a content that has two names comes once
+        wanted = list(  # a content that has two names counts once
             {
                 file.lfs.sha256 if file.lfs else file.rfilename: file
                 for file in info.siblings or ()
@@ -112,7 +112,7 @@ def _is_wanted(name: str, entry: ModelEntry) -> bool:
 
 
 def free_disk_bytes() -> int:
-    """Free on the disk that the hub's cache is on, or will be."""
+    """Free bytes of the disk that the hub's cache is on, or will be on."""
     from huggingface_hub import constants
 
     cache = Path(constants.HF_HUB_CACHE).absolute()
@@ -121,10 +121,11 @@ def free_disk_bytes() -> int:
 
 
 def pull(download: Download, progress: Callable[[int], None]) -> Path:
-    """Fetches what is missing of a model, and tells how many bytes have come.
+    """Fetches the missing files of a model.
 
     Args:
-        progress: told bytes since it was last told, by several threads.
+        progress: called by several threads with the number of bytes that have come since its last
+            call; below 0 if bytes were lost again.
     Returns:
         The folder of its files.
     Raises:
@@ -142,7 +143,7 @@ def pull(download: Download, progress: Callable[[int], None]) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Cached:
-    """What the hub's cache holds of a repository, whole or in part."""
+    """A repository in the hub's cache, whole or in part."""
 
     repo: str
     folder: Path
@@ -150,7 +151,7 @@ class Cached:
 
 
 def cached(entry: ModelEntry) -> Cached | None:
-    """What is on this disk of a model of the hub; None where there is nothing."""
+    """What the cache holds of a model of the hub; None if it holds nothing."""
     folder = _repo_folder(entry)
     if entry.folder is not None or not folder.is_dir():
         return None
@@ -159,7 +160,7 @@ def cached(entry: ModelEntry) -> Cached | None:
 
 
 def remove(found: Cached) -> None:
-    """Deletes all revisions of a repository, and what broken downloads left of it.
+    """Deletes all revisions of a repository, and the remains of broken downloads.
 
     Raises:
         NotFetchedError: a file cannot be deleted.
@@ -175,7 +176,7 @@ def remove(found: Cached) -> None:
         ]
         if revisions:
             scan_cache_dir(found.folder.parent).delete_revisions(*revisions).execute()
-        if found.folder.is_dir():  # of a download that never came to an end there is no revision
+        if found.folder.is_dir():  # a download that never ended has left no revision
             shutil.rmtree(found.folder)
     except OSError as error:
         raise NotFetchedError(

@@ -1,7 +1,7 @@
-"""Bring a checkpoint folder within reach: a local one as it is, a hub id through the hub's cache.
+"""Finds a checkpoint's folder: a local one as it is, that of a hub id in the hub's cache.
 
 Only configuration, tokenizer, safetensors and GGUF files are fetched: never pickled weights, never
-code. huggingface_hub is imported where it is used, so that no command pays for it without need.
+code. huggingface_hub is imported where it is used, so that other commands need not wait for it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WANTED_FILES = [
 # '*' crosses folders in these patterns; consolidated files are a second copy of all the weights
 UNWANTED_FILES = ["*/*", "consolidated*", "adapter_*"]
 
-# what huggingface_hub calls the bar of the bytes that reach the disk
+# huggingface_hub's name of the progress bar for bytes that reach the disk
 _DISK_BAR = "huggingface_hub.snapshot_download"
 
 
@@ -52,7 +52,7 @@ def fetch(
     Args:
         entry: a local folder is returned as it is.
         offline: use only what is in the cache; HF_HUB_OFFLINE has the same effect.
-        stored: told of bytes as they reach the disk.
+        stored: called with the number of bytes that have reached the disk since its last call.
     Raises:
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
         CheckpointError: the repository has no safetensors weights.
@@ -85,7 +85,7 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
 
     Raises:
         UnknownModelError: the folder or repository is missing, gated, or not reachable.
-        CheckpointError: it is not JSON.
+        CheckpointError: config.json is not a JSON object.
     """
     from huggingface_hub import constants, hf_hub_download
 
@@ -118,8 +118,9 @@ def fetch_config(entry: ModelEntry, *, offline: bool = False) -> dict[str, Any]:
 
 
 def cached_snapshot(entry: ModelEntry) -> Path | None:
-    """The entry's folder, or GGUF file, in the hub's cache if all its weights are there; opens no
-    connection.
+    """The entry's folder, or GGUF file, in the hub's cache; None if any weights are missing.
+
+    Opens no connection.
     """
     from huggingface_hub import constants
 
@@ -133,14 +134,14 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
         snapshot = cache / "snapshots" / commit
         if not snapshot.is_dir():
             return None
-    except (OSError, ValueError):  # damaged, or a revision that no file can have
+    except (OSError, ValueError):  # the ref is damaged, or the revision is an impossible file name
         return None
     if entry.file is not None:
         parts = [snapshot / name for name in gguf_parts(entry.file)]
         return parts[0] if all(part.is_file() for part in parts) else None
     names = {path.name for path in snapshot.glob("*.safetensors")}
     try:
-        with suppress(FileNotFoundError):  # one file, no index
+        with suppress(FileNotFoundError):  # a model in one file has no index
             index = read_json(snapshot / "model.safetensors.index.json")
             names = set(index["weight_map"].values())
         complete = bool(names) and all((snapshot / name).is_file() for name in names)
@@ -150,13 +151,13 @@ def cached_snapshot(entry: ModelEntry) -> Path | None:
 
 
 def gguf_parts(file: str) -> list[str]:
-    """All parts of a GGUF file of a repository, which may be in a folder there."""
+    """All parts of a GGUF file of a repository; the file may be in a folder there."""
     folder, slash, name = file.rpartition("/")
     return [f"{folder}{slash}{part}" for part in part_names(name)]
 
 
 def wanted_files(entry: ModelEntry) -> list[str]:
-    """Patterns of the files that are fetched: of a repository of GGUF files one, in all parts."""
+    """Patterns of the files to fetch; of a repository of GGUF files, all parts of the one file."""
     return gguf_parts(entry.file) if entry.file is not None else WANTED_FILES
 
 
@@ -173,7 +174,7 @@ def _download(entry: ModelEntry, offline: bool, stored: Callable[[int], None]) -
                 allow_patterns=wanted_files(entry),
                 ignore_patterns=None if entry.file else UNWANTED_FILES,
                 local_files_only=offline,
-                max_workers=2,  # it begins a broken file anew: few at once are less to lose
+                max_workers=2,  # a broken file is begun anew: with few at once less is lost
                 tqdm_class=_silent_bar(stored),
             )
         )
@@ -185,7 +186,7 @@ def _silent_bar(stored: Callable[[int], None] = lambda n_bytes: None) -> type[An
     """A progress bar class that never shows.
 
     Args:
-        stored: told of bytes as they reach the disk.
+        stored: called with the number of bytes that have reached the disk since its last call.
     """
     from huggingface_hub.utils.tqdm import tqdm
 
@@ -204,7 +205,7 @@ def _silent_bar(stored: Callable[[int], None] = lambda n_bytes: None) -> type[An
 
 
 def gate(repo: str) -> str:
-    """What to do about a repository whose licence has not been accepted."""
+    """The sentence that tells how to get into a repository that needs an accepted licence."""
     from huggingface_hub import constants
 
     return (
@@ -214,13 +215,13 @@ def gate(repo: str) -> str:
 
 
 def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError:
-    """One line for what huggingface_hub raised: what happened, and the mend."""
+    """The error for an exception of huggingface_hub, in one line: what happened, and the mend."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, SpecexecError):
         return error
     repo = entry.repo
-    # the cache lookup that follows a failed request hides the failure behind its own
+    # the cache lookup that follows a failed request hides the failure behind its own error
     cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else None
     status = getattr(getattr(cause or error, "response", None), "status_code", None)
     if isinstance(cause or error, errors.GatedRepoError) or (status == 403 and entry.gated):
@@ -229,7 +230,7 @@ def explain(error: Exception, entry: ModelEntry, offline: bool) -> SpecexecError
         named = entry.revision or "main"
         return UnknownModelError(f"{repo} has no revision '{named}': check `revision`")
     if isinstance(error, errors.RepositoryNotFoundError):
-        typed = entry.name.partition("@")[0] == repo  # then a folder may have been meant
+        typed = entry.name.partition("@")[0] == repo  # the user may have meant a folder
         return UnknownModelError(
             f"no repository '{repo}' on {constants.ENDPOINT}{' and no such folder here' * typed}, "
             "or it is private: check the name, or log in with `hf auth login`"

@@ -1,8 +1,8 @@
-"""What a hub answers, looked through before huggingface_hub makes paths of it.
+"""Checks a hub's answers before huggingface_hub makes paths from them.
 
-Its cache has files under hashes, commits and names that the hub, or a mirror, or whoever answers in
-its place has sent; huggingface_hub checks some of the names and none of the hashes. So they are
-checked where they arrive, for its own code as for ours.
+huggingface_hub's cache has files under hashes, commits and names that were sent by the hub, a
+mirror, or whoever answers in their place. huggingface_hub checks some of the names and none of the
+hashes. So all of them are checked where they arrive, for its own code as for ours.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from specexec_cli.errors import UnknownModelError
 from specexec_cli.guarded import parse_json
 
 _HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's SHA-1, and the SHA-256 of a large file
-# other servers than the hub have their own kinds
+# servers other than the hub have ETags of other kinds
 _ETAG = re.compile(r"\w[\w.+=-]{0,199}", re.ASCII)
-_NO_HASH = "0" * 40  # in the place of a header that is not there
+_NO_HASH = "0" * 40  # stands for a header that is not there
 _FIRST_PATH = "specexec_first_path"
 
 
 @cache
 def watch_answers() -> None:
-    """Has every answer that huggingface_hub gets in this process looked through."""
+    """Makes sure that every answer that huggingface_hub gets in this process is checked."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -44,14 +44,15 @@ def watch_answers() -> None:
 
 
 def _note_path(request: Any) -> None:
-    """Remembers what was asked for first, of which a redirect may lead anywhere."""
+    """Remembers the path of the first request, since a redirect may lead to any other path."""
     request.extensions.setdefault(_FIRST_PATH, request.url.path)
 
 
 def _check(response: Any) -> None:
-    """
+    """Checks the hashes and the names of files in one answer.
+
     Raises:
-        UnknownModelError: a hash is none, or a name leads out of a folder.
+        UnknownModelError: a hash is not a hash, or a name leads out of its folder.
     """
     from huggingface_hub import constants
 
@@ -60,7 +61,7 @@ def _check(response: Any) -> None:
         for name in ("x-repo-commit", "x-xet-hash")
         if not _HASH.fullmatch(value := response.headers.get(name, _NO_HASH))
     ]
-    if response.request.method == "HEAD":  # its ETag names a blob, without what stands around it
+    if response.request.method == "HEAD":  # its ETag, without W/ and quotes, names a blob
         wrong += [
             value
             for name in ("etag", "x-linked-etag")
@@ -79,11 +80,11 @@ def _check(response: Any) -> None:
 
 
 def _wrong(content: bytes) -> Iterator[str]:
-    """Hashes and names of files that are none, in what the hub says of a model or its tree."""
+    """The wrong hashes and file names in the hub's answer about a model or a model's tree."""
     try:
         answer = parse_json(content.decode(json.detect_encoding(content), "surrogatepass"))
     except (json.JSONDecodeError, UnicodeDecodeError):
-        return  # huggingface_hub, which decodes it in the same way, makes nothing of it either
+        return  # huggingface_hub decodes it in the same way, and so makes nothing of it either
     except ValueError as error:
         yield str(error)
         return
@@ -108,7 +109,7 @@ def _wrong_in(entry: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a file of this name, joined to any folder, lies in it, on every system."""
+    """Whether a file of this name lies inside any folder it is joined to, on every system."""
     parts = [*PurePosixPath(name).parts, *PureWindowsPath(name).parts]
     absolute = PurePosixPath(name).is_absolute() or PureWindowsPath(name).anchor
     return bool(parts) and not absolute and ".." not in parts and "\0" not in name

@@ -1,12 +1,14 @@
-"""Large files of the hub, fetched so that a download that was killed goes on where it was.
+"""Fetches large files of the hub so that a download that was killed goes on where it was.
 
 huggingface_hub itself begins anew: each of its downloads writes into a file of a random name, by
-http as by Xet (file_download.py, _download_to_tmp_and_move; its issue 4196). So the files that the
-hub knows by their SHA-256 are brought to where its cache keeps them before it is asked for the
-rest. It finds them there and links them. Ranges, retries and redirects are those of its http_get.
+http as by Xet (file_download.py, _download_to_tmp_and_move; its issue 4196). So this module puts
+the files that the hub knows by their SHA-256 where huggingface_hub's cache keeps them, before
+huggingface_hub fetches the rest; it finds them there and links them. Its http_get does ranges,
+retries and redirects.
 
 Two processes that fetch the same file take turns by a file lock. Where file locks do nothing
-(Lustre, some NFS) they would write into one another's file: there one model is for one process.
+(Lustre, some NFS) they would write into one another's file: there only one process at a time may
+fetch a model.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.errors import CheckpointError
 
 _AT_ONCE = 8  # as many as huggingface_hub fetches
-_LOCK_TURN_S = 1.0  # so long a wait for another process's download goes on without looking up
+_LOCK_TURN_S = 1.0  # while waiting for another process's lock, time between looks at `ended`
 
 
 class _EndedError(Exception):
-    """Another file failed, or the caller left: this download ends, and what came of it stays."""
+    """Another file failed, or the caller left: this download ends, and its bytes stay on disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +43,15 @@ class LargeFile:
     sha256: str
 
     def blob(self, repo_folder: Path) -> Path:
-        """Where huggingface_hub keeps it once it is whole."""
+        """Where huggingface_hub keeps the whole file."""
         return repo_folder / "blobs" / self.sha256
 
     def partial(self, repo_folder: Path) -> Path:
-        """Where the first part of it waits for the rest."""
+        """Where the file's first bytes wait for the rest."""
         return repo_folder / "blobs" / f"{self.sha256}.incomplete"
 
     def bytes_here(self, repo_folder: Path) -> int:
-        """How much of it need not be fetched."""
+        """Bytes of the file that are here and need not be fetched."""
         if self.blob(repo_folder).exists():
             return self.size_bytes
         try:
@@ -60,17 +62,17 @@ class LargeFile:
 
 
 def resumable(name: str, lfs: Any, repo_folder: Path) -> LargeFile | None:
-    """The file as one to fetch here; None where huggingface_hub had better fetch it.
+    """The file, if fetch_large() can fetch it; None if huggingface_hub has to.
 
     Args:
-        lfs: what the hub's metadata says of a file outside of git; None of one inside.
+        lfs: the hub's metadata of a file outside of git; None for a file inside.
     """
     from huggingface_hub import constants
     from huggingface_hub.file_download import are_symlinks_supported
 
     if lfs is None or lfs.size > constants.MAX_HTTP_DOWNLOAD_SIZE:  # larger ones come by Xet alone
         return None
-    if not are_symlinks_supported(repo_folder.parent):  # then a blob is copied, and stays as well
+    if not are_symlinks_supported(repo_folder.parent):  # the blob would be copied, and stay
         return None
     return LargeFile(name=name, size_bytes=lfs.size, sha256=lfs.sha256)
 
@@ -82,15 +84,16 @@ def fetch_large(
     repo_folder: Path,
     stored: Callable[[int], None],
 ) -> None:
-    """Fetches what is missing of the files into the hub's cache.
+    """Fetches the missing bytes of the files into the hub's cache.
 
     Args:
-        commit: hash of the revision, at which files do not change.
+        commit: hash of the revision; at a commit, files do not change.
         repo_folder: the repository's folder in the cache.
-        stored: told of bytes as they reach the disk, by several threads.
+        stored: called by several threads with the number of bytes that have reached the disk since
+            its last call; below 0 if bytes were lost again.
     Raises:
-        CheckpointError: what came has another hash; it was deleted.
-        Exception: whatever the hub, the network or the disk did; what came is kept.
+        CheckpointError: the bytes of a file have another hash; they were deleted.
+        Exception: an error of the hub, the network or the disk; the bytes that came are kept.
     """
     (repo_folder / "blobs").mkdir(parents=True, exist_ok=True)
     run = _Run(entry, commit, repo_folder, stored, ended=Event())
@@ -106,7 +109,7 @@ def fetch_large(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Downloads of one call, which end together.
+    """The downloads of one call of fetch_large(); when one fails, all end.
 
     Args:
         ended: set once one of them failed, or the caller left.
@@ -119,14 +122,14 @@ class _Run:
     ended: Event
 
     def fetch(self, file: LargeFile, known: int) -> None:
-        """Makes a blob of a file; what an earlier run left of it may be damaged, and is no loss.
+        """Completes a file and makes it a blob; fetches all of it anew if the part here is damaged.
 
         Args:
-            known: bytes of it that were here when the caller counted.
+            known: bytes of the file that were here when the caller counted.
         """
         with self._locked(file):
             here = file.bytes_here(self.repo_folder)
-            self.stored(here - known)  # another program came further
+            self.stored(here - known)  # another program has fetched more
             if file.blob(self.repo_folder).exists():
                 return
             right = self._complete(file, here)
@@ -161,7 +164,7 @@ class _Run:
         raise _EndedError
 
     def _complete(self, file: LargeFile, here: int) -> bool:
-        """Fetches what follows the first `here` bytes; whether all are right, else none is kept."""
+        """Fetches the bytes after the first `here`; True if the hash is right, else deletes all."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
         from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
@@ -177,7 +180,7 @@ class _Run:
                 tqdm_class=_telling_bar(self.stored, here, self.ended),
             )
             writer.flush()
-            os.fsync(writer.fileno())  # nobody looks at a blob again: no power cut may shorten it
+            os.fsync(writer.fileno())  # nobody checks a blob again: no power cut may shorten it
         with partial.open("rb") as reader:
             right = hashlib.file_digest(reader, "sha256").hexdigest() == file.sha256
         if not right:
@@ -186,10 +189,10 @@ class _Run:
 
 
 def _telling_bar(stored: Callable[[int], None], here: int, ended: Event) -> type[Any]:
-    """A progress bar class for http_get that never shows, and ends it once `ended` is set.
+    """A progress bar class that never shows, and that ends http_get once `ended` is set.
 
     Args:
-        stored: told of bytes as they come, and of those that are lost again.
+        stored: called with the number of bytes that came, or below 0 for bytes lost again.
         here: bytes that were on the disk before.
     """
     from huggingface_hub.utils.tqdm import tqdm
@@ -199,7 +202,7 @@ def _telling_bar(stored: Callable[[int], None], here: int, ended: Event) -> type
             lost = here - kwargs.get("initial", 0)
             kwargs["disable"] = True
             super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
-            if lost:  # the server does not know of ranges, and begins at the beginning
+            if lost:  # the server does not know ranges, and begins at the first byte
                 stored(-lost)
 
         def update(self, n: float | None = 1) -> bool | None:

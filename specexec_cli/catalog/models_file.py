@@ -22,7 +22,7 @@ PACKAGE_PREFIX = "package:"
 
 _TREE = TreeConfig()
 
-# What pairs are for; text: base models, which go on with a text and know no chat template.
+# The tasks of pairs; "text" is for base models, which continue a text without a chat template.
 TASKS = ("chat", "code", "text")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": tuple(DTYPE_BYTES),
@@ -46,22 +46,20 @@ _MAY_BE_ZERO = ("q_lora_rank", "hidden_size_per_layer_input", "num_kv_shared_lay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """One [models.NAME], or what little is known of a bare folder or hub id (None: unknown)."""
+    """One [models.NAME], or the little known of a bare folder or hub id (None: unknown)."""
 
     name: str
     repo: str  # hub id, folder, or package:FOLDER for weights shipped with the program
     revision: str | None = None  # branch, tag or commit of the hub repository
-    file: str | None = None  # of the hub repository: one GGUF file, or any part of a split one
-    model_type: str | None = None  # config.json's; of a model that sees, its part for text's
+    file: str | None = None  # one GGUF file of the hub repository, or any part of a split one
+    model_type: str | None = None  # as in config.json; of a vision model, that of its text part
     dtype: str | None = None  # of the stored weights that are not quantized
     quantization: str | None = None  # one of _CHOICES; mxfp4 packs the experts alone
     bits: int | None = None  # of a quantized weight
     group_size: int | None = None  # inputs that share a scale; -1 is all of them
     context: int | None = None  # tokens
     params: int | None = None
-    vision_params: int | None = (
-        None  # beside `params`: fetched with them and not run, for pictures or further tokens
-    )
+    vision_params: int | None = None  # beside `params`: fetched, not run (pictures, more tokens)
     chat: bool | None = None  # the tokenizer has a chat template
     tokenizer: str | None = None  # family: models of one family can be paired
     license: str | None = None
@@ -79,17 +77,19 @@ class ModelEntry:
 
     @property
     def weights(self) -> str:
-        """What tells these weights from others: the repo, or org/name:FILE.gguf for one of the
-        files in it. What is measured of a model belongs under it."""
+        """The identity of these weights: the repo, or org/name:FILE.gguf for one file of it.
+
+        Measurements of a model belong under this name.
+        """
         return self.repo if self.file is None else f"{self.repo}:{self.file}"
 
     def at(self, revision: str) -> ModelEntry:
         """The same repository at another branch, tag or commit.
 
-        Its weights may be quantized another way: nothing that tells of them carries over.
+        Its weights may be quantized in another way, so nothing said about them carries over.
 
         Raises:
-            ConfigError: a local folder.
+            ConfigError: the entry is a local folder.
         """
         if self.folder is not None:
             raise ConfigError(f"`revision` is for hub ids, but '{self.name}' is a local folder")
@@ -106,17 +106,17 @@ class ModelEntry:
 
     @property
     def size_bytes(self) -> int | None:
-        """Bytes of the weights: of the files in a folder, else computed; None if not known.
+        """Bytes of the weights: those of the files in a folder, else computed; None if not known.
 
-        Computed to within 1 % of the files on the hub: biases, norms and g_idx are left out.
+        A computed size is within 1 % of the files' on the hub: it lacks biases, norms and g_idx.
         """
         if self.folder is not None:
             return sum(file.stat().st_size for file in weight_files(self.folder)) or None
         if self.params is None or self.dtype is None:
             return None
         width = DTYPE_BYTES[self.dtype]
-        unread = (self.vision_params or 0) * width  # which fp8 alone quantizes
-        if self.quantization == "mxfp4":  # 32 codes of 4 bits and their scale in 17 bytes
+        unread = (self.vision_params or 0) * width  # only fp8 quantizes these
+        if self.quantization == "mxfp4":  # 32 codes of 4 bits and their scale take 17 bytes
             names = "num_hidden_layers", "num_local_experts", "hidden_size", "intermediate_size"
             in_experts = 3 * prod(int(self.shape.get(name, 0)) for name in names)
             return (self.params - in_experts) * width + in_experts * 17 // 32
@@ -141,7 +141,7 @@ class ModelEntry:
             return {}
         config: dict[str, Any] = {"model_type": self.model_type, "dtype": self.dtype, **self.shape}
         if config.get("q_lora_rank") == 0:
-            config["q_lora_rank"] = None  # which a TOML file cannot say
+            config["q_lora_rank"] = None  # TOML has no null
         if self.quantization not in (None, "none"):
             config["quantization_config"] = self._quantization_config()
         return config
@@ -169,17 +169,17 @@ class ModelEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairEntry:
-    """One [pairs.NAME]: a target, what drafts for it, and a tree for them."""
+    """One [pairs.NAME]: a target, its draft model, and the tree recommended for them."""
 
     name: str
     target: str  # a model name, folder or hub id
-    draft: str  # a model of the target's tokenizer, or SUFFIX where there is no small one
+    draft: str  # a model with the target's tokenizer, or SUFFIX if there is no small one
     budget: int = _TREE.budget
     depth: int = _TREE.max_depth
     batch: int = _TREE.batch
     source: str = "not stated"  # where the recommendation comes from
-    tokens_per_pass: float | None = None  # committed, with this tree; None is not known
-    tasks: tuple[str, ...] = ()  # of TASKS: what `models recommend` may recommend it for
+    tokens_per_pass: float | None = None  # committed tokens, with this tree; None: not known
+    tasks: tuple[str, ...] = ()  # from TASKS: `models recommend` may recommend it for these
     note: str = ""
 
     def __post_init__(self) -> None:
@@ -214,7 +214,7 @@ def read_models_file(path: Path) -> ModelsFile:
 
 @lru_cache(maxsize=8)
 def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
-    """The entries of a file that was last written then and is so long."""
+    """The entries of a file; after a change its time or size differs, and it is parsed again."""
     try:
         table = read_toml(path)
     except UnicodeDecodeError as error:
@@ -236,7 +236,7 @@ def _parsed(path: Path, mtime_ns: int, size: int) -> ModelsFile:
 
 
 def weight_files(place: Path) -> list[Path]:
-    """The files of weights in a checkpoint's folder, or of a GGUF file all parts that are there."""
+    """The weight files in a checkpoint's folder, or all parts of a GGUF file that are there."""
     if place.is_file():
         parts = [place.parent / name for name in part_names(place.name)]
         return [part for part in parts if part.is_file()]
@@ -279,7 +279,7 @@ def _pair(name: str, table: object, path: Path, where: str) -> PairEntry:
 
 
 def _anchored(reference: str, path: Path) -> str:
-    """A folder given as a relative path is relative to the models file that names it."""
+    """The reference; a relative path becomes absolute, from the folder of its models file."""
     if not is_path(reference):
         return reference
     return str((path.resolve().parent / Path(reference).expanduser()).resolve())

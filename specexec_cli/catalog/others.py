@@ -1,8 +1,8 @@
-"""GGUF files that other programs have brought to this machine: they are used where they lie.
+"""Finds GGUF files that other programs brought to this machine; they are used where they lie.
 
 ollama keeps blobs under their hashes, and manifests that say which blob a model is
-(https://github.com/ollama/ollama/blob/main/docs/api.md); llama.cpp a folder of files; and both
-llama.cpp and the hub's own tools huggingface_hub's cache.
+(https://github.com/ollama/ollama/blob/main/docs/api.md). llama.cpp keeps a folder of files. Both
+llama.cpp and the hub's own tools keep files in huggingface_hub's cache.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import is_gguf, part_names
 from specexec_cli.guarded import read_json
 
-OLLAMA = "ollama:"  # begins the names of its models
+OLLAMA = "ollama:"  # begins the names of ollama's models
 _MODEL = "application/vnd.ollama.image.model"  # mediaType of the weights among a manifest's layers
 _LARGEST_MANIFEST_BYTES = 1_000_000
-_NO_MODEL = "mmproj"  # in the names of files that hold a reader of pictures
+_NO_MODEL = "mmproj"  # in the names of files that hold a vision encoder, which is no model
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
     """A model in a GGUF file, or in the parts of one."""
 
-    name: str  # that --target takes
-    program: str  # that brought it here
-    path: Path  # of a split file the first part
+    name: str  # as --target takes it
+    program: str  # that brought the file here
+    path: Path  # the first part of a split file
     size_bytes: int
 
 
 def found_files() -> list[FoundFile]:
-    """All that is found, each program's by name; opens no connection."""
+    """All files that are found, by program and then by name; opens no connection."""
     return [*_sorted(_of_ollama()), *_sorted(_of_llama_cpp()), *_sorted(_of_hub())]
 
 
 def ollama_file(name: str) -> Path | None:
-    """The file of a model of ollama's, as `ollama:NAME[:TAG]` names it."""
+    """The file of the ollama model that is called `ollama:NAME[:TAG]`; None if there is none."""
     wanted = name if ":" in name.removeprefix(OLLAMA) else f"{name}:latest"
     return next((each.path for each in _of_ollama() if each.name == wanted), None)
 
@@ -49,14 +49,14 @@ def _sorted(found: Iterator[FoundFile]) -> list[FoundFile]:
 
 
 def ollama_folders() -> list[Path]:
-    """Where ollama keeps models: told by the environment, a user's own, and a service's."""
+    """Where ollama keeps models: OLLAMA_MODELS if set, else the user's folder and the service's."""
     if told := os.environ.get("OLLAMA_MODELS"):
         return [Path(told)]
     return [Path.home() / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
 
 
 def llama_cpp_folder() -> Path:
-    """Where llama.cpp keeps what it downloads."""
+    """Where llama.cpp keeps the files it downloads."""
     if told := os.environ.get("LLAMA_CACHE"):
         return Path(told)
     if sys.platform == "darwin":
@@ -72,22 +72,22 @@ def _of_ollama() -> Iterator[FoundFile]:
             if found := _blob(manifest, folder / "blobs"):
                 blob, size = found
                 *place, tag = manifest.relative_to(manifests).parts
-                # registry.ollama.ai/library is what names without a slash are of
+                # a name without a slash belongs to registry.ollama.ai/library
                 named = "/".join(place).removeprefix("registry.ollama.ai/").removeprefix("library/")
                 name = f"{OLLAMA}{named}:{tag}"
                 yield FoundFile(name, "ollama", blob, size)
 
 
 def _blob(manifest: Path, blobs: Path) -> tuple[Path, int] | None:
-    """The GGUF file that a manifest names and its bytes, if both can be read."""
+    """The GGUF file that a manifest names, and its bytes; None if one of them cannot be read."""
     try:
         layers = read_json(manifest, most_bytes=_LARGEST_MANIFEST_BYTES)["layers"]
         digest = next(str(each["digest"]) for each in layers if each["mediaType"] == _MODEL)
         blob = blobs / digest.replace(":", "-")
-        # a digest may be no name that a file can have
+        # a digest may be an impossible file name
         return (blob, blob.stat().st_size) if blob.parent == blobs and is_gguf(blob) else None
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
-        return None  # another program's file: none of ours to judge
+        return None  # another program's file: not ours to judge
 
 
 def _of_llama_cpp() -> Iterator[FoundFile]:
@@ -113,7 +113,7 @@ def _of_hub() -> Iterator[FoundFile]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Files below a folder; none where it may not be read."""
+    """Files below a folder; an empty list if the folder may not be read."""
     try:
         return sorted(path for path in folder.rglob(pattern) if path.is_file())
     except OSError:
@@ -121,9 +121,9 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _size(path: Path) -> int | None:
-    """Bytes of a model in all parts; None for later parts, incomplete ones, and what is none.
+    """Bytes of a model, all parts together; None for a later part, or if a part is missing.
 
-    Another program's file whose name makes no sense, such as x-00004-of-00003.gguf, is none.
+    None also for files that are no model, and for an impossible name as x-00004-of-00003.gguf.
     """
     try:
         parts = [path.parent / name for name in part_names(path.name)]

@@ -1,7 +1,7 @@
-"""The low-bit copies of targets that draft for them: where they are kept, and how to be rid of one.
+"""Lists and deletes the low-bit copies of targets, which draft for their targets.
 
 planning/low_bits.py names them, models/own_copy.py makes them. Each name ends in the bits and the
-version of the format; one that ends in `.partial-` and a number is what a killed process left.
+version of the format; a name that ends in `.partial-` and a number was left by a killed process.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from platformdirs import user_cache_path
 
 from specexec_cli.errors import NotFetchedError
 
-PREFIX = "self:"  # begins the names of copies where models are named too
+PREFIX = "self:"  # begins a copy's name where models are named too
 PARTIAL = ".partial-"
 
 
 @dataclass(frozen=True, slots=True)
 class OwnCopy:
-    """A folder in the cache, of a target that may have changed or gone since."""
+    """A copy's folder in the cache; the target may have changed or gone since."""
 
     name: str
     folder: Path
@@ -32,17 +32,17 @@ class OwnCopy:
 
 
 def copies_folder() -> Path:
-    """The folder of all copies, which need not be there."""
+    """The folder of all copies; it may not exist."""
     return user_cache_path("specexec", appauthor=False) / "self"
 
 
 def lock_of(folder: Path) -> FileLock:
-    """Held by the process that makes the copy in this folder, or removes it."""
+    """The lock that a process holds while it makes or removes the copy in this folder."""
     return FileLock(folder.parent / f"{folder.name.partition(PARTIAL)[0]}.lock")
 
 
 def own_copies(beginning: str = "") -> list[OwnCopy]:
-    """All copies whose names begin so, whole ones and what is left of others, by name."""
+    """All copies, whole or partial, with names that begin with `beginning`, sorted by name."""
     folders = sorted(path for path in copies_folder().glob("*") if path.is_dir())
     return [
         OwnCopy(f"{PREFIX}{folder.name}", folder, _size_bytes(folder))
@@ -52,7 +52,7 @@ def own_copies(beginning: str = "") -> list[OwnCopy]:
 
 
 def _size_bytes(folder: Path) -> int:
-    """Of its files; what another process renames or removes meanwhile counts as nothing."""
+    """Bytes of the files in a folder; files renamed or removed meanwhile count as nothing."""
     found = 0
     for parent, _, names in os.walk(folder):
         for name in names:

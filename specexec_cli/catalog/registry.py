@@ -1,8 +1,8 @@
-"""What models.toml says: models, pairs, and what a name, a folder or a hub id stands for.
+"""Merges the models.toml files, and finds the model that a name, folder or hub id stands for.
 
-It downloads nothing and opens no checkpoint. Three files are merged entry by entry, the later
-winning: the one shipped with the program, the one in the user's config folder, and the one that a
-request names.
+It downloads nothing and opens no checkpoint. Three files are merged entry by entry, and a later
+file overrides an earlier one: the file shipped with the program, the one in the user's config
+folder, and the one that a request names.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from specexec_cli.gguf.container import is_gguf
 __all__ = ["ModelEntry", "PairEntry", "Registry", "load_registry", "user_models_file"]
 
 _LIST_HINT = " `specexec models list` shows what is known."
-_NO_MODELS = (SUFFIX, *SELF_DRAFTS)  # in the place of a draft model
+_NO_MODELS = (SUFFIX, *SELF_DRAFTS)  # drafts that are no model
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """All entries after the merge; pairs of the files that win come first."""
+    """All entries after the merge; pairs of overriding files come first."""
 
     models: Mapping[str, ModelEntry]
     pairs: Mapping[str, PairEntry]
@@ -67,12 +67,14 @@ class Registry:
         return self.pairs[name]
 
     def resolve(self, reference: str) -> ModelEntry:
-        """What a reference means: a name here, else a model folder or GGUF file, else
-        org/name[@revision], or of it one GGUF file as org/name[@revision]:FILE.gguf, else a model
-        of ollama's as ollama:NAME.
+        """The model that a reference stands for.
+
+        In this order: a name in models.toml, a model folder or GGUF file, a model of ollama's as
+        ollama:NAME, a hub repository as org/name[@revision], or one GGUF file of a repository as
+        org/name[@revision]:FILE.gguf.
 
         Raises:
-            UnknownModelError: none of these, or a folder without config.json.
+            UnknownModelError: it is none of these, or a folder without config.json.
         """
         if reference in self.models:
             return self.models[reference]
@@ -121,21 +123,21 @@ class Registry:
         return replace(known.at(revision), name=reference)
 
     def pair_for_target(self, reference: str) -> PairEntry | None:
-        """The first pair whose target is the model that `reference` stands for."""
+        """The first pair for the target that `reference` stands for; None if there is none."""
         wanted = self._identity(reference)
         pairs = self.pairs.values()
         return next((pair for pair in pairs if self._identity(pair.target) == wanted), None)
 
     def draft_of(self, pair: PairEntry) -> ModelEntry | None:
-        """A pair's draft model; None where the text's own past drafts, or the target's own copy.
+        """A pair's draft model; None if the text's own past or the target's own copy drafts.
 
         Raises:
-            UnknownModelError: a folder that has gone.
+            UnknownModelError: the draft model's folder has gone.
         """
         return None if pair.draft in _NO_MODELS else self.resolve(pair.draft)
 
     def pair_of(self, target: ModelEntry, draft: ModelEntry) -> PairEntry | None:
-        """The first pair of these two models."""
+        """The first pair of these two models; None if there is none."""
         wanted = (target.weights, target.revision), (draft.weights, draft.revision)
         pairs = self.pairs.values()
         return next(
@@ -146,7 +148,7 @@ class Registry:
     def drafts_for(self, target: str) -> list[str]:
         """Draft models known to share the target's tokenizer, the smallest first.
 
-        Known are the drafts of the pairs that name this target, and smaller models of its family.
+        They are the drafts of the pairs that name this target, and smaller models of its family.
         """
         entry = self.resolve(target)
         wanted = self._identity(target)
@@ -167,9 +169,9 @@ class Registry:
         return sorted(paired | family, key=lambda name: (size.get(name, 0), name))
 
     def _identity(self, reference: str) -> tuple[str, str | None]:
-        """A model's weights and revision, so that a name and a hub id of one compare equal.
+        """A model's weights and revision, by which its name and its hub id compare equal.
 
-        It looks at no disk: a pair whose folder has gone must not break the search for others.
+        A folder that has gone is no error: it must not break the search for other pairs.
         """
         if reference in self.models:
             entry = self.models[reference]
@@ -194,7 +196,7 @@ def load_registry(models_file: Path | None = None) -> Registry:
     """The shipped models.toml, overridden by the user's and then by `models_file`.
 
     Raises:
-        ConfigError: a file that cannot be read, or an entry that is not right.
+        ConfigError: a file cannot be read, or an entry is not right.
     """
     files = [_shipped_file()]
     if user_models_file().is_file():
@@ -227,8 +229,12 @@ def _shipped_file() -> Path:
 
 
 def _check_pairs(path: Path, content: ModelsFile, models: Mapping[str, ModelEntry]) -> None:
-    """Every target and draft is a model of this or an earlier file, a hub id, or a path; a draft
-    may be the text's own past, or the target's own copy.
+    """Checks that every target and draft is a model of this or an earlier file, a hub id or a path.
+
+    A draft may also be the text's own past, or the target's own copy.
+
+    Raises:
+        ConfigError: a target or draft is none of these.
     """
     for pair in content.pairs.values():
         for key, name in (("target", pair.target), ("draft", pair.draft)):

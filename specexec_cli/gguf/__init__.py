@@ -1,1 +1,1 @@
-"""GGUF files: what their headers say, in the names that transformers uses. Imports no torch."""
+"""Reads the headers of GGUF files and puts them in transformers' terms. Imports no torch."""

@@ -1,8 +1,8 @@
-"""The config.json that a GGUF file stands for, from its metadata. Torch-free: `plan` asks for it.
+"""Makes transformers' config of a GGUF file from its metadata. Imports no torch: `plan` uses it.
 
-transformers has a table of its own for this (integrations/ggml.py), which leaves out what changes
-results: scaled rotary frequencies, windows, soft caps, the width of experts. A test holds this one
-against it where both speak. What no file tells (Gemma's scale of queries) is as in llama.cpp's
+transformers' own table for this (integrations/ggml.py) leaves out values that change results:
+scaled rotary frequencies, windows, soft caps, the width of experts. A test compares both tables
+where they overlap. Values that no file has (Gemma's scale of queries) are as in llama.cpp's
 src/models; the metadata's keys are listed in https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -40,7 +40,7 @@ def gguf_config(file: GgufFile) -> Config:
     """transformers' config of the model in a GGUF file, as config.json would hold it.
 
     Raises:
-        CheckpointError: an architecture that is not known, or a value that is missing or absurd.
+        CheckpointError: the architecture is not known, or a value is missing or absurd.
     """
     metadata = Metadata(file)
     architecture = metadata.architecture
@@ -85,28 +85,29 @@ def gguf_config(file: GgufFile) -> Config:
 
 
 def _check_count(metadata: Metadata, what: str, said: int, found: int | None) -> None:
-    """Refuses a count that the tensors do not bear out: memory is taken for as many as it says."""
+    """Refuses a count that the tensors contradict: memory will be allocated for that count."""
     if said != found:
         has = "lacks some of its" if found is None else f"has tensors of {found}"
         raise metadata.refusal(f"its metadata says {said} {what}, the file {has} {what}")
 
 
 def _experts(file: GgufFile, metadata: Metadata) -> int:
-    """The number of experts of a layer, held against the tensors."""
+    """The number of experts of a layer, checked against the tensors."""
     count = metadata.whole("expert_count")
     _check_count(metadata, "experts", count, expert_count(file))
     return count
 
 
 def _ends(metadata: Metadata) -> list[int] | int | None:
-    """What ends a text: the tokens that a file calls so, and those whose spelling says it, which
-    llama.cpp goes by as well (src/llama-vocab.cpp): many files name but one."""
+    """The tokens that end a text: those that the file names, and those with a known spelling.
+
+    Many files name only one, so llama.cpp goes by the spelling as well (src/llama-vocab.cpp).
+    """
     found = [metadata.token("eos_token_id"), metadata.token("eot_token_id")]
     spelled = metadata.words()
     ends = [word for word in _ENDS if word in spelled]
-    if {"<|return|>", "<|call|>"} <= {
-        *ends
-    }:  # gpt-oss, where <|end|> ends but a message of several
+    # in gpt-oss <|end|> ends only one of a reply's messages
+    if {"<|return|>", "<|call|>"} <= {*ends}:
         ends = [word for word in ends if word != "<|end|>"]
     found += [spelled[word] for word in ends]
     ids = list(dict.fromkeys(each for each in found if each is not None))
@@ -114,7 +115,7 @@ def _ends(metadata: Metadata) -> list[int] | int | None:
 
 
 def _dtype(file: GgufFile) -> str:
-    """What to compute in on a GPU: the plain tensors' dtype, or bfloat16 for packed ones."""
+    """The dtype to compute in on a GPU: that of most bytes, or bfloat16 if they are packed."""
     found: dict[str, int] = {}
     for tensor in file.tensors.values():
         found[tensor.type.name] = found.get(tensor.type.name, 0) + tensor.stop - tensor.start
@@ -142,7 +143,7 @@ def _qwen3moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
         "num_experts": _experts(file, metadata),
         "num_experts_per_tok": metadata.whole("expert_used_count"),
         "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # llama.cpp does so whatever the model's maker said
+        "norm_topk_prob": True,  # llama.cpp normalizes, whatever the model's own config says
     }
 
 
@@ -156,8 +157,10 @@ def _gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
-    """Kinds of attention where one layer of `every` sees the whole text, unless metadata says
-    otherwise."""
+    """Each layer's kind of attention: every `every`-th layer sees the whole text.
+
+    Metadata may say another number than `every`; 0 means that no layer sees the whole text.
+    """
     pattern = metadata.whole("attention.sliding_window_pattern", every)
     return [
         "full_attention" if pattern and number % pattern == 0 else "sliding_attention"
@@ -180,7 +183,7 @@ def _gemma3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:
-    """What queries are divided by the root of, which llama.cpp knows from the number of layers."""
+    """Queries are divided by this number's root; as in llama.cpp, layers tell the 27B model."""
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

@@ -1,7 +1,7 @@
 """The header of a GGUF file: metadata, and where each tensor lies.
 
-Nothing a header says is believed before it was held against the file: counts, lengths and offsets
-come from whoever made it. No byte outside the file is read, and of it at most MAX_HEADER_BYTES.
+Counts, lengths and offsets come from whoever made the file, so each is checked against the file
+before it is used. At most MAX_HEADER_BYTES are read, and nothing past the file's end.
 Source of the format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -24,11 +24,11 @@ MAX_HEADER_BYTES = 100_000_000  # the largest vocabularies with their merges tak
 _VERSIONS = (2, 3)
 _ALIGNMENT = 32  # of tensors in the file, unless its metadata says otherwise
 _MOST_DIMENSIONS = 4
-_MOST_NUMBERS = 1 << 21  # in arrays: some for each token of the largest vocabularies
+_MOST_NUMBERS = 1 << 21  # in arrays that are kept: a few for each token of the largest vocabularies
 _STEP_BYTES = 4 << 20  # the header is read in pieces of this size
 
 _STRING, _ARRAY = 8, 9
-# struct's letters for the types of metadata of a fixed size, by their numbers
+# number of a metadata type of fixed size -> struct's letter for it
 _SCALARS = {
     0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
 }  # fmt: skip
@@ -41,7 +41,7 @@ Value = bool | int | float | str | list[Any]
 class GgufTensor:
     """One tensor as a header describes it."""
 
-    name: str  # llama.cpp's
+    name: str  # llama.cpp's name
     path: Path
     type: GgmlType
     shape: tuple[int, ...]  # PyTorch's order: a row's weights last
@@ -53,13 +53,13 @@ class GgufTensor:
 class GgufFile:
     """The headers of a GGUF file, or of all parts of one that was split."""
 
-    path: Path  # that was asked for
-    metadata: Mapping[str, Value]  # the first part's
+    path: Path  # the one that was asked for
+    metadata: Mapping[str, Value]  # of the first part
     tensors: Mapping[str, GgufTensor]
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as GGUF files do; ollama's have no name that tells."""
+    """Whether a file begins as GGUF files do; the names of ollama's files do not tell."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -68,7 +68,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of a split file, from the name of any; a whole file is its own part.
+    """The names of all parts of a split file, from any part's name; `name` alone if it is whole.
 
     Raises:
         CheckpointError: there is no such part, as in 00004-of-00003.
@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> GgufFile:
     """The headers of a GGUF file and of all its parts, fully checked.
 
     Raises:
-        CheckpointError: a file is missing, truncated, of a kind that is not read, or it lies.
+        CheckpointError: a file is missing, truncated, inconsistent, or of a kind that is not read.
     """
     parts = [path.parent / name for name in part_names(path.name)]
     headers = [_read_header(part) for part in parts]
@@ -122,7 +122,7 @@ def _check_parts(parts: list[Path], metadata: list[Mapping[str, Value]]) -> None
 
 
 def shown(value: Value | None) -> str:
-    """A value of the metadata in a message, however long it is."""
+    """A value of the metadata, cut to fit into a message."""
     text = repr(value[:60] if isinstance(value, str | list) else value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
@@ -153,11 +153,11 @@ class _Cursor:
 
     @property
     def left(self) -> int:
-        """Bytes that the rest of the header can have at most."""
+        """Most bytes that the rest of the header can have."""
         return self._most - self.at
 
     def reach(self, size: int, what: str) -> int:
-        """Moves behind the next `size` bytes, which are then in `_data`; where they begin."""
+        """Moves past the next `size` bytes, which are then in `_data`; returns their start."""
         if size > self.left:
             if self._most < self.file_bytes:
                 raise self.refusal(f"{what}, and its header has more than {self._most} bytes")
@@ -176,14 +176,16 @@ class _Cursor:
         return start
 
     def numbers(self, letters: str, what: str) -> tuple[Any, ...]:
-        """The next numbers, by struct's letters."""
+        """The next numbers; `letters` are struct's letters of their types."""
         form = "<" + letters
         start = self.reach(struct.calcsize(form), what)
         return struct.unpack_from(form, self._data, start)
 
     def array(self, letter: str, count: int, what: str) -> list[Any] | None:
-        """The next numbers of one type; None for more than is read, which Python would keep in many
-        times their bytes."""
+        """The next `count` numbers of one type; skips them and returns None if they are too many.
+
+        Python would keep them in many times their bytes.
+        """
         if count > self._numbers_left:
             self.reach(count * struct.calcsize("<" + letter), what)
             return None
@@ -200,13 +202,13 @@ class _Cursor:
             raise self.refusal(f"{what} is not UTF-8 text") from None
 
     def texts(self, count: int, what: str) -> list[str]:
-        """The next strings: vocabularies have hundreds of thousands."""
+        """The next `count` strings, read fast: vocabularies have hundreds of thousands."""
         unpack = struct.Struct("<Q").unpack_from
         found = []
         data, at = self._data, self.at
         for _ in range(count):
             stop = at + 8
-            if stop <= len(data):  # as `text` does, in one go, where all of it has been read
+            if stop <= len(data):  # the work of `text` in one go, if the string has been read
                 stop += unpack(data, at)[0]
             if stop <= len(data):
                 try:
@@ -222,7 +224,7 @@ class _Cursor:
         return found
 
     def refusal(self, reason: str) -> CheckpointError:
-        """What is wrong with the file, and what to do about it."""
+        """The error that says what is wrong with the file, and what to do about it."""
         return CheckpointError(
             f"{self.path}: {reason}; it is truncated or damaged, download it again"
         )
@@ -244,7 +246,7 @@ def _parse(cursor: _Cursor) -> tuple[Mapping[str, Value], list[GgufTensor]]:
             f"{cursor.path} is GGUF version {version}, only 2 and 3 are read: get a newer file"
         )
     tensor_count, entry_count = cursor.numbers("QQ", "the beginning")
-    # the least that an entry takes: empty name and one byte; empty name, no dimension
+    # fewest bytes of an entry with an empty name: metadata of one byte, a tensor of no dimension
     if entry_count > cursor.left // 13 or tensor_count > cursor.left // 24:
         raise cursor.refusal(
             f"{tensor_count} tensors and {entry_count} entries of metadata are impossible in "
@@ -265,7 +267,7 @@ def _parse(cursor: _Cursor) -> tuple[Mapping[str, Value], list[GgufTensor]]:
 
 
 def _parse_metadata(cursor: _Cursor, count: int) -> Mapping[str, Value]:
-    """All of it but arrays of more numbers than vocabularies have: nothing that is read here."""
+    """All metadata except arrays of more numbers than vocabularies have, which nobody needs."""
     metadata: dict[str, Value] = {}
     keys: set[str] = set()
     for index in range(count):
@@ -283,7 +285,7 @@ def _parse_metadata(cursor: _Cursor, count: int) -> Mapping[str, Value]:
 
 
 def _parse_value(cursor: _Cursor, kind: int, what: str) -> Value | None:
-    """The next value; None for an array that is passed over."""
+    """The next value; None for an array that is skipped."""
     if kind in _SCALARS:
         value: Value = cursor.numbers(_SCALARS[kind], what)[0]
         return value
@@ -323,7 +325,7 @@ def _placed(
     data_start: int,
     alignment: int,
 ) -> GgufTensor:
-    """A tensor whose bytes are known to be in the file."""
+    """The tensor at its place, after checks that its bytes lie in the file."""
     what = f"tensor {shown(name)}"
     if kind not in GGML_TYPES:
         if kind in OTHER_TYPES:

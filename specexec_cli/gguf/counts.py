@@ -1,7 +1,7 @@
-"""How many layers and experts the tensors of a GGUF file make up, whatever its metadata says.
+"""Counts the layers and experts in the tensors of a GGUF file, whatever its metadata says.
 
-transformers builds as many as a config names before it is noticed that their weights are missing,
-so a damaged count has to be held against the tensors first.
+transformers builds as many as a config names before anyone notices that their weights are missing,
+so a damaged count has to be checked against the tensors first.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ _OLD_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,9})\.weight", r
 
 
 def layer_count(file: GgufFile) -> int | None:
-    """The number of layers; None where one between others has no tensors."""
+    """The number of layers; None if a layer between others has no tensors."""
     found = (_LAYER.fullmatch(name) for name in file.tensors)
     return _count({int(each[1]) for each in found if each})
 
 
 def expert_count(file: GgufFile) -> int | None:
-    """The number of experts of a layer; None where layers differ, or one has no tensors."""
+    """The number of experts of a layer; None if layers differ, or an expert has no tensors."""
     stacks = {
         tensor.shape[0] if len(tensor.shape) == 3 and tensor.stop > tensor.start else 0
         for name, tensor in file.tensors.items()
@@ -35,5 +35,5 @@ def expert_count(file: GgufFile) -> int | None:
 
 
 def _count(numbers: set[int]) -> int | None:
-    """How many there are, if they are the numbers from 0 up."""
+    """How many numbers there are; None unless they run from 0 up without a gap."""
     return len(numbers) if len(numbers) == max(numbers, default=-1) + 1 else None

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, of which nothing is believed that has not been checked."""
+"""Reads the metadata of a GGUF file, and checks each value before it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST = 1 << 31  # no size of a model is larger
 
 
 class Metadata:
-    """The metadata of one architecture, of which every value is checked as it is asked for."""
+    """The metadata of a file's architecture; each value is checked when it is asked for."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -25,7 +25,7 @@ class Metadata:
         return self._file.metadata.get(f"{self.architecture}.{key}")
 
     def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number from 0 up; a list of equal ones counts as one."""
+        """A whole number, 0 or more; a list of equal numbers counts as one number."""
         value = self.value(key)
         if isinstance(value, list) and value and all(each == value[0] for each in value):
             value = value[0]

@@ -1,9 +1,10 @@
-"""What transformers calls the tensors of a GGUF file, and what llama.cpp's converter did to them.
+"""Gives the tensors of a GGUF file transformers' names, and says what the converter changed.
 
 The converter (convert_hf_to_gguf.py of ggml-org/llama.cpp) renames tensors, puts all experts of a
-layer into one, and for some architectures changes values: rows of queries and keys of a Llama are
-reordered so that both halves of a rotary pair are neighbours, and Gemma's norms are stored plus
-one. Names are turned round here; the rest is said, and undone where weights are used.
+layer into one tensor, and for some architectures changes values: rows of queries and keys of a
+Llama are reordered so that both halves of a rotary pair are neighbours, and Gemma's norms are
+stored plus one. This module turns names and experts back; a Restoration names the other changes,
+which are undone where weights are used.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<leaf>weight|bias)")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
 _EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down)_exps")
-# factors of the rotary frequencies: rotary.py makes parameters of the config of them
+# factors of the rotary frequencies, from which rotary.py makes parameters of the config
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 _OUTSIDE = {
@@ -45,20 +46,20 @@ _GEMMA = {
 }
 
 
-_VECTORS = {"attn_sinks": "self_attn.sinks"}  # which are no module's `weight`
+_VECTORS = {"attn_sinks": "self_attn.sinks"}  # tensors that are no module's `weight`
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """How one architecture's tensors differ from Llama's."""
 
-    inside: Mapping[str, str]  # parts of a layer that are called otherwise
+    inside: Mapping[str, str]  # parts of a layer that have other names
     expert: str = "mlp.experts.{index}.{part}_proj"
     rotary_pairs: bool = False  # rows of queries and keys are reordered
     norms_plus_one: bool = False
 
 
-_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}  # as its checkpoints call them
+_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}  # the parts' names in Mixtral's checkpoints
 
 # by transformers' model_type
 FAMILIES: Mapping[str, Family] = {
@@ -82,21 +83,21 @@ FAMILIES: Mapping[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
-    """What has to be undone where the weights are used."""
+    """The converter's changes that have to be undone where the weights are used."""
 
-    rotary_pairs: Mapping[str, int]  # linear -> heads whose rows are reordered
-    plus_one: frozenset[str]  # norms' weights that are stored plus one
+    rotary_pairs: Mapping[str, int]  # name of a linear with reordered rows -> its heads
+    plus_one: frozenset[str]  # names of norm weights that are stored plus one
 
 
 def translate(
     file: GgufFile, config: Mapping[str, object]
 ) -> tuple[dict[str, GgufTensor], Restoration]:
-    """The tensors by transformers' names, as safetensors checkpoints have them; experts apart.
+    """The tensors under the names of safetensors checkpoints, each expert's by themselves.
 
-    A name that is not known stays as it is, for whoever looks for places to refuse.
+    An unknown name stays as it is: the code that looks for the tensor's place then refuses it.
 
     Args:
-        config: that gguf.config made of the same file.
+        config: what gguf_config() made from the same file.
     Raises:
         CheckpointError: a stack of experts is not as large as the config says, or two tensors
             have one name.
@@ -160,7 +161,7 @@ def _expert(family: Family, index: int, part: str) -> str:
 
 
 def _nth(tensor: GgufTensor, index: int) -> GgufTensor:
-    """One expert's matrix of a stack, or its bias."""
+    """One expert's matrix or bias from the stack of all experts'."""
     size = (tensor.stop - tensor.start) // tensor.shape[0]
     start = tensor.start + index * size
     return replace(tensor, shape=tensor.shape[1:], start=start, stop=start + size)

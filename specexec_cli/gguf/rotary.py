@@ -1,4 +1,4 @@
-"""The rotary frequencies of a GGUF file, as transformers' config has them."""
+"""The rotary frequencies of a GGUF file, in the form of transformers' config."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
 from specexec_cli.gguf.metadata import Metadata
 
-# Llama 3.1 and later: of the wavelengths in a context of so many tokens, the shortest quarter stays
+# Llama 3.1 and later: a frequency that turns 4 times or more in 8,192 tokens stays as it is, one
+# that turns once or less is divided by the factor
 _LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-_FACTOR_ERROR = 1e-4  # float32's, where a list of factors is that of Llama 3
+_FACTOR_ERROR = 1e-4  # relative error of float32 in a list of Llama 3's factors
 
 Config = dict[str, Any]
 
@@ -62,8 +63,8 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
         if metadata.value(f"rope.scaling.{key}") is not None:
             rope[name] = metadata.number(f"rope.scaling.{key}")
     if metadata.value("rope.scaling.attn_factor") is not None:
-        # llama.cpp multiplies YaRN's own factor by it (src/llama-context.cpp), and overwrites
-        # yarn_attn_factor; transformers puts its attention_factor in the place of YaRN's own
+        # llama.cpp multiplies YaRN's own factor by attn_factor (src/llama-context.cpp), and
+        # overwrites yarn_attn_factor; in transformers, attention_factor replaces YaRN's own factor
         own = 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
         rope["attention_factor"] = own * metadata.number("rope.scaling.attn_factor")
     return rope
@@ -72,7 +73,7 @@ def rotary_parameters(file: GgufFile, metadata: Metadata, config: Mapping[str, A
 def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> Config:
     """Parameters under which transformers divides each frequency by its factor.
 
-    llama.cpp's converter writes Llama 3's rule as a list of what it comes to.
+    llama.cpp's converter writes Llama 3's rule as the list of factors that the rule gives.
     """
     factor = max(factors)
     expected = [
@@ -83,7 +84,7 @@ def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> 
         for one, other in zip(factors, expected, strict=True)
     ):
         return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
-    # any list, in the one form of transformers' that takes one
+    # longrope is transformers' one form that takes any list of factors
     return {
         "rope_type": "longrope",
         "long_factor": factors,
@@ -94,7 +95,7 @@ def _factored(factors: list[float], theta: float, config: Mapping[str, Any]) -> 
 
 
 def _llama3_factor(theta: float, share: float, factor: float) -> float:
-    """What Llama 3 divides a frequency by. Source: Llama 3.1's reference code, `apply_scaling`."""
+    """Llama 3's divisor of a frequency. Source: Llama 3.1's reference code, `apply_scaling`."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     turns = _LLAMA3["original_max_position_embeddings"] / (2 * math.pi * theta**share)
     if turns >= high:
@@ -109,7 +110,7 @@ def _floats(tensor: GgufTensor) -> list[float]:
     """The factors in a short tensor in float32.
 
     Raises:
-        CheckpointError: it is not short, of another type, or what it has are no factors.
+        CheckpointError: the tensor is too long, of another type, or has values not above 0.
     """
     count = (tensor.stop - tensor.start) // 4
     if tensor.type.name != "F32" or len(tensor.shape) != 1 or count > 4096:

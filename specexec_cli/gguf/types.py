@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """One type; a plain one has blocks of one weight."""
+    """One type of tensor; a plain type has blocks of one weight."""
 
     name: str
     block_weights: int
     block_bytes: int
-    stored_as: str | None = None  # safetensors' name of the same thing; None: packed blocks
+    stored_as: str | None = None  # safetensors' name of the same dtype; None: packed blocks
 
     def bytes_of(self, weights: int) -> int:
-        """Bytes of so many weights, whole blocks."""
+        """Bytes of `weights` weights, which must fill whole blocks."""
         return weights // self.block_weights * self.block_bytes
 
 
-# by the number that a file's header has
+# number in a file's header -> type
 GGML_TYPES = {
     0: GgmlType("F32", 1, 4, "F32"),
     1: GgmlType("F16", 1, 2, "F16"),
@@ -41,7 +41,7 @@ GGML_TYPES = {
     30: GgmlType("BF16", 1, 2, "BF16"),
     39: GgmlType("MXFP4", 32, 17),
 }
-# that are not read, for the message that says so
+# number -> name of types that are not read, for the error message
 OTHER_TYPES = {
     4: "Q4_2", 5: "Q4_3", 9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
     19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64",

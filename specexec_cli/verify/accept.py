@@ -1,4 +1,4 @@
-"""The acceptance walk: from the root while the target's own token is a child."""
+"""The acceptance walk: follow the target's own tokens from the root while the tree has them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROOT = -1
 class Accepted:
     """What one verification commits."""
 
-    nodes: tuple[int, ...]  # accepted draft nodes, root to leaf, rising
-    tokens: tuple[int, ...]  # their tokens and the bonus token behind them
-    drafted: tuple[bool, ...]  # per token: whether it was in the tree
+    nodes: tuple[int, ...]  # accepted draft nodes, from the root down; rising numbers
+    tokens: tuple[int, ...]  # the accepted nodes' tokens, then the bonus token
+    drafted: tuple[bool, ...]  # for each token: whether it was in the tree
 
 
-# (tree, logits, sampler, context, limit, eos_ids): accept, or what stands in its place.
+# accept() or a walk in its place, with the arguments of accept() in their order.
 Walk = Callable[[DraftTree, Tensor, Sampler, Sequence[int], int, Collection[int]], Accepted]
 
 
@@ -36,7 +36,7 @@ def accept(
 ) -> Accepted:
     """Draws the target's token at each position and follows it through the tree.
 
-    Every token is the target's own draw at its position, so what is committed does not depend on
+    Every token is the target's own draw at its position, so the committed tokens do not depend on
     the tree; the tree only decides how many positions one pass settles.
 
     Args:

@@ -1,4 +1,4 @@
-"""Who attends to whom in a draft tree."""
+"""Which draft nodes attend to which, and the rows of a target pass over a draft tree."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def verification_rows(pending: list[int], tree: DraftTree, prefix_len: int) -> P
         tree_mask=ancestor_matrix(tree.parents),
         tree_positions=positions,
         parents=np.concatenate(
-            # a child of the root, -1, stands behind the last pending row
+            # the root, parent -1, is the last pending row
             [np.arange(prefix_len - 1, root_position), root_position + 1 + tree.parents]
         ),
     )

@@ -1,8 +1,8 @@
-"""The rejection walk: keep a draft token with the probability that makes the text the target's.
+"""The rejection walk: keep a draft token with the probability that preserves the distribution.
 
-Here the text follows the target's distribution, and is not, as with verify/accept.py, the very
-text of autoregressive decoding with the same seed. It is how speculative decoding was published,
-and the baseline that SpecExec is measured against.
+The text then follows the target's distribution. It is not the very text of autoregressive decoding
+with the same seed; with verify/accept.py it is. Speculative decoding was published with this walk,
+and SpecExec is measured against it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class Draws:
     """Children of one node, drawn one after another without replacement."""
 
     nodes: tuple[int, ...]  # in the order they were drawn
-    draft_probs: Tensor  # (vocab,) the first was drawn from these
+    draft_probs: Tensor  # (vocab,), what the first child was drawn from
 
 
 def draw(probs: Probs, uniform: float) -> int:
     """The token at which the cumulative distribution passes `uniform`, in (0, 1)."""
     cumulative = np.cumsum(probs)
     token = int(np.searchsorted(cumulative, uniform * cumulative[-1], side="right"))
-    # rounding may carry the product up to the total, behind which there is no token
+    # rounding may carry the product up to the total, past which there is no token
     return min(token, int(np.flatnonzero(probs)[-1]))
 
 
@@ -57,8 +57,8 @@ def rejection_walk(
     without x. If none is kept, the token is drawn from the last residual. With one child per node
     this is the chain of Leviathan et al.
 
-    The random numbers depend on (seed, position) alone and no test looks at those of a later
-    position, so that a second draft of a position may use them again.
+    The random numbers depend on (seed, position) alone, and no test uses those of a later
+    position, so a second draft of that position may use them again.
 
     Args:
         draws: by node, ROOT included; a node without an entry has no children.
@@ -87,7 +87,7 @@ def rejection_walk(
 def _settle(
     target_probs: Probs, draws: Draws | None, tree: DraftTree, seed: int, context: Sequence[int]
 ) -> tuple[int, int | None]:
-    """The token of one position, and the node it is, if it is one."""
+    """The token of one position, and the draft node that was kept, if any."""
     position = len(context)
     if draws is None:
         return settle(target_probs, target_probs, (), seed, position)
@@ -104,13 +104,14 @@ def settle(
     seed: int,
     position: int,
 ) -> tuple[int, int | None]:
-    """The token of one position: a draft that is kept, or one of the target's own.
+    """The token of one position: a draft token that is kept, or one drawn for the target.
 
     Args:
-        proposal: (draft vocab,) what the first of the tokens was drawn from.
-        tokens: drafts of the position, drawn one after another without replacement.
+        target_probs: (vocab,), the target's distribution at the position.
+        proposal: (draft vocab,), the distribution that the first draft token was drawn from.
+        tokens: draft tokens of the position, drawn one after another without replacement.
     Returns:
-        The token, and which of `tokens` it is, if it is one.
+        The token, and its index in `tokens`, or None if no draft token was kept.
     """
     draft_probs = np.zeros(len(target_probs))
     draft_probs[: len(proposal)] = proposal / proposal.sum()
@@ -119,7 +120,7 @@ def settle(
         if uniform * draft_probs[token] < target_probs[token]:
             return token, number
         residual = np.maximum(target_probs - draft_probs, 0.0)
-        if residual.sum() > 0:  # but for rounding a rejection leaves some
+        if residual.sum() > 0:  # a rejection leaves some, except by rounding
             target_probs = residual / residual.sum()
         draft_probs[token] = 0.0
         draft_probs /= max(draft_probs.sum(), np.finfo(np.float64).tiny)

@@ -13,12 +13,12 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
 
-# Does a little, and returns whether there is more to do.
+# A function that does a little work, and returns whether there is more to do.
 Meanwhile = Callable[[], bool]
 
 
 class TargetServer(Protocol):
-    """What decoding needs of a target."""
+    """The target as decoding uses it: verify a tree, commit its accepted nodes, crop the text."""
 
     tokens: list[int]  # committed tokens whose rows are in the cache
 
@@ -28,7 +28,7 @@ class TargetServer(Protocol):
         """Logits behind the last pending token and behind every node, (1 + nodes, vocab).
 
         Args:
-            meanwhile: what to do in place of waiting for weights.
+            meanwhile: called again and again in place of waiting for weights.
         """
 
     def commit(self, nodes: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class LocalTarget:
 
     @property
     def state(self) -> ModelState:
-        """What its layers keep of the committed tokens, and behind them of the last pass's tree."""
+        """The layers' state for the committed tokens, and after them for the last pass's tree."""
         return self._state
 
     @property
@@ -87,7 +87,7 @@ class LocalTarget:
 
         Args:
             pending: committed tokens not in the cache yet, at least one; the last is the root.
-            meanwhile: what to do in place of waiting for weights. What it raises ends the pass.
+            meanwhile: called again and again in place of waiting; an error in it ends the pass.
         Returns:
             (1 + nodes, vocab), row 0 behind the last pending token, row i + 1 behind node i.
         Raises:
@@ -103,7 +103,7 @@ class LocalTarget:
     def begin(
         self, pending: Sequence[int], tree: DraftTree
     ) -> tuple[PassRows, ModelState, Sequence[int]]:
-        """What a pass is to be given: rows, the cache for them, and the rows whose logits count."""
+        """Begins a pass: its rows, the state for them, and the indexes of the rows with logits."""
         # a caller that failed or was interrupted before commit() left its rows behind
         self._state.crop(len(self.tokens))
         self._pending, self._tree = list(pending), tree
@@ -111,10 +111,10 @@ class LocalTarget:
         return rows, self._state, range(len(self._pending) - 1, len(rows.tokens))
 
     def copy_rows(self, other: LocalTarget, length: int) -> None:
-        """Takes the first `length` committed tokens from another text on the same model.
+        """Replaces this text by the first `length` tokens of another text on the same model.
 
         Args:
-            length: at most what the other has committed; this one is emptied first.
+            length: at most the number of tokens that the other text has committed.
         """
         self.crop(0)
         self.tokens = other.tokens[: self._state.copy(other._state, length)]
@@ -126,14 +126,14 @@ class LocalTarget:
         self.tokens += [*self._pending, *(int(self._tree.tokens[node]) for node in nodes)]
 
     def crop(self, length: int) -> None:
-        """Forgets every committed token from `length` on, and those before it that are needed to.
+        """Forgets every committed token from `length` on, and perhaps some before.
 
-        A recurrent layer may have to begin anew: `tokens` says what is left.
+        A recurrent layer may have to begin anew from an earlier token: `tokens` says what is left.
         """
         del self.tokens[self._state.crop(min(length, len(self.tokens))) :]
 
     def recover(self) -> None:
-        """Reads anew what was read ahead with an error, perhaps long ago: the disk may be back."""
+        """Begins to read ahead again if that has failed, perhaps long ago: the disk may be back."""
         if self.model.source is not None and self.model.source.failed:
             self.model.source.restart()
 
@@ -148,9 +148,9 @@ def verify_together(
     """One pass over the pending rows and trees of several texts on one model.
 
     Args:
-        texts: at least one; of each its target, and what LocalTarget.verify takes.
+        texts: at least one, each as (target, pending, tree); see LocalTarget.verify.
     Returns:
-        of each text, what LocalTarget.verify gives.
+        For each text, the logits that LocalTarget.verify returns.
     Raises:
         StreamError: the weights could not be read; the caches are as before the call.
     """
