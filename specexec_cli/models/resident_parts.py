@@ -56,11 +56,7 @@ def load_resident(
         the model's output head, and the tables of embeddings and head by their names.
     """
     model, tensors = skeleton.model, skeleton.resident_tensors
-    text = text_decoder(model)
-    for name, buffer in list(text.named_buffers(remove_duplicate=False)):
-        if not buffer.is_meta:
-            path, _, leaf = name.rpartition(".")
-            setattr(text.get_submodule(path), leaf, buffer.to(device))
+    _move_buffers(text_decoder(model), device)
     head_path = path_of(model, model.get_output_embeddings())
     in_ram = {f"{path_of(model, model.get_input_embeddings())}.weight"} & tensors.keys()
     of_head = tensors.keys() - {f"{head_path}.bias"}
@@ -83,32 +79,15 @@ def load_resident(
     loaded |= read_tensors([tensors[name] for name in in_ram - known.keys()])
     tables: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        packed = skeleton.restored.tables.get(name)
         if name in known:
-            stored = weight = known[name]
+            stored = known[name]
+        elif name in in_pieces:
+            stored = _uploaded(tensor, places[name])
         else:
-            if name in in_pieces:
-                stored = _uploaded(tensor, places[name])
-            else:
-                stored = loaded[tensor.name].to(places[name])
-            keeps = dtype is None or packed is not None or isinstance(module, QuantizedLinear)
-            weight = stored if keeps else stored.to(dtype)
-        if isinstance(module, nn.Embedding) and _looks_up(module):
-            tables[name] = weight
-            _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
-        elif type(module).forward is nn.Linear.forward and leaf == "weight":
-            tables[name] = weight
-            linear = resident_linear(weight)
-            linear.bias = module.bias
-            _set_module(model, path, linear)
-        elif isinstance(module, MixedLinear | QuantizedLinear):
-            setattr(module, leaf, frozen(weight))
-        else:
-            weight = stored.to(device, torch.float32)
-            plus_one = name in skeleton.restored.plus_one
-            _set_tensor(module, leaf, weight - 1 if plus_one else weight)
+            stored = loaded[tensor.name].to(places[name])
+        table = _put(skeleton, name, stored, dtype, device)
+        if table is not None:
+            tables[name] = table
     head = model.get_submodule(head_path)
     if type(head) is nn.Linear:  # tied
         tied = model.get_input_embeddings().as_linear()
@@ -117,6 +96,49 @@ def load_resident(
     whole = Head(head, compute_dtype)
     _set_module(model, head_path, whole)
     return whole, tables
+
+
+def _move_buffers(text: nn.Module, device: torch.device) -> None:
+    """Moves what no checkpoint stores, as rotary frequencies, to a device."""
+    for name, buffer in list(text.named_buffers(remove_duplicate=False)):
+        if not buffer.is_meta:
+            path, _, leaf = name.rpartition(".")
+            setattr(text.get_submodule(path), leaf, buffer.to(device))
+
+
+def _put(
+    skeleton: Skeleton, name: str, stored: Tensor, dtype: torch.dtype | None, device: torch.device
+) -> Tensor | None:
+    """Gives a weight to its module, which is replaced where ours computes otherwise.
+
+    Args:
+        name: of the parameter in the model.
+        stored: the weight, at its place and in the file's dtype.
+        dtype: of embeddings and head; the file's unless told.
+        device: where norms go, in float32.
+    Returns:
+        the weight as it stays where it is a table of embeddings or of the head, else None.
+    """
+    model = skeleton.model
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    packed = skeleton.restored.tables.get(name)
+    keeps = dtype is None or packed is not None or isinstance(module, QuantizedLinear)
+    weight = stored if keeps else stored.to(dtype)
+    if isinstance(module, nn.Embedding) and _looks_up(module):
+        _set_module(model, path, MixedEmbedding(module, weight, torch.float32, packed))
+        return weight
+    if type(module).forward is nn.Linear.forward and leaf == "weight":
+        linear = resident_linear(weight)
+        linear.bias = module.bias
+        _set_module(model, path, linear)
+        return weight
+    if isinstance(module, MixedLinear | QuantizedLinear):
+        setattr(module, leaf, frozen(weight))
+        return None
+    plain = stored.to(device, torch.float32)
+    _set_tensor(module, leaf, plain - 1 if name in skeleton.restored.plus_one else plain)
+    return None
 
 
 def _uploaded(tensor: TensorRange, device: torch.device) -> Tensor:

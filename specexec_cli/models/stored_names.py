@@ -130,8 +130,7 @@ class StoredNames:
         renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         converters = [each for each in transforms if isinstance(each, WeightConverter)]
         by_pattern = {p: each for each in converters for p in each.source_patterns}
-        plain: dict[str, str] = {}
-        unused: dict[str, str] = {}
+        plain, unused = dict[str, str](), dict[str, str]()
         unknown: list[str] = []
         converted: dict[str, Conversion] = {}
         apart: dict[str, set[tuple[int, str]]] = {}

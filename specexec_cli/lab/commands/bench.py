@@ -47,6 +47,12 @@ DatasetNames = Annotated[
 ]
 Data = Annotated[Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)]
 Prompts = Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)]
+Repeats = Annotated[
+    int, typer.Option(help="Runs of each combination and prompt.", rich_help_panel=ADVANCED)
+]
+Warmup = Annotated[
+    int, typer.Option(help="Short unmeasured runs of each combination.", rich_help_panel=ADVANCED)
+]
 Results = Annotated[Path, typer.Option(help="Runs are appended here; none is repeated.")]
 Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or csv.")]
 
@@ -70,14 +76,8 @@ def bench(
             rich_help_panel=ADVANCED,
         ),
     ] = None,
-    repeats: Annotated[
-        int,
-        typer.Option(help="Runs of each combination and prompt.", rich_help_panel=ADVANCED),
-    ] = 1,
-    warmup: Annotated[
-        int,
-        typer.Option(help="Short unmeasured runs of each combination.", rich_help_panel=ADVANCED),
-    ] = 1,
+    repeats: Repeats = 1,
+    warmup: Warmup = 1,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
     seed: options.Seed = 0,
@@ -98,17 +98,13 @@ def bench(
     from specexec_cli.lab.bench.tables import FORMATS
 
     option_groups.one_of(output, "--output", FORMATS)
-    for flag, value, least in (("--repeats", repeats, 1), ("--warmup", warmup, 0),
-                               ("--prompts", prompts, 1)):  # fmt: skip
-        if value < least:
-            raise ConfigError(f"{flag} must be {least} or more, not {value}")
-    grid = cases.grid(
-        max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p, top_k=top_k, seed=seed
-    )
+    _at_least({"--repeats": (repeats, 1), "--warmup": (warmup, 0), "--prompts": (prompts, 1)})
+    grid = cases.grid(max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p,
+                      top_k=top_k, seed=seed)  # fmt: skip
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
-    apart = bool(set(DISTRIBUTED) & set(grid.methods))
+    apart = not set(DISTRIBUTED).isdisjoint(grid.methods)
     request = measured_request(models, sets, max_tokens, several_drafts=apart)
     fetch_first(request, yes=models.yes, quiet=quiet)
     with ExitStack() as stack:
@@ -118,13 +114,25 @@ def bench(
             wanted = workers.dsi(models.draft)
             distributed, how = open_distributed(request, wanted, models.yes, quiet)
             stack.enter_context(distributed)
-        recommended = session.pair.tree
-        tree = TreeConfig(
-            budget=recommended.budget, max_depth=recommended.max_depth,
-            batch=recommended.batch if cases.batch is None else cases.batch,
-        )  # fmt: skip
-        _measure(session, distributed, grid.cases(tree, how), sets, max_tokens, repeats, warmup,
-                 file, output, quiet)  # fmt: skip
+        found = grid.cases(_tree(session, cases.batch), how)
+        _measure(session, distributed, found, sets, max_tokens, repeats, warmup, file, output,
+                 quiet)  # fmt: skip
+
+
+def _at_least(given: dict[str, tuple[int, int]]) -> None:
+    """Refuses a number below the least that its option takes."""
+    for flag, (value, least) in given.items():
+        if value < least:
+            raise ConfigError(f"{flag} must be {least} or more, not {value}")
+
+
+def _tree(session: TextSession, batch: int | None) -> TreeConfig:
+    """The tree that is recommended for the pair, with the batch that was asked for, if any."""
+    recommended = session.pair.tree
+    return TreeConfig(
+        budget=recommended.budget, max_depth=recommended.max_depth,
+        batch=recommended.batch if batch is None else batch,
+    )  # fmt: skip
 
 
 def _measure(

@@ -59,12 +59,7 @@ def paper(
 
     option_groups.one_of(output, "--output", ("table", "md", "json"))
     option_groups.one_of(figure_format, "--format", ("png", "svg"))
-    if prompts is not None and prompts < 2:
-        raise ConfigError(f"--prompts must be 2 or more, not {prompts}")
-    if max_tokens is not None and max_tokens < 1:
-        raise ConfigError(f"--max-tokens must be 1 or more, not {max_tokens}")
-    if max_tokens is not None and not full:
-        raise ConfigError("--max-tokens is for the full form: add --full, or leave it out")
+    _check(prompts, max_tokens, full)
     if not name:
         _list(output)
         return
@@ -89,6 +84,15 @@ def paper(
             lost += [f"{one.name}: {claim.text}" for claim in finding.claims if not claim.held]
     if lost:
         raise ClaimLostError(f"not so here: {'; '.join(lost)}")
+
+
+def _check(prompts: int | None, max_tokens: int | None, full: bool) -> None:
+    if prompts is not None and prompts < 2:
+        raise ConfigError(f"--prompts must be 2 or more, not {prompts}")
+    if max_tokens is not None and max_tokens < 1:
+        raise ConfigError(f"--max-tokens must be 1 or more, not {max_tokens}")
+    if max_tokens is not None and not full:
+        raise ConfigError("--max-tokens is for the full form: add --full, or leave it out")
 
 
 def _recipe(name: str) -> Recipe:

@@ -73,27 +73,34 @@ def measure(
     lengths = timed_tokens, match_tokens
     target, draft, settings, names = _both(models, one, sampling, lengths, quiet)
     matches = mean_matches(target, draft)
-    rate = acceptance_rate(matches)
-    if as_json:
-        told = {"prompts": len(target.texts), "timed_tokens": timed_tokens,
-                "match_tokens": match_tokens, "temperature": temperature, "seed": seed}  # fmt: skip
-        print(json.dumps({"schema": 1, "target": _times(names[0], target),
-                          "draft": _times(names[1], draft),
-                          "acceptance": {"mean_matches": matches, "rate": rate},
-                          "dataset": one.name, **told, "settings": settings,
-                          "environment": environment()}))  # fmt: skip
+    if not as_json:
+        print(_told(one.name, target, draft, names, matches))
         return
+    told = {"prompts": len(target.texts), "timed_tokens": timed_tokens,
+            "match_tokens": match_tokens, "temperature": temperature, "seed": seed}  # fmt: skip
+    print(json.dumps({"schema": 1, "target": _times(names[0], target),
+                      "draft": _times(names[1], draft),
+                      "acceptance": {"mean_matches": matches, "rate": acceptance_rate(matches)},
+                      "dataset": one.name, **told, "settings": settings,
+                      "environment": environment()}))  # fmt: skip
+
+
+def _told(
+    dataset: str, target: ModelTimes, draft: ModelTimes, names: tuple[str, str], matches: float
+) -> str:
+    """The table of both models' times, and below it how well they agree."""
+    from specexec_cli.lab.bench.measure import acceptance_rate
     from specexec_cli.lab.bench.tables import aligned
 
     rows = [
         [name, f"{times.ttft_s * 1e3:.2f}", f"{times.tpot_s * 1e3:.2f}"]
         for name, times in zip(names, (target, draft), strict=True)
     ]
-    print("\n".join(aligned(["model", "TTFT ms", "TPOT ms"], rows)))
-    print(
-        f"\nacceptance rate {rate:.3f}: {matches:.2f} tokens match on average; "
-        f"{len(target.texts)} prompts of {one.name}"
+    agreement = (
+        f"acceptance rate {acceptance_rate(matches):.3f}: {matches:.2f} tokens match on average; "
+        f"{len(target.texts)} prompts of {dataset}"
     )
+    return "\n".join([*aligned(["model", "TTFT ms", "TPOT ms"], rows), "", agreement])
 
 
 def _times(name: str, times: ModelTimes) -> dict[str, Any]:

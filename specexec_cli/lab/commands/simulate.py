@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import read_json
+
+if TYPE_CHECKING:
+    from specexec_cli.lab.simulate.methods import FakePair
 
 app = typer.Typer(
     cls=PanelGroup,
@@ -60,13 +63,7 @@ def dsi(
     """
     from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.lab.simulate.clock import Latencies
-    from specexec_cli.lab.simulate.methods import (
-        FakePair,
-        mean,
-        run_autoregressive,
-        run_dsi,
-        run_speculative,
-    )
+    from specexec_cli.lab.simulate.methods import FakePair
 
     lookaheads = _integers(lookahead, "--lookahead")
     _positive(sp=sp, tokens=tokens, repeats=repeats)
@@ -78,26 +75,7 @@ def dsi(
         target_row_s=row_ms / 1e3,
     )
     pair = FakePair(latencies=latencies, acceptance=numbers["acceptance"])
-    samples = [pair.sample(tokens, seed + repeat) for repeat in range(repeats)]
-    results = [("non-SI", 0, run_autoregressive(latencies, tokens))]
-    si = [(k, mean([run_speculative(latencies, s, k) for s in samples])) for k in lookaheads]
-    best, outcome = min(si, key=lambda pair: pair[1].seconds)
-    results.append(("SI", best, outcome))
-    for k in lookaheads:
-        results.append(("DSI", k, mean([run_dsi(latencies, s, k, sp) for s in samples])))
-    rows = [
-        {
-            "method": method,
-            "lookahead": k or None,
-            "ms_per_token": o.seconds * 1e3 / tokens,
-            "speedup_over_si": outcome.seconds / o.seconds,
-            "speedup_over_non_si": results[0][2].seconds / o.seconds,
-            "target_forwards": o.forwards,
-            "servers_used": o.servers,
-            "gpu_s": o.gpu_s,
-        }
-        for method, k, o in results
-    ]
+    rows = _methods(pair, tokens, lookaheads, sp, range(seed, seed + repeats))
     bound_s = dsi_bound_s(latencies.target_s, latencies.draft_s, pair.acceptance, tokens)
     bound_ms = bound_s * 1e3 / tokens
     if as_json:
@@ -107,6 +85,38 @@ def dsi(
         print(json.dumps({"schema": 1, "config": inputs, "methods": rows, "proposition_1": bound}))
     else:
         _print_dsi(rows, lookahead, tokens, bound_ms)
+
+
+def _methods(
+    pair: FakePair, tokens: int, lookaheads: Sequence[int], sp: int, seeds: Iterable[int]
+) -> list[dict[str, Any]]:
+    """Each method's means over the texts of these seeds; SI has its best lookahead."""
+    from specexec_cli.lab.simulate.methods import (
+        mean,
+        run_autoregressive,
+        run_dsi,
+        run_speculative,
+    )
+
+    latencies = pair.latencies
+    samples = [pair.sample(tokens, seed) for seed in seeds]
+    plain = run_autoregressive(latencies, tokens)
+    si = [(k, mean([run_speculative(latencies, s, k) for s in samples])) for k in lookaheads]
+    best, speculative = min(si, key=lambda found: found[1].seconds)
+    dsi = [("DSI", k, mean([run_dsi(latencies, s, k, sp) for s in samples])) for k in lookaheads]
+    return [
+        {
+            "method": method,
+            "lookahead": k or None,
+            "ms_per_token": o.seconds * 1e3 / tokens,
+            "speedup_over_si": speculative.seconds / o.seconds,
+            "speedup_over_non_si": plain.seconds / o.seconds,
+            "target_forwards": o.forwards,
+            "servers_used": o.servers,
+            "gpu_s": o.gpu_s,
+        }
+        for method, k, o in [("non-SI", 0, plain), ("SI", best, speculative), *dsi]
+    ]
 
 
 def _print_dsi(

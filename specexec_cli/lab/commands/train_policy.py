@@ -27,6 +27,10 @@ _DATA = "Prompts"
 _FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
 
 
+TargetMs = Annotated[float | None, typer.Option(help="Time of a target pass. Default: measured.")]
+DraftMs = Annotated[float | None, typer.Option(help="Time of a draft step. Default: measured.")]
+
+
 @option_groups.grouped
 def train_policy(
     *,
@@ -57,12 +61,8 @@ def train_policy(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
-    target_ms: Annotated[
-        float | None, typer.Option(help="Time of a target pass. Default: measured.")
-    ] = None,
-    draft_ms: Annotated[
-        float | None, typer.Option(help="Time of a draft step. Default: measured.")
-    ] = None,
+    target_ms: TargetMs = None,
+    draft_ms: DraftMs = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
     quiet: options.Quiet = False,
 ) -> None:
@@ -71,47 +71,68 @@ def train_policy(
     Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
     """
     from specexec_cli.config import SamplingConfig
-    from specexec_cli.lab.bench.runner import encode_prompts
     from specexec_cli.lab.commands.bench import open_models
-    from specexec_cli.lab.commands.bench_grid import words
 
     option_groups.one_of(output, "--output", ("table", "md", "json"))
-    if prompts < _FEWEST:
-        raise ConfigError(f"--prompts must be {_FEWEST} or more, not {prompts}")
-    for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):
-        if value is not None and not 0.0 < value < 1e9:
-            raise ConfigError(f"{flag} must be above 0, not {value:g}")
-    counts = _counts(splits, prompts)
+    _check(prompts, target_ms, draft_ms)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
-    sets = _sets(words(dataset, "--dataset"), words(transfer, "--transfer") if transfer else [],
-                 data, counts, seed, at_most=not splits)  # fmt: skip
+    sets = _sets(dataset, transfer, data, _counts(splits, prompts), seed, at_most=not splits)
     trained = [name for name, parts in sets.items() if parts["train"].prompts]
-    every = [part for parts in sets.values() for part in parts.values()]
-    with open_models(models, every, max_tokens, quiet) as session:
-        encoded = {
-            name: {
-                part: encode_prompts(session, one, max_tokens)[0] if one.prompts else []
-                for part, one in parts.items()
-            }
-            for name, parts in sets.items()
-        }
+    with open_models(
+        models, [part for parts in sets.values() for part in parts.values()], max_tokens, quiet
+    ) as session:
+        encoded = _encoded(session, sets, max_tokens)
         try:
             texts = _collect(session, encoded, sampling, max_tokens, quiet)
             costs = _costs(session, encoded[trained[0]]["train"][0], target_ms, draft_ms)
             classifier, evaluations = _train(texts, costs, quiet)
         except KeyboardInterrupt:
-            if not quiet:
-                print("stopped; the same command goes on", file=sys.stderr)
+            print("" if quiet else "stopped; the same command goes on\n", end="", file=sys.stderr)
             raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
-        pair = session.pair
-        assert pair.draft is not None
-        classifier.save(
-            session.pair_folder,
-            {"target": pair.target.repo, "draft": pair.draft.repo, "datasets": trained,
-             "temperature": temperature, "costs": asdict(costs),
-             "f1": {name: found.disco_f1 for name, found in evaluations.items()}},
-        )  # fmt: skip
+        _save(session, classifier, trained, temperature, costs, evaluations)
         print(_report(session.pair_folder, classifier, trained, costs, evaluations, output))
+
+
+def _check(prompts: int, target_ms: float | None, draft_ms: float | None) -> None:
+    if prompts < _FEWEST:
+        raise ConfigError(f"--prompts must be {_FEWEST} or more, not {prompts}")
+    for flag, value in (("--target-ms", target_ms), ("--draft-ms", draft_ms)):
+        if value is not None and not 0.0 < value < 1e9:
+            raise ConfigError(f"{flag} must be above 0, not {value:g}")
+
+
+def _encoded(
+    session: TextSession, sets: dict[str, dict[str, Dataset]], max_tokens: int
+) -> dict[str, dict[str, list[BenchPrompt]]]:
+    """The prompts of each part of each dataset as tokens."""
+    from specexec_cli.lab.bench.runner import encode_prompts
+
+    return {
+        name: {
+            part: encode_prompts(session, one, max_tokens)[0] if one.prompts else []
+            for part, one in parts.items()
+        }
+        for name, parts in sets.items()
+    }
+
+
+def _save(
+    session: TextSession,
+    classifier: Classifier,
+    trained: list[str],
+    temperature: float,
+    costs: Costs,
+    evaluations: dict[str, Evaluation],
+) -> None:
+    """Keeps the classifier in the pair's folder, and what it was trained on."""
+    pair = session.pair
+    assert pair.draft is not None
+    classifier.save(
+        session.pair_folder,
+        {"target": pair.target.repo, "draft": pair.draft.repo, "datasets": trained,
+         "temperature": temperature, "costs": asdict(costs),
+         "f1": {name: found.disco_f1 for name, found in evaluations.items()}},
+    )  # fmt: skip
 
 
 def _counts(splits: str, prompts: int) -> Counts:
@@ -128,15 +149,18 @@ def _counts(splits: str, prompts: int) -> Counts:
 
 
 def _sets(
-    named: list[str], others: list[str], data: Path, counts: Counts, seed: int, *, at_most: bool
+    dataset: str, transfer: str, data: Path, counts: Counts, seed: int, *, at_most: bool
 ) -> dict[str, dict[str, Dataset]]:
-    """The parts of each dataset; of those that are only tested on the last alone.
+    """The parts of each dataset to train on, and the last part of each one to transfer to.
 
     Raises:
         ConfigError: a dataset has too few prompts.
     """
     from specexec_cli.lab.bench.parts import load_parts
+    from specexec_cli.lab.commands.bench_grid import words
 
+    named = words(dataset, "--dataset")
+    others = words(transfer, "--transfer") if transfer else []
     sets: dict[str, dict[str, Dataset]] = {}
     for name in (*named, *others):
         wanted = counts if name in named else (0, 0, counts[2] if not at_most else sum(counts))
