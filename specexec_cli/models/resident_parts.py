@@ -26,7 +26,7 @@ from specexec_cli.planning.built_sizes import path_of, text_decoder
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """Weights that a target and its own low-bit copy both use, so that both load them once."""
+    """Weights that a target has loaded and that its own low-bit copy uses too."""
 
     # weights of embeddings and head, by their names in the model
     tables: Mapping[str, Tensor] = field(default_factory=dict)

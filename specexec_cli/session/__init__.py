@@ -4,7 +4,7 @@
         for step in session.generate("def fibonacci(n):"):
             print(step.text, end="")
 
-`TextSession` is what every session is and the type to name in annotations.
+`TextSession` is the base class of all sessions, to be used in annotations.
 """
 
 from specexec_cli.session.factory import Session, open_session

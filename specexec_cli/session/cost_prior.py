@@ -1,9 +1,9 @@
-"""What is known of the cost of iterations before the first: what the policy cost begins with.
+"""Estimates the cost of iterations before the first one, as a start for the policy cost.
 
-A pass streams its bytes at the rate that the link was probed at. A CPU multiplies at the rates that
-were measured at its first use (planning/measured_rates.py). Where there are none, as of a GPU, the
-rate is measured here, on one of the model's own linears filled with made-up weights. Small models
-spend their time between the products; those run a pass to find out.
+A pass streams its bytes at the probed rate of the link. A CPU multiplies at the rates that were
+measured when it was first used (planning/measured_rates.py). Without such rates, as for a GPU, this
+module times one of the model's own linears, filled with made-up weights. Small models spend most of
+their time between the products, so for them a whole pass is timed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan
 from specexec_cli.verify.verifier import LocalTarget
 
-# Rows of a measured product. A CPU multiplies in chunks of up to 13 rows, and a kernel is compiled
-# for each size of a chunk: these two need no other kernel than the passes to come.
+# Rows of the measured products. A CPU multiplies in chunks of up to 13 rows and compiles one kernel
+# for each chunk size. These two numbers need no kernels that passes would not need anyway.
 _FEW, _MANY = 12, 36
-_MOST_WEIGHTS = 1 << 24  # of the linear that is measured: some 10 ms on a CPU
-_SMALL_S = 0.05  # passes with less arithmetic are run
-_BEYOND = 64  # rows behind the knee, over which a row's seconds are taken
+_MOST_WEIGHTS = 1 << 24  # most weights of the measured linear: about 10 ms on a CPU
+_SMALL_S = 0.05  # if a pass has less arithmetic than this, a whole pass is timed
+_BEYOND = 64  # rows beyond the knee over which the seconds of a row are averaged
 _RUNS = 5
-_PASSES = 2  # of a small model, likewise
+_PASSES = 2  # timed passes of a small model
 
 _Linear = MixedLinear | QuantizedLinear
 
@@ -47,10 +47,10 @@ _Linear = MixedLinear | QuantizedLinear
 def measured_prior(
     decision: Decision, target: LocalTarget, draft: StreamedModel | None
 ) -> CostModel:
-    """The cost model by the probed link and measured arithmetic; takes at most some 10 ms.
+    """The cost model from the probed link and measured arithmetic; takes at most some 10 ms.
 
     Args:
-        target: idle; its cache is left as it is.
+        target: a target without a pass under way; its committed tokens are kept.
     Raises:
         StreamError: the weights could not be read.
     """
@@ -69,7 +69,7 @@ def measured_prior(
         knee = 1.0 + (base_s - first_s) / row_s if row_s else 0.0
     else:
         base_s, row_s, knee = found
-    step_s = 0.0  # what the text's own past says costs next to nothing
+    step_s = 0.0  # without a draft model, drafting from the text itself costs almost nothing
     if draft is not None and decision.draft is not None:
         chain = PassRows.chain([0] * min(_FEW, draft.context_length), 0)
         draft_first_s, draft_row_s = _arithmetic(
@@ -78,7 +78,7 @@ def measured_prior(
         )  # fmt: skip
         step_s = draft_first_s + (decision.tree.batch - 1) * draft_row_s
     block_rows = BLOCK_ROWS if model.device.type == "cuda" else 1
-    if of_few_s > stream_s:  # each row of a mixture brings its own experts: none hides behind it
+    if of_few_s > stream_s:  # in a mixture each row streams its own experts, so no row is free
         row_s, knee, block_rows = row_s + (of_few_s - stream_s) / (_FEW - 1), 1.0, 1
     return CostModel(
         base_s=base_s,
@@ -90,7 +90,7 @@ def measured_prior(
 
 
 def _stream_s(plan: Plan, rows: int) -> float:
-    """Seconds of a pass's stream; on a CPU, layers in RAM are where they are computed."""
+    """Seconds that a pass of `rows` rows streams weights; on a CPU, layers in RAM take none."""
     found = pass_time(plan, rows)
     return max(found.ssd_s, found.link_s)
 
@@ -101,9 +101,11 @@ def _weights(sizes: ModelBytes) -> int:
 
 
 def _by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
-    """Seconds of a pass of one row, of each row beyond the knee, and the knee in rows.
+    """Estimates a pass from measured rates.
 
-    None where rates are not known, or a pass has so little arithmetic that they do not tell.
+    Returns:
+        the seconds of a pass of one row, the seconds of each row beyond the knee, and the knee in
+        rows. None if no rates are known, or if a pass has too little arithmetic to predict.
     """
 
     def computing_s(rows: int) -> float:
@@ -120,15 +122,16 @@ def _by_rates(plan: Plan, stream_s: float) -> tuple[float, float, float] | None:
 def _arithmetic(
     model: StreamedModel, sizes: ModelBytes, rows: int, run_pass: Callable[[], Tensor]
 ) -> tuple[float, float]:
-    """Seconds of a pass of one row as far as they are not the stream's, and of each further row."""
+    """Seconds of arithmetic in a pass of one row, streaming left out, and of each further row."""
     linear, tensors = _sample(model)
     few, many = _FEW, _MANY
-    if linear.block_rows is not None:  # fewer rows than a block take as long as the block
+    if linear.block_rows is not None:  # fewer rows take as long as a full block
         few, many = linear.block_rows, 2 * linear.block_rows
     share = _weights(sizes) / (linear.in_features * linear.out_features)
     products_s = _products_s(model, linear, tensors, (few, many))
     few_s, many_s = (share * seconds for seconds in products_s)
-    # a disturbed measurement must not make rows free: each costs between 5 % and all of its share
+    # Bounds that hold even if the measurement was disturbed: a row costs between 5 % and 100 % of
+    # its share of many_s.
     row_s = (many_s - few_s) / (many - few)
     row_s = min(max(row_s, 0.05 * many_s / many), many_s / many)
     first_s = max(few_s - (few - 1) * row_s, row_s)
@@ -139,7 +142,7 @@ def _arithmetic(
 
 
 def _sample(model: StreamedModel) -> tuple[_Linear, dict[str, Tensor]]:
-    """The largest linear of a layer that is quickly measured, and tensors such as it streams."""
+    """The largest linear of the first layer that is quick to time, and made-up weights for it."""
     first = model.skeleton.layers[0].get_submodule("layer")
     linears = {
         path: module for path, module in first.named_modules() if isinstance(module, _Linear)
@@ -151,12 +154,12 @@ def _sample(model: StreamedModel) -> tuple[_Linear, dict[str, Tensor]]:
 
     path = max(linears, key=preference)
     if model.source is None:
-        return linears[path], {}  # its weights are there
+        return linears[path], {}  # its own weights are resident
     stored = model.skeleton.layer_tensors[0]
     tensors = {}
     for leaf, parameter in linears[path].named_parameters():
         dtype = TORCH_DTYPES[stored[f"{path}.{leaf}"].dtype]
-        # zeros and denormal numbers might be multiplied at another speed; indices must be small
+        # zeros and denormal numbers may be faster or slower to multiply; indices must be in range
         value = 0.5 if dtype.is_floating_point else 0
         tensors[leaf] = torch.full(parameter.shape, value, dtype=dtype, device=model.device)
     return linears[path], tensors
@@ -165,7 +168,7 @@ def _sample(model: StreamedModel) -> tuple[_Linear, dict[str, Tensor]]:
 def _products_s(
     model: StreamedModel, linear: _Linear, tensors: dict[str, Tensor], counts: tuple[int, int]
 ) -> tuple[float, float]:
-    """Seconds of few and of many rows through the linear: medians of runs that take turns."""
+    """Median seconds of a linear over few and over many rows, in runs that take turns."""
     inputs = [
         torch.full((rows, linear.in_features), 0.5, dtype=model.dtype, device=model.device)
         for rows in counts
@@ -177,14 +180,14 @@ def _products_s(
 
     with torch.no_grad():
         for rows in inputs:
-            product(rows)  # kernels may have to be compiled
+            product(rows)  # compiles kernels if need be
         turns = [[_seconds(partial(product, rows)) for rows in inputs] for _ in range(_RUNS)]
     few_s, many_s = (median(times) for times in zip(*turns, strict=True))
     return few_s, many_s
 
 
 def _seconds(run: Callable[[], Tensor]) -> float:
-    """Seconds of one run, until its result is known to the host."""
+    """Seconds of one run, until its result has reached the CPU."""
     started = time.perf_counter()
     run().flatten()[0].item()
     return time.perf_counter() - started

@@ -1,6 +1,6 @@
 """A session whose target runs on several devices at once: the method dsi.
 
-The models live in worker processes; this one keeps the tokenizer, the orchestrator and the text.
+The models are in worker processes. This process has the tokenizer, the orchestrator and the text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PATIENCE = 20.0  # a worker this many times slower than measured counts as hung
 
 
 class DsiSession(TextSession):
-    """Decodes through a pool of workers, which have the models and their caches."""
+    """Decodes through a pool of workers, which hold the models and their caches."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class DsiSession(TextSession):
         settings: Mapping[str, str],
         notice: Notice,
     ) -> None:
-        # the draft model's own window may be shorter: behind it the text goes on without drafts
+        # the draft model's window may be shorter: beyond it the text goes on without drafts
         window = min(workers.ready[server].context_length for server in workers.servers)
         super().__init__(found, window, {**found.settings, **settings})
         self._workers = workers
@@ -66,7 +66,7 @@ class DsiSession(TextSession):
         return "dsi"
 
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
-        """Never calls back: several passes run at once, none of them in this process."""
+        """Never calls back, because no pass runs in this process."""
 
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
         if method not in ("dsi", DSI_REJECTION, "autoregressive"):
@@ -95,7 +95,7 @@ class DsiSession(TextSession):
         )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
-        """See TextSession; every pass that was begun counts, prefills and stale ones included."""
+        """Counts every pass that was begun, prefills and stale passes included."""
         super()._count(step, elapsed_s)
         self.stats.target_passes = self._orchestrator.passes - self._passes_before
         self.stats.bytes_streamed = self._orchestrator.bytes_streamed - self._bytes_before
@@ -123,10 +123,10 @@ class DsiSession(TextSession):
 
 
 def choose_devices(options: DsiOptions, device: str) -> list[str]:
-    """Where workers run: the devices named, else the session's, else every GPU, else the CPU.
+    """The devices for workers: those named, else the session's, else every GPU, else the CPU.
 
     Raises:
-        ConfigError: a device that is not here.
+        ConfigError: this machine does not have a named device.
     """
     named = options.devices or (() if device == "auto" else (device,))
     if named:
@@ -136,14 +136,14 @@ def choose_devices(options: DsiOptions, device: str) -> list[str]:
 
 
 def open_dsi(request: Request, notice: Notice, progress: Progress) -> DsiSession | None:
-    """Starts the workers and measures them; None, with a notice, where DSI would not pay.
+    """Starts the workers and measures them; None, with a notice, if DSI would not pay.
 
-    Numbers given by the user are obeyed whatever the plan says.
+    An SP degree or lookahead that the user gives is used whatever the measurement says.
 
     Raises:
         WorkerError: a worker did not start.
-        TokenizerMismatchError, UnknownModelError: a draft model's tokens are not the target's, or
-            it is not here.
+        TokenizerMismatchError: a draft model's tokens are not the target's.
+        UnknownModelError: a draft model is not on this machine.
     """
     if choose_pair(load_registry(request.models_file), request).draft is None:
         return None
@@ -170,7 +170,7 @@ def _open(
     notice: Notice,
     progress: Progress,
 ) -> DsiSession | None:
-    """Plans for these devices, starts the workers there and measures them; as `open_dsi`."""
+    """Plans for these devices, starts the workers there and measures them; see `open_dsi`."""
     further, sp = _further_drafts(request), target_servers(request.dsi, devices)
     layout = Layout(
         devices=devices,
@@ -224,7 +224,7 @@ def _is_forced(options: DsiOptions) -> bool:
 
 
 def _further_drafts(request: Request) -> list[Path]:
-    """Folders of the draft models beside the pair's own."""
+    """Folders of the draft models besides the pair's own."""
     registry = load_registry(request.models_file)
     return [
         fetch(registry.resolve(name), offline=request.offline) for name in request.dsi.more_drafts
@@ -234,12 +234,12 @@ def _further_drafts(request: Request) -> list[Path]:
 def worker_loaders(
     found: Prepared, drafts: Sequence[Path], layout: Layout
 ) -> tuple[Sequence[Callable[[], ModelTarget]], Sequence[Callable[[], ModelDrafter]]]:
-    """What loads each target server, opened as the plan says, and each draft model.
+    """Functions that load each target server, opened as the plan says, and each draft model.
 
     Args:
         drafts: folders of the draft models.
     Returns:
-        a function for each target server, and one for each drafter, to be called where it runs.
+        one function for each target server and one for each drafter; each is called in its worker.
     """
     threads = max(1, usable_cores() // (layout.servers + len(drafts)))
     devices = [torch.device(layout.server_device(number)) for number in range(layout.servers)]
@@ -272,17 +272,17 @@ def _start_workers(
 
 
 def ray_devices(cluster: RayCluster) -> list[str]:
-    """One entry for each GPU of the cluster, or the CPU; an actor sees its own GPU as the first."""
+    """A device name for each GPU of the cluster, else the CPU; an actor sees only its own GPU."""
     return ["cuda:0"] * cluster.gpus or ["cpu"]
 
 
 def _share(gpus: int, workers: int) -> float:
-    """GPUs for each worker: one, or an equal part where there are fewer."""
+    """GPUs for each worker: one, or an equal part of one if there are fewer GPUs than workers."""
     return 1.0 if gpus >= workers else math.floor(1e4 * gpus / workers) / 1e4
 
 
 def _plan(workers: WorkerPool, lookahead: int | None) -> DsiPlan:
-    """Plans with what the workers measured: the slowest server, and single rows of the drafter."""
+    """Plans by the workers' measurements: the slowest server, and the drafter's single rows."""
     slowest: dict[int, float] = {}
     for server in workers.servers:
         for rows, seconds in workers.ready[server].pass_s.items():

@@ -1,4 +1,4 @@
-"""Prompts and conversations as tokens of the target."""
+"""Turns prompts and conversations into tokens of the target."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class PromptEncoder:
     """Turns prompts and conversations into tokens.
 
     Args:
-        tokenizer: the target's.
+        tokenizer: the target's tokenizer.
         model: the target's name, for errors.
-        templates: where its chat template runs; with others' unless given.
+        templates: the process that renders the chat template; the shared process if not given.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._model = model
         self._templates = templates
-        self._template: Template | None = None  # the last one
-        self._spelled: dict[str, list[int]] = {}  # tokens of the spelling of a special token
+        self._template: Template | None = None  # the template that was used last
+        self._spelled: dict[str, list[int]] = {}  # special token -> tokens of its letters
 
     def encode(self, prompt: str) -> list[int]:
         """Tokens of a raw completion prompt, with the tokenizer's own beginning-of-text token."""
@@ -47,21 +47,22 @@ class PromptEncoder:
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens that text around them never merges with, by their spelling."""
+        """Ids of the tokens that never merge with the text around them, by spelling."""
         return dict(self.tokenizer.get_added_vocab())
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Tokens of text as `render_chat` writes it, special tokens by their spelling.
+        """Tokens of a text that `render_chat` has written.
 
-        Those that a message spelled are text: they have the tokens of their letters.
+        Special tokens that the template wrote become their ids. Special tokens that a message
+        spells are text: they become the tokens of their letters.
         """
         first, *rest = SPELLED.split(text)
         tokens = list(self.tokenizer.encode(first, add_special_tokens=False))
         if not rest:
             return tokens
-        # behind a line break, since some tokenizers put a blank before whatever they are given
+        # encoded with a line break in front, as some tokenizers put a blank before any text
         before = self.tokenizer.encode("\n", add_special_tokens=False)
-        texts, spelled = rest[1::2], rest[::2]  # the latter None where a template parted two marks
+        texts, spelled = rest[1::2], rest[::2]  # spelled: None if a template left a single mark
         behind = self.tokenizer([f"\n{text}" for text in texts], add_special_tokens=False)
         for token, text, found in zip(spelled, texts, behind["input_ids"], strict=True):
             if token:
@@ -73,12 +74,12 @@ class PromptEncoder:
         return tokens
 
     def _letters(self, token: str) -> list[int]:
-        """Tokens of a special token's spelling as text."""
+        """Tokens of a special token's spelling, encoded as plain text."""
         if token not in self._spelled:
             marked = mark_control_tokens(token, re.compile(re.escape(token)))
             try:
                 self._spelled[token] = encode_marked_chat(self.tokenizer, marked)
-            except ValueError:  # the letters together make the token
+            except ValueError:  # encoded together, the letters always become the special token
                 apart = self.tokenizer(list(token), add_special_tokens=False)["input_ids"]
                 self._spelled[token] = [one for letter in apart for one in letter]
         return self._spelled[token]
@@ -92,14 +93,15 @@ class PromptEncoder:
         """A conversation in the model's own chat template, as text, ready for the reply.
 
         Args:
-            messages: role and content, and what else the template reads, such as tool_calls.
-            tools: JSON schemas of functions that the model may call, as OpenAI's API has them.
-            thinking: what templates of models that think read besides: enable_thinking (Qwen3)
-                and reasoning_effort (gpt-oss).
+            messages: role and content of each message, and other fields that the template reads,
+                such as tool_calls.
+            tools: JSON schemas of functions that the model may call, as in OpenAI's API.
+            thinking: variables of templates of thinking models: enable_thinking (Qwen3) and
+                reasoning_effort (gpt-oss).
         Returns:
             text for `encode_rendered`; special tokens that a message spells are marked in it.
         Raises:
-            ConfigError: the model has no chat template, or it refuses these messages.
+            ConfigError: the model has no chat template, or the template refuses these messages.
             CheckpointError: the template takes too long, or too much memory.
         """
         if not getattr(self.tokenizer, "chat_template", None):
@@ -116,7 +118,7 @@ class PromptEncoder:
                 else each
                 for each in messages
             ]
-        # many templates write out a value that is None
+        # left out, since many templates would write the word None
         told = [{name: each[name] for name in each if each[name] is not None} for each in messages]
         variables = {**self.tokenizer.special_tokens_map, **(thinking or {})}
         return (self._templates or shared()).render(
@@ -124,7 +126,7 @@ class PromptEncoder:
         )
 
     def _chosen(self, *, with_tools: bool) -> Template:
-        """The template for such a conversation, of which a model may have several."""
+        """The template for a conversation; a model may have another one for use with tools."""
         try:
             source = self.tokenizer.get_chat_template(None, [] if with_tools else None)
         except ValueError as error:
@@ -135,7 +137,7 @@ class PromptEncoder:
                 model=self._model,
                 source=source,
                 special=[one.content for one in added if one.special],
-                # white space that is a token by itself stands in templates as white space
+                # tokens of white space are left out: templates contain them as plain white space
                 named=[one.content for one in added if one.content.strip() in source
                        and one.content.strip() and not one.special],
             )  # fmt: skip

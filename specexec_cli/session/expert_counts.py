@@ -1,4 +1,4 @@
-"""Which experts of a mixture earlier sessions used most, kept on disk per model."""
+"""Keeps on disk, for each mixture, how often sessions used each expert."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from specexec_cli.kept import file_name, numbers, read_json, write_json
 from specexec_cli.loading import Notice
 from specexec_cli.offload.experts import ExpertStore
 
-_MOST = 1e6  # rows that a count can come to; beyond, the file is damaged
-_DECIMALS = 3  # of a count
+_MOST = 1e6  # a file with a greater count is damaged
+_DECIMALS = 3  # decimals of a stored count
 
 
 class ExpertCounts:
-    """What is kept of one model's routing.
+    """The file of one model's expert counts.
 
     Args:
-        model: its name on the hub, or its folder.
+        model: the model's name on the hub, or its folder.
         notice: told, in one line, if the file cannot be written.
     """
 
@@ -28,16 +28,16 @@ class ExpertCounts:
         self._notice = notice
 
     def load(self, experts: ExpertStore) -> None:
-        """Begins to read the experts used most; none where nothing is kept that can be used."""
+        """Starts to read the most used experts into memory; does nothing without a usable file."""
         try:
             counts = numbers(read_json(self._path), experts.scores.counts.shape, 0.0, _MOST)
             experts.scores.restore(counts)
-        except ValueError:  # a cache: it is counted anew
+        except ValueError:  # missing or damaged: counts start from zero
             return
         experts.warm()
 
     def save(self, experts: ExpertStore) -> None:
-        """Keeps the counts for later sessions."""
+        """Writes the counts for later sessions."""
         try:
             write_json(self._path, experts.scores.counts.round(_DECIMALS).tolist())
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Opens sessions: from what a user asks for to the kind of session that it calls for."""
+"""Opens the kind of session that a user's request needs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def open_session(
     notice: Notice = lambda text: None,
     progress: Progress = lambda done, total: None,
 ) -> TextSession:
-    """Decides what the request comes to, and opens the models.
+    """Plans for the request and opens its models.
 
     Args:
-        notice: told in one line what is slower than it could be, and what is to be fetched.
-        progress: told (done, total) bytes of weights that are loaded to stay.
+        notice: told, in one line each, what is slower than it could be and what will be fetched.
+        progress: told (done, total) bytes while resident weights are loaded.
     Raises:
-        SpecexecError: whatever is wrong, in one line.
+        SpecexecError: any problem, in one line.
     """
     downloads = to_fetch(request)
     if downloads:
@@ -59,7 +59,7 @@ def _on_stderr(text: str) -> None:
 
 
 class Session:
-    """The Python API's door to sessions: `Session.open(pair="demo")`."""
+    """The Python API for sessions: `Session.open(pair="demo")`."""
 
     @staticmethod
     def open(
@@ -68,8 +68,8 @@ class Session:
         progress: Progress = lambda done, total: None,
         **request: Any,
     ) -> TextSession:
-        """open_session, given the fields of planning.request.Request, as in offload="ssd".
+        """Opens a session; takes the fields of planning.request.Request, such as offload="ssd".
 
-        Models that are not here are fetched; `notice` is told how much that is before it begins.
+        Missing models are downloaded; `notice` is told beforehand how large the download is.
         """
         return open_session(Request(**request), notice=notice, progress=progress)

@@ -1,4 +1,4 @@
-"""What texts follow from besides prompt, sampling and limits, as one word to compare."""
+"""A hash of everything, besides prompt, sampling and limits, that a session's texts depend on."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specexec_cli.loading import Prepared
 
 
 def text_identity(found: Prepared) -> str:
-    """One word for the target, its tokenizer and the arithmetic: the same word, the same texts.
+    """A hash of the target, its tokenizer and its arithmetic: equal hashes mean equal texts.
 
-    Where weights wait, how many texts run at once and what drafts are no part of it: no token
+    Offload tiers, the number of texts at once and the drafter are not included, because no token
     depends on them.
     """
     target = found.target
@@ -33,9 +33,10 @@ def text_identity(found: Prepared) -> str:
 
 
 def _file(path: Path) -> list[Any]:
-    """What tells a file of weights from others, without reading it.
+    """Identifies a file of weights without reading it.
 
-    In the caches of the hub and of Ollama it is a link to a file that is named by its content.
+    In the caches of the hub and of Ollama, weights are links to files that are named by a hash of
+    their content. Other files are identified by size and time of change.
     """
     real = path.resolve()
     if real.parent.name == "blobs":
@@ -45,7 +46,7 @@ def _file(path: Path) -> list[Any]:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> list[Any]:
-    backend = getattr(tokenizer, "backend_tokenizer", None)  # none has one that is all Python
+    backend = getattr(tokenizer, "backend_tokenizer", None)  # pure Python tokenizers have none
     words = sorted(tokenizer.get_vocab().items()) if backend is None else backend.to_str()
     return [
         type(tokenizer).__name__, words, tokenizer.special_tokens_map,

@@ -1,4 +1,4 @@
-"""What sessions learn about a pair, kept on disk from one session to the next."""
+"""Keeps on disk what sessions learn about a pair."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _NAME = "learned.json"
 
 
 class LearnedFile:
-    """What is kept of one pair, as far as it holds on this machine, and its runs.
+    """The files of what one pair's sessions learned and of their runs.
 
     Args:
-        folder: the pair's.
-        runs: see planning/expected_speed.py.
-        settings: of the session; what an iteration costs depends on its offload tier, device and
-            dtype.
-        notice: told, in one line, if the file cannot be written.
+        folder: the pair's folder.
+        runs: the file of runs, see planning/expected_speed.py.
+        settings: the session's settings. The cost of an iteration is kept for each combination of
+            offload tier, device and dtype.
+        notice: told, in one line, if a file cannot be written.
     """
 
     def __init__(
@@ -32,13 +32,14 @@ class LearnedFile:
         self._notice = notice
 
     def load(self, learned: Learned) -> None:
-        """Adds what earlier sessions kept; nothing where that is missing or cannot be used."""
+        """Adds what earlier sessions kept; adds nothing if the file is missing or unusable."""
         learned.load(self._path, self._machine)
 
     def save(self, learned: Learned, run: Run) -> None:
-        """Keeps it for later sessions, and what this one reached.
+        """Writes what was learned, and this session's run, for later sessions.
 
-        What iterations cost beside other busy programs is not kept: a later session may be alone.
+        Costs of iterations that ran beside other busy programs are not kept: a later session may
+        have the machine for itself.
         """
         try:
             learned.save(self._path, self._machine, costs_too=not run.busy)

@@ -1,7 +1,7 @@
-"""A session whose models are in this process: every method but dsi.
+"""A session with its models in this process, for every method except dsi.
 
-The KV caches live as long as the session: a prompt that begins like the text before it costs only
-its new tokens.
+The KV caches live as long as the session: if a prompt begins like the last text, only its new
+tokens are computed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from specexec_cli.verify.verifier import LocalTarget
 
 
 class LocalSession(TextSession):
-    """Decodes with a target and, unless there is none, a draft model of its own."""
+    """Decodes with a target and, if there is one, a draft model in the same process."""
 
     def __init__(self, found: Prepared, target: LocalTarget, draft: StreamedModel | None) -> None:
         super().__init__(found, target.model.context_length, found.settings)
@@ -54,17 +54,17 @@ class LocalSession(TextSession):
         self._decision = found.decision
         self._measured_cost: CostModel | None = None
         self._drafter: SessionDrafter | None = None
-        self._drafter_method: Method | BenchMethod | None = None  # the one it was made for
+        self._drafter_method: Method | BenchMethod | None = None  # the method of self._drafter
         self._learned_file: LearnedFile | None = None
         self.quiet = QuietCheck()  # open while texts are written
         self._expert_counts: ExpertCounts | None = None
-        self._pass_began = (0.0, 0)  # time and bytes streamed at the pass's first layer
-        self._experts_before = (0, 0)  # asked for and held, when the generation began
+        self._pass_began = (0.0, 0)  # time, and bytes streamed, at the pass's first layer
+        self._experts_before = (0, 0)  # experts_counted() when the generation began
 
     def remember(self, notice: Notice) -> None:
-        """Begins with what earlier sessions learned about the pair, and keeps what this one learns.
+        """Starts from what earlier sessions learned about the pair, and keeps what this one learns.
 
-        It changes how many passes a text takes and which experts are in memory, never the text.
+        This changes how many passes a text takes and which experts are in memory, never the text.
         """
         experts = self._target.model.experts
         if experts is not None:
@@ -77,9 +77,9 @@ class LocalSession(TextSession):
             self._learned_file.load(self.learned)
 
     def seats(self, count: int) -> list[Seat]:
-        """Caches for so many texts at once; the session's own are the first.
+        """Seats (caches and a drafter each) for `count` texts at once; the first uses our caches.
 
-        Whoever takes them is the only one to use the session from then on.
+        From then on only the owner of the seats may use the session.
         """
         self.forget()
         targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
@@ -94,20 +94,20 @@ class LocalSession(TextSession):
 
     @property
     def method(self) -> BenchMethod:
-        """specexec where there is a draft model, else what drafts without, else autoregressive."""
+        """specexec with a draft model, else drafts from the text if chosen, else autoregressive."""
         if self._draft is not None:
             return "specexec"
         return SUFFIX if self.pair.suffix else "autoregressive"
 
     def cost_prior(self) -> CostModel:
-        """What the cost policy begins with; measured once, when it is first asked for."""
+        """The cost model that the policy cost begins with; measured at the first call."""
         if self._measured_cost is None:
             self._measured_cost = measured_prior(self._decision, self._target, self._draft)
         return self._measured_cost
 
     @property
     def reliability(self) -> Reliability:
-        """How right the acceptance probabilities of the last generation were."""
+        """How well the last generation's predicted acceptance probabilities came true."""
         if isinstance(self._drafter, ModelDrafter):
             return self._drafter.calibration.reliability
         return Reliability()
@@ -145,10 +145,11 @@ class LocalSession(TextSession):
                 f"{' or '.join(able)}"
             )
         if POLICIES[tree.policy].needs == "classifier":
-            self.classifier()  # a missing one is told of before the text begins
+            self.classifier()  # raises before the text begins if there is none
 
     def _steps(self, request: GenerationRequest) -> Steps:
-        # what the cache shares with the prompt, whose last token must be run again, is kept
+        # Keeps the cached tokens that the prompt begins with, except the prompt's last token, which
+        # must be run again.
         self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
         self._target.recover()
         self._experts_before = self.experts_counted()
@@ -161,7 +162,7 @@ class LocalSession(TextSession):
                 position += len(step.tokens)
 
     def _decoded(self, request: GenerationRequest, sampler: Sampler) -> Iterator[StepResult]:
-        """The steps of the method, whose tokens the sampler draws."""
+        """The steps of the requested method, with tokens drawn by the sampler."""
         ends = request.prompt, request.max_tokens, self.eos_ids
         if request.method == "autoregressive":
             yield from autoregressive(self._target, sampler, *ends)
@@ -184,7 +185,7 @@ class LocalSession(TextSession):
         """Whether drafting goes on while passes wait for weights.
 
         Raises:
-            ConfigError: it is asked for, and no pass waits or nothing could be drafted meanwhile.
+            ConfigError: overlap is "on", but no pass waits for layers, or there is no draft model.
         """
         if request.tree.overlap == "off":
             return False
@@ -197,7 +198,7 @@ class LocalSession(TextSession):
         return able and self._target.model.waits
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
-        """The drafter of the method, set up for a generation."""
+        """The requested method's drafter, set up for a generation."""
         if self._drafter is None or self._drafter_method != request.method:
             shared = self._target if self._decision.work.shares_cache else None
             self._drafter = self._made_drafter(request.method, sampler, request.tree, shared)
@@ -234,17 +235,17 @@ class LocalSession(TextSession):
         self.stats.peak_vram_bytes = self.peak_vram_bytes()
 
     def experts_counted(self) -> tuple[int, int]:
-        """Of a mixture whose experts come one by one: those asked for, and held by then, so far."""
+        """Experts requested so far, and those of them that were in memory; 0 unless one by one."""
         experts = self._target.model.experts
         return (experts.touched, experts.hits) if experts is not None else (0, 0)
 
     def peak_vram_bytes(self) -> int:
-        """The most that PyTorch has held on the GPU since the process began; 0 without one."""
+        """Most bytes that PyTorch has held on the GPU since the process began; 0 without a GPU."""
         device = self._target.model.device
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
-        """The draft model's half of `score`; its cache is not touched."""
+        """The draft model's logits for `score`; its cache is not used."""
         if self._draft is None:
             raise ConfigError("this session was opened without a draft model: `draft`")
         self._end_generation()
@@ -265,7 +266,7 @@ class LocalSession(TextSession):
             self._drafter.forget()
 
     def _run(self) -> Run:
-        """What the session's drafted generations came to, behind their first passes."""
+        """A summary of the session's drafted generations, without each one's first pass."""
         drafted = [stats for stats in self.history if stats.draft_s]
         return Run(
             date=f"{date.today()}",

@@ -1,8 +1,7 @@
-"""What every session is: models opened once, and one text after another from them.
+"""The base class of all sessions: models are opened once and then write one text after another.
 
-A session turns a prompt into tokens, hands them to the kind of session that has the models, and
-turns the tokens that come into text, with stop strings and statistics. Where the models are, in
-this process or in workers, it does not know.
+This class turns a prompt into tokens, and the tokens of the reply into text, with stop strings and
+statistics. Subclasses have the models, in this process or in workers, and decode.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from specexec_cli.session.identity import text_identity
 
 Steps = Generator[StepResult, None, None]
 
-_KEPT_STATS = 1024  # of the last generations
+_KEPT_STATS = 1024  # most generations in `history`
 _CLOSED = "this session is closed: open another"
 _ENDED = (
     "this generation has ended: its session went on to something else, and it does one thing at a "
@@ -53,27 +52,27 @@ _BUSY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """One generation as it was asked for, every default filled in and checked."""
+    """The settings of one generation, checked and with all defaults filled in."""
 
     prompt: tuple[int, ...]
-    max_tokens: int  # at most the room that the context window leaves behind the prompt
+    max_tokens: int  # no more than fit into the context window behind the prompt
     stop: tuple[str, ...]
     sampling: SamplingConfig
     tree: TreeConfig
     method: Method | BenchMethod
-    continuation: list[int]  # the tokens that will come, for the policy oracle
+    continuation: list[int]  # the tokens that the target will choose, for the policy oracle
     constraint: Constraint | None = None
     top_logprobs: int | None = None
 
 
 class TextSession(PromptEncoder, ABC):
-    """A target, its tokenizer and what the session remembers from one generation to the next.
+    """A target, its tokenizer, and what one generation leaves for the next.
 
     Args:
-        found: names, files and decisions.
+        found: the pair's names and files, and the decisions about them.
         window: most tokens of prompt and text together that the target's positions cover.
-        settings: the offload tier, device and dtype that were chosen where the user left the
-            choice to us, and what else a kind of session has decided.
+        settings: the offload tier, device and dtype that were chosen where the user left them to
+            us, and other decisions of a kind of session.
     """
 
     def __init__(self, found: Prepared, window: int, settings: Mapping[str, str]) -> None:
@@ -84,16 +83,16 @@ class TextSession(PromptEncoder, ABC):
         self.eos_ids = found.eos_ids
         self.vocab_size = int(found.config.vocab_size)  # tokens that the target knows
         self.layers = int(found.config.num_hidden_layers)  # decoder layers of the target
-        self.ssd_share = found.decision.ssd_share  # of a pass's streamed bytes, from the SSD
-        self.context_limit: int | None = None  # the user's own, below the target's window
+        self.ssd_share = found.decision.ssd_share  # share of a pass's streamed bytes from the SSD
+        self.context_limit: int | None = None  # a limit of the user's, below the target's window
         self.context: list[int] = []  # prompt and committed tokens of the last generation
-        self.stats = GenerationStats()  # of the last generation
-        self.history: list[GenerationStats] = []  # of all that have ended
-        # about the pair, by all generations so far
+        self.stats = GenerationStats()  # statistics of the last generation
+        self.history: list[GenerationStats] = []  # statistics of generations that have ended
+        # knowledge about the pair from all generations so far
         self.learned = Learned(self.classifier, self.cost_prior)
         self._window = window
-        self.link_bytes_per_s: float | None = None  # probed, where one link feeds every pass
-        self._running: Steps | None = None  # the one generation that may go on
+        self.link_bytes_per_s: float | None = None  # probed rate of the link that feeds all passes
+        self._running: Steps | None = None  # the only generation that may go on
         self._closed = False
 
     @property
@@ -105,13 +104,13 @@ class TextSession(PromptEncoder, ABC):
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
         """Calls back after each target layer that runs in this process, for live status.
 
-        An exception from the callback ends the pass and comes out of generate(); the caches stay
-        right.
+        An exception from the callback ends the pass and is raised by generate(). The caches stay
+        usable.
         """
 
     @abstractmethod
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
-        """The draft model's half of `score`."""
+        """The draft model's logits for `score`."""
 
     @abstractmethod
     def forget(self) -> None:
@@ -119,24 +118,24 @@ class TextSession(PromptEncoder, ABC):
 
     @abstractmethod
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
-        """Makes sure that this session can decode so.
+        """Checks that this session can decode with this method and tree.
 
         Raises:
-            ConfigError: it cannot; says what can.
+            ConfigError: it cannot; the message names methods or policies that can be used.
             CheckpointError: the tree's policy is disco, and its classifier cannot be used.
         """
 
     @abstractmethod
     def _steps(self, request: GenerationRequest) -> Steps:
-        """Decodes; nothing happens before the first step is asked for."""
+        """Yields the steps of decoding, which begins when the first step is requested."""
 
     @abstractmethod
     def _target_logits(self, tokens: Sequence[int], first: int) -> Tensor:
-        """The target's half of `score`."""
+        """The target's logits for `score`."""
 
     @abstractmethod
     def _close(self) -> None:
-        """Gives back what this kind of session holds; called once."""
+        """Ends and frees what the subclass holds; called once."""
 
     @property
     def context_length(self) -> int:
@@ -145,33 +144,33 @@ class TextSession(PromptEncoder, ABC):
 
     @property
     def pair_folder(self) -> Path:
-        """Where what is learned about this target and draft model is kept."""
+        """The folder that keeps what is learned about this target and draft model."""
         assert self.pair.draft is not None
         return pair_folder(self.pair.target.weights, self.pair.draft.weights)
 
     def classifier(self) -> Classifier:
-        """The classifier of the policy disco that was trained for this pair.
+        """The policy disco's classifier, as trained for this pair.
 
         Raises:
-            CheckpointError: there is none, or none that can be used; says how to train one.
+            CheckpointError: there is no usable classifier; the message says how to train one.
         """
         assert self.pair.draft is not None
         return load_classifier(self.pair_folder, self.pair.target.repo, self.pair.draft.repo)
 
     def text_identity(self) -> str:
-        """One word for all that texts follow from besides prompt, sampling and limits."""
+        """A hash of everything, besides prompt, sampling and limits, that texts depend on."""
         return text_identity(self._found)
 
     def cost_prior(self) -> CostModel | None:
-        """What is known of the cost of iterations before the first one: nothing.
+        """An estimate of an iteration's cost before the first one; here None, for no estimate.
 
-        It is asked for within a generation, when its first tree is about to be sized.
+        It is requested during a generation, when the first tree's size is chosen.
         """
         return None
 
     @property
     def reliability(self) -> Reliability:
-        """How right the acceptance probabilities of the last generation were."""
+        """How well the last generation's predicted acceptance probabilities came true."""
         return Reliability()
 
     def generate(
@@ -186,25 +185,28 @@ class TextSession(PromptEncoder, ABC):
         constraint: Constraint | None = None,
         top_logprobs: int | None = None,
     ) -> Steps:
-        """Yields tokens and text as they are committed; `step.text` is what may be shown.
+        """Yields tokens and text as they are committed; `step.text` is the text to show.
 
-        A generation begins when its first step is asked for. A session runs one at a time: where
-        another has begun since, the older one has ended, and asking it for a step is an error.
-        Closing a generation early (Ctrl-C) keeps the caches right: the next one reuses them.
+        A generation begins when its first step is requested. A session runs one generation at a
+        time: beginning another one ends the first, and requesting a further step of the first is an
+        error. After an early end (Ctrl-C) the caches stay usable, and the next generation reuses
+        them.
 
         Args:
             prompt: text, or tokens.
-            method: the session's own unless told otherwise.
-            continuation: the tokens that will come, which the policy oracle must be told.
-            constraint: which tokens may follow, such as a grammar's; it belongs to this text.
-            top_logprobs: steps tell how probable their tokens were, and so many others.
+            method: the session's own method if None.
+            continuation: the tokens that the target will choose; only the policy oracle needs them.
+            constraint: decides which tokens may follow, such as a grammar's; not used for any other
+                text.
+            top_logprobs: steps then tell the log-probabilities of their tokens and of this many
+                of the most probable tokens.
         Raises:
-            ConfigError: an empty prompt, one that does not fit the context window, or a method
-                that is not this session's; at a step, another generation has taken its place,
-                or the constraint cannot be followed.
+            ConfigError: the prompt is empty or does not fit the context window, or this session
+                cannot use the method; at a step, another generation has begun, or the constraint
+                cannot be followed.
             CheckpointError: the tree's policy is disco, and its classifier cannot be used.
             StreamError, NonFiniteLogitsError, OutOfMemoryError: a pass failed.
-            WorkerError: no worker is left that could run one.
+            WorkerError: all workers that could run a pass are lost.
         """
         return self._generation(
             self.checked(
@@ -222,7 +224,7 @@ class TextSession(PromptEncoder, ABC):
     def checked(
         self, prompt: Sequence[int], generation: GenerationConfig, **rest: Any
     ) -> GenerationRequest:
-        """A generation as it will be, limits of the context window applied; nothing begins.
+        """Checks a generation and limits it to the context window; begins nothing.
 
         Args:
             rest: the other fields of GenerationRequest.
@@ -239,10 +241,10 @@ class TextSession(PromptEncoder, ABC):
         return request
 
     def _room(self, tokens: Sequence[int]) -> int:
-        """How many tokens of text the context window leaves behind a prompt.
+        """Number of tokens that fit into the context window behind a prompt.
 
         Raises:
-            ConfigError: the prompt cannot be continued.
+            ConfigError: the prompt is empty, too long, or has a token that the target lacks.
         """
         if not tokens:
             raise ConfigError("the prompt is empty: give at least one token to continue from")
@@ -262,7 +264,7 @@ class TextSession(PromptEncoder, ABC):
         return room
 
     def _generation(self, request: GenerationRequest) -> Steps:
-        """Adds text to the steps, ends at a stop string, keeps the statistics."""
+        """Adds text to the steps, ends at a stop string, and keeps statistics."""
         steps = self._steps(request)
         self._end_generation()
         self._running = steps
@@ -285,16 +287,16 @@ class TextSession(PromptEncoder, ABC):
                         raise ConfigError(_CLOSED if self._closed else _ENDED)
         finally:
             self.history.append(stats)
-            del self.history[:-_KEPT_STATS]  # a server's session goes on for months
+            del self.history[:-_KEPT_STATS]  # a server's session may run for months
             if self._running is steps:
                 self._end_generation()
 
     def _end_generation(self) -> None:
-        """Ends the generation that is under way, if one is: the caches are free for what follows.
+        """Ends the running generation, if any, so that the caches are free.
 
         Raises:
-            ConfigError: the session is closed, or in the middle of a pass, of which a callback or
-                another thread asks this.
+            ConfigError: the session is closed, or this was called in the middle of a pass, by a
+                callback or another thread.
         """
         if self._closed:
             raise ConfigError(_CLOSED)
@@ -309,14 +311,14 @@ class TextSession(PromptEncoder, ABC):
         count_step(self.stats, step, elapsed_s)
 
     def score(self, tokens: Sequence[int], first: int) -> tuple[Tensor, Tensor]:
-        """What target and draft model predict at each position of a text from `first` on.
+        """The target's and the draft model's logits for each token of a text from `first` on.
 
-        It ends a generation that is under way.
+        A running generation is ended.
 
         Args:
-            first: at least 1 and below len(tokens).
+            first: index of the first predicted token, at least 1 and below len(tokens).
         Returns:
-            Logits, (len(tokens) - first, vocab) each; the vocabularies may differ in padding.
+            two tensors of (len(tokens) - first, vocab); the vocabularies may differ in padding.
         Raises:
             ConfigError: there is no draft model.
         """
@@ -324,7 +326,7 @@ class TextSession(PromptEncoder, ABC):
         return self._target_logits(tokens, first), draft_logits
 
     def close(self) -> None:
-        """Gives threads, processes, files and memory back; idempotent."""
+        """Ends threads and processes, closes files and frees memory; idempotent."""
         if not self._closed:
             self._closed, self._running = True, None
             self._close()
@@ -337,7 +339,7 @@ class TextSession(PromptEncoder, ABC):
 
 
 def count_step(stats: GenerationStats, step: StepResult, elapsed_s: float) -> None:
-    """Accounts for a step that ended so many seconds after its generation began."""
+    """Adds a step to the statistics; it ended `elapsed_s` seconds after the generation began."""
     if stats.target_passes == 0:
         stats.ttft_s = elapsed_s
         stats.first_tokens = len(step.tokens)
@@ -348,7 +350,7 @@ def count_step(stats: GenerationStats, step: StepResult, elapsed_s: float) -> No
 
 
 def with_text(step: StepResult, stream: TextStream) -> StepResult:
-    """The step with the text that its tokens release, cut behind a stop string."""
+    """The step with the text that its tokens release, without tokens after a stop string."""
     pieces = []
     for token in step.tokens:
         pieces.append(stream.push(token))
