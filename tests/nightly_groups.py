@@ -33,15 +33,17 @@ class Group:
     """Tests that scripts/test leaves out while nothing has changed that could break them.
 
     Attributes:
-        tests: test files, or node ids as pytest prints them, without parameters.
+        tests: test files, folders of them, or node ids without parameters.
         always: node ids among these tests that run all the same.
         guards: files and folders, relative to `root`, whose changes can break the tests.
+        whole: whether `guards` have all of the package that the tests import.
     """
 
     root: Path
     tests: tuple[str, ...]
     guards: tuple[str, ...]
     always: tuple[str, ...] = ()
+    whole: bool = False
 
     def has(self, node_id: str) -> bool:
         """Whether a test belongs to the group."""
@@ -62,46 +64,54 @@ class Group:
         Raises:
             ValueError: a path does not exist.
         """
-        tests = {each.partition("::")[0] for each in self.tests}
+        return self._within((*self.guards, *EVERYWHERE)) | self.test_files()
+
+    def test_files(self) -> set[Path]:
+        """Files of the tests, and the helpers that these import."""
         files = set[Path]()
-        for path in (self.root / each for each in (*self.guards, *tests, *EVERYWHERE)):
+        found = self._within(each.partition("::")[0] for each in self.tests)
+        while found:
+            files |= found
+            found = {helper for path in found for helper in self._helpers(path)} - files
+        return files
+
+    def guarded_files(self) -> set[Path]:
+        """All files that the group guards."""
+        return self._within(self.guards)
+
+    def _within(self, places: Iterable[str]) -> set[Path]:
+        """Files, and files in folders."""
+        files = set[Path]()
+        for path in (self.root / place for place in places):
             if not path.exists():
                 raise ValueError(f"tests/nightly.toml: there is no {path.relative_to(self.root)}")
-            files |= set(_within(path))
-        imported = {self.root / each for each in tests}
-        while imported:
-            files |= imported
-            imported = {helper for path in imported for helper in self._helpers(path)} - files
+            found = [path] if path.is_file() else path.rglob("*")
+            files |= {each for each in found if each.is_file() and "__pycache__" not in each.parts}
         return files
 
     def _helpers(self, path: Path) -> Iterator[Path]:
         """Modules of tests/ that a file of tests/ imports by name."""
-        for name in _IMPORT.findall(path.read_text()):
+        for name in _IMPORT.findall(path.read_text() if path.suffix == ".py" else ""):
             for folder in (self.root / "tests", path.parent):
                 if (folder / f"{name}.py").is_file():
                     yield folder / f"{name}.py"
 
 
 def names(entry: str, node_id: str) -> bool:
-    """Whether an entry of the table is the test's file, the test, or the test less parameters."""
-    return node_id.startswith(entry) and node_id[len(entry) :][:1] in ("", ":", "[")
-
-
-def _within(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-    for each in path.rglob("*"):
-        if each.is_file() and "__pycache__" not in each.parts:
-            yield each
+    """Whether an entry of the table is the test, less its parameters, its file, or its folder."""
+    return node_id.startswith(entry) and node_id[len(entry) :][:1] in ("", ":", "[", "/")
 
 
 def groups(root: Path = ROOT) -> dict[str, Group]:
     """The groups of tests/nightly.toml by name."""
     table = tomllib.loads((root / "tests" / "nightly.toml").read_text())
     return {
-        name: Group(root, **{key: tuple(paths) for key, paths in group.items()})
+        name: Group(
+            root, tuple(group["tests"]), tuple(group["guards"]), tuple(group.get("always", ())),
+            group.get("whole", False),
+        )
         for name, group in table.items()
-    }
+    }  # fmt: skip
 
 
 def passed_file(root: Path = ROOT) -> Path:

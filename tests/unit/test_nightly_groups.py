@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ from nightly_groups import Selection, groups, left_out, names, passed, passed_fi
 
 ROOT = Path(__file__).parents[2]
 KNOWN = groups()
+ENDS = (".py", "/__init__.py")
 TABLE = """
 [slow]
 tests = ["tests/e2e/test_slow.py"]
@@ -149,10 +153,38 @@ def test_tests_and_guarded_paths_exist(name: str) -> None:
     assert re.fullmatch("[0-9a-f]{64}", group.digest)
     for entry in (*group.tests, *group.always):
         file, *test = entry.partition("[")[0].split("::")
-        text = (ROOT / file).read_text()
+        text = (ROOT / file).read_text() if test else ""
+        assert (ROOT / file).exists()
         assert all(f"def {each}(" in text or f"class {each}(" in text for each in test), entry
         owners = [other for other in KNOWN if any(names(e, entry) for e in KNOWN[other].tests)]
         assert owners == [name], entry
+
+
+@pytest.mark.parametrize("name", [name for name, group in KNOWN.items() if group.whole])
+def test_a_whole_group_guards_all_that_its_tests_import(name: str) -> None:
+    found, files = set[Path](), KNOWN[name].test_files()
+    while files:
+        found |= files
+        files = {each for path in files if path.suffix == ".py" for each in imported(path)} - found
+    package = {path for path in found if not path.is_relative_to(ROOT / "tests")}
+    assert package <= KNOWN[name].guarded_files()
+
+
+def imported(path: Path) -> Iterator[Path]:
+    """The modules of the package that a file imports, and the packages around them."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for module in modules:
+            parts = module.split(".")
+            for stem in ("/".join(parts[: n + 1]) for n in range(len(parts))):
+                for folder, end in itertools.product((ROOT, ROOT / "kernels"), ENDS):
+                    if (folder / f"{stem}{end}").is_file():
+                        yield folder / f"{stem}{end}"
 
 
 def test_what_has_passed_is_a_group() -> None:
