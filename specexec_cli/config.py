@@ -11,11 +11,11 @@ from specexec_cli.errors import ConfigError
 
 Method = Literal["specexec", "autoregressive", "dsi"]
 SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
-SELF = "self"  # likewise: drafts with the target's own layers in few bits
-AUTO_DRAFT = "auto"  # likewise: whichever is expected to be fastest
+SELF = "self"  # in the place of a draft model: drafts with the target's own layers in few bits
+AUTO_DRAFT = "auto"  # in the place of a draft model: the fastest drafter, by prediction
 SELF_DRAFTS: Mapping[str, int] = MappingProxyType({SELF: 4, "self-4": 4, "self-3": 3, "self-2": 2})
-BenchMethod = str  # what `bench` measures: autoregressive, dsi, or a name in drafting.sources
-DSI_REJECTION = "dsi-rejection"  # DSI whose drafts are kept by rejection sampling, in `bench` alone
+BenchMethod = str  # a method that `bench` measures: autoregressive, dsi, or from drafting.sources
+DSI_REJECTION = "dsi-rejection"  # DSI that keeps drafts by rejection sampling, only in `bench`
 OffloadMode = Literal["auto", "ssd", "ram", "none"]
 ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are computed beside a GPU
 # Where a layer's weights wait for their turn: on the device that computes (resident), in RAM
@@ -39,7 +39,7 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # logits over a smaller one would overflow float32 to infinities, which tie
+        # logits divided by a smaller temperature would overflow float32 to infinities, which tie
         if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:
             raise ConfigError(
                 f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}"
@@ -58,7 +58,7 @@ class SamplingConfig:
             raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
 
 
-MOST_NODES = 65536  # of a tree, and the longest path in it
+MOST_NODES = 65536  # in a tree, and on a path in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +70,8 @@ class TreeConfig:
     batch: int = 16  # nodes expanded per draft step
     scoring: DraftScoring = "noise"  # children ranked by the target's own noise, or without it
     policy: str = "fixed"  # how much of the budget a tree uses: a name in drafting.policies
-    calibrated: bool = True  # scores corrected by what was accepted, see drafting/calibration.py
-    past: bool = False  # with nodes that the text's own past suggests, see drafting/suffix.py
+    calibrated: bool = True  # scores corrected by acceptance so far, see drafting/calibration.py
+    past: bool = False  # adds nodes that the text's own past suggests, see drafting/suffix.py
     overlap: Overlap = "off"  # whether drafting goes on while passes wait for weights
 
     def __post_init__(self) -> None:
@@ -102,13 +102,13 @@ class GenerationConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DsiOptions:
-    """Speculation over several devices (method dsi); what is left out is chosen."""
+    """Speculation over several devices (method dsi); the program chooses what is left out."""
 
     sp: int | None = None  # target servers at once
     lookahead: int | None = None  # draft tokens before each verification
-    devices: tuple[str, ...] = ()  # every GPU, or the CPU
-    ray: str | None = None  # address of a Ray cluster whose GPUs run the workers
-    more_drafts: tuple[str, ...] = ()  # further draft models, each of which drafts by itself
+    devices: tuple[str, ...] = ()  # empty: every GPU, or the CPU
+    ray: str | None = None  # address of a Ray cluster that runs the workers on its GPUs
+    more_drafts: tuple[str, ...] = ()  # further draft models; each drafts by itself
 
     def __post_init__(self) -> None:
         for name, value in (("sp", self.sp), ("lookahead", self.lookahead)):

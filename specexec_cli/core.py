@@ -1,4 +1,4 @@
-"""The words every other room uses: the draft tree and the result of one iteration.
+"""Data that every room uses: the draft tree, and the results of a pass and of a generation.
 
 numpy is imported where arrays are made: the simulator runs without it.
 """
@@ -17,7 +17,7 @@ FinishReason = Literal["length", "eos", "stop"]
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common: the rows of a cache that can be kept."""
+    """How many first tokens two texts share: the rows of a cache that can be kept."""
     shared = min(len(left), len(right))
     ours, theirs = list(left[:shared]), list(right[:shared])
     if ours == theirs:  # the usual case, in one comparison
@@ -29,8 +29,8 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 class DraftTree:
     """Candidate continuations of the committed text, nodes in insertion order.
 
-    All arrays have shape (nodes,). Parents precede their children; -1 is a child of the root,
-    the last committed token, which is not itself a node.
+    All arrays have shape (nodes,). Parents precede their children; parent -1 is the root, which is
+    the last committed token and not itself a node.
     """
 
     tokens: NDArray[np.int64]
@@ -51,7 +51,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> DraftTree:
-        """One path of these tokens, probabilities not known."""
+        """A tree that is one path of these tokens; their log-probabilities, not known, are 0."""
         import numpy as np
 
         ids = np.arange(len(tokens), dtype=np.int64)
@@ -64,32 +64,32 @@ class TokenLogprobs:
 
     token: int
     log_prob: float
-    top: tuple[tuple[int, float], ...]  # (token, log-probability), falling
+    top: tuple[tuple[int, float], ...]  # (token, log-probability), most probable first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """One iteration: what was committed and what it cost."""
+    """One iteration: the tokens it committed, and what they cost."""
 
     tokens: tuple[int, ...]  # committed tokens, the bonus token last
     drafted: tuple[bool, ...]  # per token: True if it came from the tree, False for the bonus token
     tree_nodes: int
     tree_depth: int
-    draft_s: float  # before the pass
+    draft_s: float  # drafting before the pass
     verify_s: float
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
-    draft_hidden_s: float = 0.0  # of verify_s, while the pass waited for weights
+    draft_hidden_s: float = 0.0  # drafting within verify_s, while the pass waited for weights
     read_s: float = 0.0  # in which the SSD was read; 0 where that is not known
-    text: str = ""  # what may be shown now: complete characters, no possible stop string
+    text: str = ""  # to be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token where they were asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were asked for
     finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassProgress:
-    """How far a target pass is, for live status."""
+    """How far a target pass has come, for live status."""
 
     number: int  # of the pass within its generation, from 1
     layer: int  # layers done
@@ -98,7 +98,7 @@ class PassProgress:
     draft_nodes: int  # of the tree in this pass
 
 
-_TELLING_RESTS = 4  # passes without a tree, before they are compared with those that had one
+_TELLING_RESTS = 4  # passes without a tree that a comparison with the others needs
 
 
 @dataclass(slots=True)
@@ -114,9 +114,9 @@ class GenerationStats:
     total_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    draft_hidden_s: float = 0.0  # of verify_s, while passes waited for weights
-    # Behind the first pass, of a method that grows trees: tokens and seconds of passes with a tree,
-    # and passes and seconds of those that the policy wanted none for.
+    draft_hidden_s: float = 0.0  # drafting within verify_s, while passes waited for weights
+    # After the first pass, if the method grows trees: tokens and seconds of passes with a tree;
+    # number and seconds of passes for which the policy wanted no tree.
     tree_tokens: int = 0
     tree_s: float = 0.0
     rests: int = 0
@@ -125,8 +125,8 @@ class GenerationStats:
     peak_ram_bytes: int = 0
     peak_vram_bytes: int = 0
     link_bytes_per_s: float | None = field(default=None)  # probed, if a probe ran
-    # Of a mixture whose experts come one by one, summed over layers and passes: experts that rows
-    # were routed to, and those of them that were in memory by then.
+    # For a mixture with experts that come one by one, summed over layers and passes: experts that
+    # rows were routed to, and those of them that were already in memory.
     experts_asked: int = 0
     experts_held: int = 0
 
@@ -145,14 +145,14 @@ class GenerationStats:
             self.tree_s += step.draft_s + step.verify_s
 
     def add_rest(self, step: StepResult) -> None:
-        """Account for an iteration, besides `add`, whose tree the policy has left out."""
+        """Account, besides `add`, for an iteration for which the policy wanted no tree."""
         if step.pending_rows == 1:
             self.rests += 1
             self.rests_s += step.draft_s + step.verify_s
 
     @property
     def drafting_loss(self) -> tuple[float, float] | None:
-        """Seconds of a token with trees and without, where trees made tokens slower."""
+        """Seconds per token with trees and without; None unless trees made tokens slower."""
         if not self.tree_tokens or self.rests < _TELLING_RESTS:
             return None
         drafted_s, plain_s = self.tree_s / self.tree_tokens, self.rests_s / self.rests
@@ -175,7 +175,7 @@ class GenerationStats:
 
     @property
     def tpot_s(self) -> float:
-        """Time per output token behind those of the first pass (TPOT); 0 with one pass only."""
+        """Seconds per output token after those of the first pass (TPOT); 0 with one pass only."""
         rest = self.generated_tokens - self.first_tokens
         return (self.total_s - self.ttft_s) / rest if rest > 0 else 0.0
 

@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-# What decides which dtype computes fast; names as in /proc/cpuinfo (x86 "flags", Arm "Features").
+# CPU flags that decide which dtype is fast, as in /proc/cpuinfo (x86 "flags", Arm "Features").
 FAST_FLAGS = (
     "avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
     "asimd", "bf16", "i8mm", "sve",
@@ -82,10 +82,11 @@ def all_cores() -> int:
 
 
 def user_seconds() -> float | None:
-    """Seconds that all cores together have spent on programs since the machine began.
+    """Seconds that all cores together have spent on programs since the machine started.
 
-    Time that a virtual machine's cores were taken from it is among them; the kernel's own is not,
-    for it also works for those who read from a disk. None where the system does not tell (macOS).
+    They include the time that a host took cores from this virtual machine. They exclude the
+    kernel's own time, since the kernel also works for programs that read from a disk. None if the
+    system does not tell (macOS).
     """
     found = re.match(r"cpu +(\d+) (\d+)(?: \d+){5} (\d+)", _read(Path("/proc/stat")))
     if found is None:
@@ -95,9 +96,9 @@ def user_seconds() -> float | None:
 
 
 def disk_bytes(folder: Path) -> int | None:
-    """Bytes that the disk of a folder has read and written since the machine began.
+    """Bytes that the disk of a folder has read and written since the machine started.
 
-    None where the system does not tell, or the folder is not on one disk.
+    None if the system does not tell, or the folder is not on one disk.
     """
     try:
         device = folder.stat().st_dev
@@ -111,12 +112,12 @@ def disk_bytes(folder: Path) -> int | None:
 
 
 def total_ram_bytes() -> int:
-    """Physical memory, or the smallest limit set on this process."""
+    """Bytes of physical memory, or the smallest limit on this process if that is lower."""
     return min([physical_ram_bytes(), *(limit for limit, _ in _memory_limits())])
 
 
 def physical_ram_bytes() -> int:
-    """Memory of the machine, whatever the limits on this process."""
+    """Bytes of the machine's memory, whatever the limits on this process."""
     return _meminfo("MemTotal")
 
 
@@ -128,7 +129,7 @@ def free_ram_bytes() -> int:
 
 
 def under_wsl() -> bool:
-    """Whether this Linux runs inside Windows, whose driver then is the one of the GPU."""
+    """Whether this Linux runs inside Windows, where the GPU's driver is that of Windows."""
     return "microsoft" in platform.release().lower()
 
 
@@ -140,9 +141,9 @@ def huge_pages() -> str:
 
 
 def peak_ram_bytes() -> int:
-    """Most resident memory this process has had.
+    """Most bytes of resident memory that this process has had.
 
-    From /proc where there is one: on Linux ru_maxrss begins with what the parent had before exec.
+    Read from /proc if there is one: on Linux ru_maxrss begins with the parent's memory before exec.
     """
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/status").read_text("ascii").splitlines():
@@ -153,7 +154,7 @@ def peak_ram_bytes() -> int:
 
 
 def gpus() -> list[GpuInfo]:
-    """NVIDIA GPUs as nvidia-smi reports them; empty where there is none or it does not answer."""
+    """NVIDIA GPUs as nvidia-smi reports them; empty if there is none, or no answer."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []
@@ -174,7 +175,7 @@ def gpus() -> list[GpuInfo]:
     return [_gpu(row) for row in rows if len(row) == 7 and row[0].isdigit()]
 
 
-# The oldest driver for which a major version of CUDA is built, by NVIDIA's compatibility tables.
+# Major version of CUDA -> the oldest driver that it runs on, by NVIDIA's compatibility tables.
 _OLDEST_DRIVER = {"11": 450, "12": 525, "13": 580}
 
 
@@ -182,8 +183,9 @@ def gpu_obstacle(torch_version: str, built_for: str | None, driver: str) -> str:
     """Why PyTorch does not see a GPU that nvidia-smi shows, and the mend.
 
     Args:
-        built_for: version of CUDA, as in "13.0"; None of a build for CPUs.
-        driver: version, as in "570.86.15".
+        torch_version: version of PyTorch, as in "2.9.1".
+        built_for: version of CUDA, as in "13.0"; None for a build for CPUs.
+        driver: version of the driver, as in "570.86.15".
     """
     if built_for is None:
         return f"torch {torch_version} is a build for CPUs: install one for CUDA"
@@ -260,7 +262,7 @@ def _cgroup_folders(controller: str) -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """The file's text, empty where the kernel does not offer it."""
+    """The file's text; empty if the kernel does not offer the file."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -1,8 +1,8 @@
 """The errors a user can meet, each with the exit code that docs/cli.md documents.
 
 main() catches SpecexecError alone: any other exception is a bug of ours and shows its traceback.
-A message says what, where, and the mend. Settings stand in it in backquotes as Python takes them,
-`budget` or `offload='ssd'`; the command line writes its options in their place.
+A message says what is wrong, where, and how to mend it. It names settings in backquotes as Python
+takes them, `budget` or `offload='ssd'`; the command line writes its options in their place.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import ClassVar
 
 INTERRUPTED_EXIT_CODE = 130  # 128 + SIGINT, as shells report it
 CLOSED_PIPE_EXIT_CODE = 141  # 128 + SIGPIPE
-_MOST_NAME = 200  # of what is compared with names that are known
-_MOST_CHARACTERS, _BEGINNING, _END = 1000, 700, 250  # of a message
-# How PyTorch, cuBLAS, Triton and the allocator of a CPU say that memory ran out: but for
-# torch.OutOfMemoryError, which says it too, these are RuntimeErrors like any other. The last is
-# what PyTorch says instead inside the capture of a CUDA graph, where its search for memory to give
-# back breaks the capture off (pytorch/pytorch#159594).
+_MOST_NAME = 200  # characters of a name that is compared with the known names
+_MOST_CHARACTERS, _BEGINNING, _END = 1000, 700, 250  # of a message; both ends of a longer one
+# How PyTorch, cuBLAS, Triton and a CPU's allocator say that memory ran out. Except for
+# torch.OutOfMemoryError, which says so too, these are RuntimeErrors like any other. PyTorch says
+# the last one inside the capture of a CUDA graph, where its search for memory to give back breaks
+# the capture off (pytorch/pytorch#159594).
 _SHORTAGES = (
     "out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED",
     "previous error during capture",
@@ -31,8 +31,9 @@ _SHORTAGES = (
 class SpecexecError(Exception):
     """Base of every error shown to the user as one line.
 
-    What a message quotes of a file, a hub or a request may be of any length and hold anything: the
-    middle of a long one is left out, and line breaks and a terminal's own codes are spelled out.
+    A message may quote text of any length and content from a file, a hub or a request. So the
+    middle of a long message is left out, and line breaks and a terminal's own codes are spelled
+    out.
     """
 
     exit_code: ClassVar[int] = 1
@@ -115,16 +116,16 @@ def nearest(name: str, known: list[str]) -> str:
 
 @contextmanager
 def clear_shortage(what: str) -> Iterator[None]:
-    """Memory that runs out inside, of a GPU or of the machine, becomes one line.
+    """Turns a shortage of memory inside the block, a GPU's or the machine's, into one line.
 
     Args:
-        what: what there was no memory for, as in "it ran out in a pass of 9 rows".
+        what: what memory was missing for, as in "it ran out in a pass of 9 rows".
     Raises:
         OutOfMemoryError: in place of the library's own error.
     """
     try:
         yield
-    except OutOfMemoryError as error:  # it has been made one line further in
+    except OutOfMemoryError as error:  # it became one line further inside
         traceback.clear_frames(error.__traceback__)
         raise
     except (RuntimeError, MemoryError) as error:

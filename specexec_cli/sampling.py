@@ -87,15 +87,15 @@ def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.fl
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, as a grammar says it for one text."""
+    """A grammar for one text: says which tokens may follow."""
 
     def allowed(self, context: Sequence[int]) -> Tensor:
-        """The tokens that may stand behind a context; the same for the same context, always.
+        """The tokens that may follow a context; always the same for the same context.
 
         Args:
             context: prompt and text so far, every token of it allowed.
         Returns:
-            (tokens,) bool on the CPU, at least one of them True; ids beyond it are excluded.
+            (tokens,) bool on the CPU, at least one of them True; ids past its end are excluded.
         Raises:
             ConfigError: the grammar cannot be followed any further.
         """
@@ -148,8 +148,8 @@ class Sampler:
         Args:
             logits: (rows, vocab) any float dtype.
             context: every token before the position, prompt included; the same for all rows.
-            paths: (rows,) the tokens of a tree between the context and each row's position, which
-                the constraint looks at; none unless told.
+            paths: (rows,) for the constraint, the tokens of a tree between the context and each
+                row's position; None: no tokens.
         Returns:
             (rows, vocab) float32.
         """
@@ -158,7 +158,7 @@ class Sampler:
             scores = self._constrained(scores, context, paths or [()] * len(scores))
         if self._penalty:
             # a draft model's vocabulary may be the smaller one, and not every version of
-            # transformers passes over ids beyond it
+            # transformers skips ids past its end
             known = [token for token in context if token < scores.shape[-1]]
             ids = torch.tensor([known], dtype=torch.int64, device=logits.device)
             # a copy: transformers' processors may write in place
@@ -188,9 +188,9 @@ class Sampler:
         return token
 
     def recorded(self, position: int, count: int) -> tuple[TokenLogprobs, ...]:
-        """How probable the tokens at `count` positions from `position` on were, each told once.
+        """The records of the tokens at `count` positions from `position` on, each returned once.
 
-        Nothing where it is not recorded.
+        Empty if nothing is recorded.
         """
         if self._top_logprobs is None:
             return ()

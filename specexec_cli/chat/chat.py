@@ -1,4 +1,4 @@
-"""A running chat: turns, the context window, and what is written down."""
+"""A running chat: its turns, the context window, and the transcript."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specexec_cli.errors import ConfigError, SpecexecError
 if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
-LEAST_ROOM = 64  # tokens a reply should at least have
-WARN_AT = 0.8  # of the context window
+LEAST_ROOM = 64  # fewest tokens that a reply should have room for
+WARN_AT = 0.8  # share of the context window in use
 _SHORT = 400  # characters that fit into the input line without filling the screen
 
 
 class Screen(Protocol):
-    """What a chat shows its lines and replies on, and through which it asks the user questions."""
+    """Shows a chat's lines and replies, and asks the user questions."""
 
     def notice(self, text: str) -> None:
-        """Shows one line that the user should know and need not act on."""
+        """Shows one line that the user should know but need not act on."""
 
     def error(self, text: str) -> None:
         """Shows one line that says what is wrong and how to mend it."""
@@ -46,12 +46,12 @@ class Screen(Protocol):
         """Shows the statistics of a reply that has ended, on one line."""
 
     def confirm(self, question: str) -> bool:
-        """Asks a yes-or-no question; True where standard input is no terminal to ask at."""
+        """Asks a yes-or-no question; True if standard input is no terminal to ask at."""
 
 
 @dataclass(slots=True)
 class Chat:
-    """State of a chat and the things one can do to it."""
+    """The state of a chat, and what one can do with it."""
 
     session: TextSession
     screen: Screen
@@ -61,10 +61,10 @@ class Chat:
     totals: GenerationStats = field(default_factory=GenerationStats)
     replies: int = 0
     attached: list[str] = field(default_factory=list)  # texts of files for the next message
-    prefill: str = ""  # what the input line should hold next
+    prefill: str = ""  # text that the input line should begin with next
     multi: bool = False  # Enter breaks the line, Alt-Enter sends
-    _typed: str = ""  # the last message, and what went in front of it
-    _files: list[str] = field(default_factory=list)
+    _typed: str = ""  # the last message as it was typed
+    _files: list[str] = field(default_factory=list)  # texts of files in front of that message
     interrupted: bool = False  # the last thing that happened was a Ctrl-C
     leaving: bool = False
 
@@ -109,7 +109,7 @@ class Chat:
         self._explain(reply, len(prompt.tokens) + len(reply.tokens))
 
     def _keep(self, prompt: Prompt, reply: Reply) -> None:
-        # a stop string may end inside a token, so such a reply has no tokens of its own
+        # a stop string may end inside a token, so a reply that may have met one keeps no tokens
         exact = reply.finish in ("eos", "length") or not (
             reply.finish == "stop" or self.settings.generation.stop
         )
@@ -145,7 +145,7 @@ class Chat:
         """The prompt, after making room in the context window if there is none.
 
         Raises:
-            ConfigError: it does not fit, or the user would rather not lose old turns.
+            ConfigError: the prompt does not fit, or the user does not want to drop old turns.
         """
         prompt = self.conversation.prompt(self.session)
         window = self.session.context_length
@@ -167,7 +167,7 @@ class Chat:
         return self.conversation.prompt(self.session)
 
     def regenerate(self, seed: int | None) -> None:
-        """Replaces the last reply, with the next seed unless told which.
+        """Replaces the last reply by one with this seed, or with the next seed if it is None.
 
         Raises:
             ConfigError: there is nothing to reply to.
@@ -188,7 +188,7 @@ class Chat:
         """Takes the last message and its reply back; returns the message.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no message.
         """
         starts = self.conversation.turn_starts
         if not starts:
@@ -198,12 +198,12 @@ class Chat:
         return text
 
     def compact(self) -> str:
-        """Drops the oldest turns until at most half the window is used; at least one of them.
+        """Drops the oldest turns, at least one, until at most half of the window is used.
 
         Returns:
-            Which turns, in words.
+            The dropped turns in words, as in "turn" or "3 turns".
         Raises:
-            ConfigError: there is only one.
+            ConfigError: there is only one turn.
         """
         if len(self.conversation.turn_starts) < 2:
             raise ConfigError("there are no older turns to drop: /clear starts afresh")
@@ -226,10 +226,10 @@ class Chat:
         self._record({"role": "system", "content": text})
 
     def load(self, path: Path) -> None:
-        """Puts a transcript's conversation in the place of this one.
+        """Replaces this conversation by that of a transcript.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the transcript cannot be read.
         """
         loaded = transcripts.load(path)
         if loaded.notice:
@@ -251,7 +251,7 @@ class Chat:
         """Makes sure that the model has a chat template and takes the system prompt.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it has no template, or the template refuses the system prompt.
         """
         system = Conversation(self.conversation.system, [Message("user", "Hello")])
         self.session.render_chat(system.plain())
@@ -263,7 +263,7 @@ class Chat:
             self.attached, text = self._files, self._typed
         if len(text) <= _SHORT:
             self.prefill = text
-        else:  # it would push what went wrong off the screen
+        else:  # a long message would push the error off the screen
             self.screen.notice("the message was not sent: Up brings it back")
 
     def _add(self, message: Message, **details: Any) -> None:

@@ -1,4 +1,4 @@
-"""The commands of a chat. The table is the whole truth: /help, completion and the docs read it."""
+"""The commands of a chat, in one table from which /help, completion and the docs are made."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_command(chat: Chat, line: str) -> None:
     """Runs a line that begins with /.
 
     Raises:
-        ConfigError: no such command, or it cannot be done.
+        ConfigError: there is no such command, or the command cannot be done.
     """
     name, _, argument = line.strip()[1:].partition(" ")
     for command in COMMANDS:
@@ -201,7 +201,7 @@ def read_text(path: Path) -> str:
     """A file's text.
 
     Raises:
-        ConfigError: it cannot be read, or is not UTF-8.
+        ConfigError: the file cannot be read, or is not UTF-8.
     """
     try:
         return path.read_bytes().decode()

@@ -1,8 +1,8 @@
 """A conversation as messages, and as the tokens that the models' caches hold for it.
 
 Text that a model has generated may be split into other tokens when it is encoded again. So a reply
-keeps its tokens, and the next prompt is those tokens followed by what the chat template writes
-behind the reply. Only the new turn is then new to the caches.
+keeps its tokens, and the next prompt is those tokens, followed by the tokens of the text that the
+chat template puts after the reply. Only the new turn is then new to the caches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Role = Literal["user", "assistant"]
 
 
 class ChatEncoder(Protocol):
-    """What a conversation needs of a session."""
+    """A session as a conversation uses it: the chat template and the tokenizer."""
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The messages in the model's chat template, ready for the reply."""
@@ -27,7 +27,7 @@ class ChatEncoder(Protocol):
 
     @property
     def special_tokens(self) -> Mapping[str, int]:
-        """Tokens that no text around them can merge with, by how they are spelled."""
+        """Spelling -> id of each token that never merges with the text around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the target continues."""
+    """The text that the target continues, and the text's tokens."""
 
     text: str
     tokens: list[int]
@@ -72,7 +72,7 @@ class Conversation:
 
     @property
     def turn_starts(self) -> list[int]:
-        """Where the user's messages are."""
+        """Indexes of the user's messages, each of which begins a turn."""
         return [index for index, m in enumerate(self.messages) if m.role == "user"]
 
     def plain(self, dropped: int = 0) -> list[dict[str, str]]:
@@ -84,7 +84,7 @@ class Conversation:
         """The prompt for the reply to the last message.
 
         Raises:
-            ConfigError: the model has no chat template, or it refuses this conversation.
+            ConfigError: the model has no chat template, or the template refuses the conversation.
         """
         text = encoder.render_chat(self.plain())
         tokens = encoder.encode_rendered(text)
@@ -94,9 +94,9 @@ class Conversation:
         return Prompt(text, tokens)
 
     def oldest_turns(self, encoder: ChatEncoder, limit: int) -> int:
-        """Messages to drop from the front so that the rest takes at most `limit` tokens.
+        """How many messages to drop from the front so that the rest takes at most `limit` tokens.
 
-        Whole turns, and never the last one.
+        Whole turns are dropped, and never the last one.
         """
         starts = self.turn_starts or [0]
         for dropped in starts[:-1]:
@@ -112,25 +112,27 @@ def splice(
     tokens: Sequence[int],
     special_tokens: Mapping[str, int],
 ) -> list[int] | None:
-    """The generated tokens, followed by those of the text behind the reply.
+    """The generated tokens, followed by the tokens of the text after the reply.
 
-    The seam must lie at a special token, where encoding the two sides apart or together is the
-    same.
+    The seam must lie at a special token, where both sides have the same tokens whether they are
+    encoded apart or together.
 
     Args:
-        reply: its text.
+        generated: how the last reply came about.
+        reply: the text of the last reply.
         text: the whole conversation as the chat template renders it now.
-        tokens: of `text`.
+        tokens: the tokens of `text`.
+        special_tokens: spelling -> id of each token that never merges with the text around it.
     Returns:
-        None if the template has rewritten what came before (some drop the thinking part of old
-        replies), or if there is no special token behind the reply.
+        None if the template has rewritten the text up to the reply's end (some drop the thinking
+        part of old replies), or if no special token follows the reply.
     """
     if not text.startswith(generated.before + reply):
         return None
     tail = text[len(generated.before) + len(reply) :]
     ending = tail.lstrip()
     marker = max((m for m in special_tokens if m and ending.startswith(m)), key=len, default=None)
-    # what a message spells out is text, and has other tokens
+    # a special token that a message spells out is text, and has other tokens
     told, behind = (SPELLED.sub("", each) for each in (text, tail))
     if marker is None or told.count(marker) != tokens.count(special_tokens[marker]):
         return None

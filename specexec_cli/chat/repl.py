@@ -1,4 +1,4 @@
-"""The loop: read a message or a command, do it, show errors as one line."""
+"""The loop of a chat: read a message or a command, do it, show errors as one line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Source(Protocol):
 
 
 class Script:
-    '''Standard input that is not a terminal: a turn a line, or a """ block.'''
+    '''Standard input that is not a terminal: each line is a turn, or a """ block is one.'''
 
     interactive = False
 
@@ -61,7 +61,7 @@ def run(chat: Chat, source: Source) -> int:
     """Runs the chat to its end.
 
     Returns:
-        The exit code: 0, 130 after two Ctrl-C, and in a script that of the first error.
+        The exit code: 0, 130 after two Ctrl-C, or in a script that of the first error.
     """
     first_error = 0
     while not chat.leaving:
@@ -88,7 +88,7 @@ def run(chat: Chat, source: Source) -> int:
 
 
 def is_command(line: str) -> bool:
-    """Whether a line is a command: one that begins with a path, as in /etc/hosts, is a message."""
+    """Whether a line is a command; a line that begins with a path, as /etc/hosts, is a message."""
     return line.startswith("/") and "/" not in line[1:].partition(" ")[0]
 
 

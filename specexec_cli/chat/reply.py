@@ -1,4 +1,4 @@
-"""One reply: run the session, show what comes, stop when asked to."""
+"""One reply: run the session, show the text as it comes, stop at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Finish = Literal["length", "eos", "stop", "interrupted", "failed"]
 
 
 class ReplyView(Protocol):
-    """Where a reply is shown."""
+    """Shows one reply as it comes."""
 
     def layer(self, progress: PassProgress) -> None:
         """A layer of the target is done."""
@@ -36,10 +36,10 @@ class Reply:
     """A reply as far as it came, and how it ended."""
 
     text: str
-    tokens: tuple[int, ...]  # of the reply; nothing of it behind the shown text
+    tokens: tuple[int, ...]  # of the reply, up to the end of the shown text
     finish: Finish
     stats: GenerationStats
-    error: SpecexecError | None = None  # ended it, with finish "failed"
+    error: SpecexecError | None = None  # ended the reply, if `finish` is "failed"
     leave: bool = False  # Ctrl-C came twice
 
 
@@ -84,10 +84,10 @@ def run_reply(
     view: ReplyView,
     interrupts: Interrupts,
 ) -> Reply:
-    """Generates a reply and shows it; Ctrl-C keeps what there is.
+    """Generates a reply and shows it; at Ctrl-C the text so far is the reply.
 
     Raises:
-        SpecexecError: it failed before its first token.
+        SpecexecError: the generation failed before its first token.
     """
     tokens: list[int] = []
     pieces: list[str] = []
@@ -123,7 +123,8 @@ def run_reply(
     finally:
         session.on_layer(lambda progress: None)
     if finish in ("interrupted", "failed"):
-        # what was held back, half a character or the beginning of a stop string, was not shown
+        # tokens were held back and not shown if they ended in half a character or in the beginning
+        # of a stop string
         while pieces and not pieces[-1]:
             pieces.pop()
         del tokens[len(pieces) :]

@@ -1,4 +1,4 @@
-"""What /set can change while a chat runs."""
+"""The settings that /set can change while a chat runs."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class ChatSettings:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     tree: TreeConfig = field(default_factory=TreeConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
-    method: Method | None = None  # the session's own, with drafts if it has a draft model
+    method: Method | None = None  # None: the session's own, with drafts if it has a draft model
     thinking: bool = True
     show_drafts: bool = False
     markdown: bool = True
 
     def with_value(self, key: str, value: str) -> ChatSettings:
-        """The settings with one changed, from text.
+        """The settings with one of them changed to a value that is given as text.
 
         Raises:
-            ConfigError: no such key, or a value it cannot take.
+            ConfigError: there is no such key, or it cannot take the value.
         """
         if key in _SWITCHES:
             switched: ChatSettings = _replaced(self, {key: on_or_off(key, value)})
@@ -59,7 +59,7 @@ class ChatSettings:
             )
         part, name, read = _KEYS[key]
         changes = {name: _number(key, value, read)}
-        if key == "budget":  # a depth that no longer fits yields
+        if key == "budget":  # a depth that no longer fits is lowered
             changes["max_depth"] = max(1, min(self.tree.max_depth, int(changes[name])))
         changed: ChatSettings = _replaced(self, {part: _replaced(getattr(self, part), changes)})
         return changed
@@ -80,7 +80,7 @@ def on_or_off(name: str, value: str) -> bool:
     """Whether a setting that is a switch was set on or off.
 
     Raises:
-        ConfigError: neither on nor off.
+        ConfigError: the value is neither on nor off.
     """
     words = {"on": True, "true": True, "yes": True, "1": True, "show": True,
              "off": False, "false": False, "no": False, "0": False, "hide": False}  # fmt: skip

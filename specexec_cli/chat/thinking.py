@@ -1,4 +1,4 @@
-"""Telling a reasoning model's thinking from its answer while the text streams."""
+"""Tells a reasoning model's thinking from its answer while the text streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A run of text."""
+    """A run of text that is all thinking or all answer."""
 
     text: str
     thinking: bool
@@ -26,7 +26,7 @@ class ThinkSplitter:
         self._fresh = self.thinking  # nothing but line breaks since the last tag
 
     def push(self, text: str, drafted: bool = False) -> list[Part]:
-        """Takes text; returns what it releases."""
+        """Takes the next text; returns the parts that can be shown now."""
         text, self._held = self._held + text, ""
         parts: list[Part] = []
         while text:
@@ -41,7 +41,7 @@ class ThinkSplitter:
         return parts
 
     def finish(self) -> list[Part]:
-        """What is still held once the text is over."""
+        """The text that is still held when the reply has ended."""
         parts: list[Part] = []
         self._add(parts, self._held, False)
         self._held = ""

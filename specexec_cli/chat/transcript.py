@@ -6,8 +6,8 @@
     {"role": "assistant", "content": "...", "finish_reason": "eos", ...}
     {"drop": [2, 4]}                               messages 2 and 3 are gone (undo, compact, ...)
 
-Whatever moment the program dies at, every line but the last is whole, so a broken last line is
-left out when it is read.
+At whatever moment the program dies, every line but the last is whole. A broken last line is left
+out when the file is read.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ class Transcript:
     """Appends records to a file of mode 0600; the file appears with the first record."""
 
     def __init__(self, path: Path, target: str, good_bytes: int = 0) -> None:
-        """
+        """Opens nothing yet.
+
         Args:
-            good_bytes: how much of an existing file to keep; see Loaded.
+            target: name of the target, for the first line.
+            good_bytes: bytes of an existing file to keep; see Loaded.
         """
         self.path = path
         self._target = target
@@ -47,7 +49,7 @@ class Transcript:
         """Writes one record; it is on the disk when this returns.
 
         Raises:
-            OSError: it could not be written whole.
+            OSError: the record could not be written whole.
         """
         if self._file is None:
             self._file = self._open()
@@ -71,13 +73,13 @@ class Transcript:
 
 
 def header(target: str) -> dict[str, Any]:
-    """The first line."""
+    """The first record of a transcript."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return {"format": FORMAT, "version": VERSION, "target": target, "created": created}
 
 
 def records(conversation: Conversation) -> list[dict[str, Any]]:
-    """A conversation as it stands, without its history."""
+    """The records of a conversation as it stands, without its history."""
     lines: list[dict[str, Any]] = []
     if conversation.system is not None:
         lines.append({"role": "system", "content": conversation.system})
@@ -88,7 +90,7 @@ def save(path: Path, conversation: Conversation, target: str) -> None:
     """Writes the conversation as it stands; readers see the old file or the new one, whole.
 
     Raises:
-        ConfigError: the file cannot be written, or it is something else than a transcript.
+        ConfigError: the file cannot be written, or exists and is not a transcript.
     """
     if path.exists() and not _is_transcript(path):
         raise ConfigError(f"{path} exists and is not a transcript: choose another name")
@@ -109,15 +111,15 @@ class Loaded:
     """What a transcript file holds."""
 
     conversation: Conversation  # as it stood at the end
-    good_bytes: int  # without a broken last line
-    notice: str | None  # about such a line
+    good_bytes: int  # of the file without a broken last line
+    notice: str | None  # tells the user of a broken last line
 
 
 def load(path: Path) -> Loaded:
     """Reads a transcript, up to a broken last line if there is one.
 
     Raises:
-        ConfigError: not a transcript, not readable, or broken before its last line.
+        ConfigError: the file is no transcript, cannot be read, or is broken before its last line.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -125,7 +127,7 @@ def load(path: Path) -> Loaded:
         raise ConfigError(f"cannot read the transcript {path}: {error.strerror}") from error
     conversation = Conversation()
     good_bytes = 0
-    last = len(lines) - 1  # behind the last line break: empty, or a line cut off
+    last = len(lines) - 1  # after the last line break: empty, or a line that was cut off
     for number, line in enumerate(lines):
         if not line and number == last:
             break
@@ -151,7 +153,7 @@ def _apply(record: Any, conversation: Conversation, *, first: bool) -> None:
     """Replays one record.
 
     Raises:
-        ValueError, TypeError, KeyError: it is not one.
+        ValueError, TypeError, KeyError: it is not a record.
     """
     if first:
         if record["format"] != FORMAT or record["version"] != VERSION:
