@@ -64,6 +64,7 @@ _WINDOWS_BETWEEN = ["full_attention", "sliding_attention", "sliding_attention", 
 HINTS: dict[str, dict[str, Any]] = {
     "gemma4_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8},
     "llama4": {"pad_token_id": 0},
+    "llama4_text": {"moe_layers": [1, 3]},  # the class counts them by the layers of a real model
     "deepseek_v2": _FEW_EXPERTS,
     "dots1": _FEW_EXPERTS,
     "ministral": {"head_dim": 8},

@@ -186,6 +186,8 @@ EXPERTS: dict[str, str] = {
     "kimi_k25": ONE_BY_ONE,
     "kolibri1": ONE_BY_ONE,
     "laguna": ONE_BY_ONE,
+    "llama4": WITH_LAYERS,
+    "llama4_text": WITH_LAYERS,
     "mellum": ONE_BY_ONE,
     "mimo_v2_flash": ONE_BY_ONE,
     "minimax_m2": ONE_BY_ONE,

@@ -15,6 +15,7 @@ from typing import Any
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
 from specexec_cli.planning.config_values import number, part, positive, values
+from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.packed_formats import PACKED_KINDS
 from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
 
@@ -28,7 +29,7 @@ class Linear:
     count: int = 1
     active: int = 1  # of `count`, how many a row goes through
     quantized: bool = True  # in a quantized checkpoint
-    expert: bool = False  # of the experts that rows are routed to
+    expert: bool = False  # of the experts that rows are routed to, where they can come one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +230,8 @@ def _mlp(shape: Shape, config: Mapping[str, Any], index: int) -> list[Linear]:
         shared = _gated(shape, width)
     elif count := number(config, "n_shared_experts", default=0):
         shared = _gated(shape, count * width)
-    return [router, *shared, *_gated(shape, width, experts, experts_per_row(config), expert=True)]
+    apart = EXPERTS.get(shape.kind.model_type) != WITH_LAYERS
+    return [router, *shared, *_gated(shape, width, experts, experts_per_row(config), expert=apart)]
 
 
 def linear_bytes(linear: Linear, item: int, config: Mapping[str, Any]) -> int:

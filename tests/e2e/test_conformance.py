@@ -153,7 +153,9 @@ def test_a_kind_of_layer_that_the_tiny_model_has_not_is_the_reason() -> None:
     assert by_error("CheckpointError: x").startswith("fails when it is tried")
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", "glm4_moe", "deepseek_v3", "dbrx", "llama"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "glm4_moe", "deepseek_v3", "dbrx", "llama4", "llama"]
+)
 def test_the_table_says_how_experts_move(model_type: str) -> None:
     assert conformance_report.how_experts_move(model_type) == EXPERTS.get(model_type)
 

@@ -266,7 +266,9 @@ def test_every_family_has_a_pair_for_a_card(vram: int) -> None:
         pair.name: registry.resolve(pair.target).tokenizer for pair in registry.pairs.values()
     }
     fitting = {family[one["name"]] for one in listed if one["place"] != "no"}
-    assert set(family.values()) == fitting
+    # layers of Llama 4 move whole, 4.4 GB each, and a GPU holds two of them
+    absent = {"llama-4"} if vram < 16 else set()
+    assert set(family.values()) - absent == fitting
 
 
 def test_a_larger_and_a_faster_pair_are_named_beside_the_best() -> None:

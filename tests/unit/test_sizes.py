@@ -108,7 +108,7 @@ def test_counting_on_a_built_model_finds_the_same(kind: str, changes: dict[str, 
     config = {"model_type": kind, **SMALL, **given, **changes}
     told, counted = architecture_bytes(config), _built_bytes(config)
     for part in ("layers", "resident", "head", "layer_params", "kv_elements",
-                 "expanded_elements", "hidden", "vocab"):  # fmt: skip
+                 "expanded_elements", "hidden", "vocab", "experts"):  # fmt: skip
         assert getattr(counted, part) == getattr(told, part), part
     assert counted.active_params == told.active_params
 
