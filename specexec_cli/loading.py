@@ -50,6 +50,7 @@ from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 from specexec_cli.quiet import QuietCheck
+from specexec_cli.triton_check import triton_lack
 
 Notice = Callable[[str], None]
 Progress = Callable[[int, int], None]
@@ -255,13 +256,15 @@ def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
         measure=partial(_measured, device),
+        triton_obstacle=dispatch.triton_obstacle(device) if device.type == "cuda" else None,
     )
 
 
 def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site:
     """This machine as one of DSI's target servers sees it: its part of the fullest device.
 
-    This process makes no context on any GPU, so the links to them are not measured.
+    This process makes no context on any GPU, so the links to them are not measured, and Triton is
+    not started.
 
     Args:
         notice: as for `this_site`.
@@ -269,11 +272,14 @@ def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site
         WorkerError: a GPU does not tell how much of its memory is free.
     """
     devices, vram_bytes = [torch.device(name) for name in workers.devices], 0
+    lack = None
     if devices[0].type == "cuda":
         # whoever asked had a context, which is gone
         vram_bytes = min(link.free_vram(devices)) + GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
+        lack = triton_lack()
     site = _site(devices[0], vram_bytes, notice)
-    return workers.share(replace(site, measure=partial(_measured, None)))
+    measure, obstacle = partial(_measured, None), lack.what if lack else None
+    return workers.share(replace(site, measure=measure, triton_obstacle=obstacle))
 
 
 def _site(device: torch.device, vram_bytes: int, notice: Notice) -> Site:

@@ -38,6 +38,7 @@ from specexec_cli.planning.measured_rates import (
     product_seconds,
 )
 from specexec_cli.quiet import QuietCheck
+from specexec_cli.triton_check import without_triton
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub", "llvmlite")
 SLOW_DISK_BYTES_PER_S = 1e9
@@ -245,10 +246,7 @@ def _slow_compute(report: Report) -> list[str]:
                 "that share of the rate."
             )
     if report.triton_obstacle:
-        found.append(
-            f"Triton's kernels do not run on the GPU ({report.triton_obstacle}): PyTorch stands in "
-            "for them, and 4-bit weights are unpacked before every product."
-        )
+        found.append(without_triton(report.triton_obstacle))
     if report.disturbed:
         told = ", ".join(
             f"{what} while {name} was measured" for name, what in report.disturbed.items()

@@ -194,5 +194,6 @@ def _as_json(decision: Decision, one_pass: PassTime) -> dict[str, Any]:
         "pass_s": one_pass.seconds,
         "bottleneck": one_pass.bottleneck,
         "knee_rows": knee_rows(found),
+        "triton_obstacle": found.machine.triton_obstacle,
         "passes_per_s": 1 / one_pass.seconds,
     }

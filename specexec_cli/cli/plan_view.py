@@ -17,6 +17,7 @@ from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.resolve import Decision
 from specexec_cli.planning.speed import Pace, Speed, figure
 from specexec_cli.planning.tiers import Plan
+from specexec_cli.triton_check import without_triton
 
 _SHOWN_RUNS = 3
 _PLACES = (("resident", "on the GPU"), ("ram", "in RAM"), ("ssd", "on SSD"))
@@ -60,6 +61,9 @@ def show_plan(
         console.print(_experts(by_rows))
         console.print()
     found = _findings(settings, plan, one_pass, without_ssd)
+    if plan.machine.triton_obstacle and any(m and m.sizes.packed for m in (target, draft)):
+        cost = f"{_seconds(one_pass.unpack_s)} of a pass" if one_pass.unpack_s else ""
+        found.append(without_triton(plan.machine.triton_obstacle, cost))
     lines = [*found, *_drafting(speed, plan), *([dsi] if dsi else [])]
     if by_rows:
         lines = [*_expert_lines(decision, richer), *lines]
@@ -137,6 +141,11 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
         )
     if one_pass.host_s:
         table.add_row("experts on the CPU", "", "", _seconds(one_pass.host_s), style=_bold("host"))
+    if one_pass.unpack_s:
+        table.add_row(
+            "unpacking by PyTorch", "", "", _seconds(one_pass.unpack_s), "assumed",
+            style=_bold("unpack"),
+        )  # fmt: skip
     known = "measured" if plan.machine.layer_cost is not None and not on_gpu else "assumed"
     table.add_row("rest of the layers", "", "", _seconds(one_pass.layers_s), known)
     table.add_row(
@@ -284,5 +293,5 @@ def _unsure(settings: Mapping[str, Setting], plan: Plan) -> list[str]:
 def _words(key: str) -> str:
     return {
         "ssd": "the SSD", "link": "the link to the GPU", "memory": "memory",
-        "compute": "arithmetic", "host": "experts on the CPU",
+        "compute": "arithmetic", "host": "experts on the CPU", "unpack": "unpacking",
     }[key]  # fmt: skip

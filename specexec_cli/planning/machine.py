@@ -17,6 +17,7 @@ from specexec_cli.planning.measured_rates import (
     rates_file,
 )
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES
+from specexec_cli.triton_check import triton_lack
 
 # Used where nothing was given or measured; the output says so.
 ASSUMED = {"ssd": 2e9, "link": 20e9, "CPU memory": 15e9, "GPU memory": 500e9}
@@ -47,6 +48,8 @@ class Machine:
     # of the CPU beside a GPU, by which the place of a mixture's experts is chosen
     host_bytes_per_s: float = 20e9
     host_flops: FlopsByRows = ()
+    # Why PyTorch unpacks packed weights on the GPU before every product; None: Triton's kernels do.
+    triton_obstacle: str | None = None
 
     def __post_init__(self) -> None:
         rates = (self.ssd_bytes_per_s, self.link_bytes_per_s, self.memory_bytes_per_s)
@@ -105,6 +108,7 @@ class Site:
     context_bytes: int = GPU_CONTEXT_BYTES  # VRAM that is still to be taken by CUDA itself
     measure: Measure | None = None  # None: nothing is measured, the rates above are what there is
     calibrate: Calibrate | None = None  # likewise
+    triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
 
     def calibrated(self, dtype: str, packed_bits: int) -> Site:
         """The site with this arithmetic known: measured now if it never was."""
@@ -141,6 +145,7 @@ class Site:
             context_bytes=self.context_bytes,
             host_bytes_per_s=self.host_bytes_per_s,
             host_flops=flops,
+            triton_obstacle=self.triton_obstacle if found["vram"].value else None,
         )
 
 
@@ -170,12 +175,15 @@ def described_site(
         **known_rates(rates, bool(vram.value), ssd_bytes_per_s, link_bytes_per_s, card),
     }
     device = "cuda:0" if vram.value else "cpu"
+    # of another machine's GPU nothing is known
+    lack = triton_lack() if card is not None and vram_bytes is None else None
     return Site(
         device=device,
         settings=settings,
         flops=(rates and rates.flops) or {},
         layers=(rates and rates.layers) or {},
         host_bytes_per_s=host_rate(rates),
+        triton_obstacle=lack.what if lack else None,
     )
 
 

@@ -1,7 +1,8 @@
 """How long one pass over a target takes, what it waits for, and how many rows are free.
 
     pass = max(SSD, link to the GPU, computing)
-    computing = max(weights read from memory, products, experts on the CPU) + the rest of the layers
+    computing = max(weights read from memory, products, experts on the CPU)
+              + unpacking + the rest of the layers
 
 Whatever moves bytes does so while layers are computed. Within a layer nothing overlaps: its norms,
 attention and activations, and the Python that starts them, come before or behind its products.
@@ -25,6 +26,11 @@ _CPU_LAYER_S, _GPU_LAYER_S = 1.5e-3, 0.3e-3
 # Of a draft step on a GPU, which starts as one graph: between two of its kernels, of which a layer
 # has about twenty, a GPU takes one or two microseconds. Reasoned, not measured.
 _GRAPH_LAYER_S = 0.04e-3
+# Without Triton, PyTorch unpacks a matrix 2^22 weights at a time (formats/base.py), AWQ's in 15
+# operations and GPTQ's in 50, which read and write 73 and 167 bytes a weight: a test counts them.
+# What Python takes to start an operation is reasoned, not measured.
+UNPACKED_AT_ONCE, UNPACK_OPERATIONS, UNPACK_BYTES = 1 << 22, 30, 120
+_OPERATION_S = 10e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,13 +46,14 @@ class PassTime:
     memory_s: float
     compute_s: float  # of products; 0 where the rate is not known
     host_s: float  # of experts that the CPU computes beside a GPU
+    unpack_s: float  # of unpacking weights before products, on a GPU without Triton
     layers_s: float  # of what layers do besides products
     links_wait: bool  # for that, as where experts come one by one
 
     @property
     def computing_s(self) -> float:
         """Seconds in which layers are computed, one after another."""
-        return max(self.memory_s, self.compute_s, self.host_s) + self.layers_s
+        return max(self.memory_s, self.compute_s, self.host_s) + self.unpack_s + self.layers_s
 
     @property
     def seconds(self) -> float:
@@ -56,12 +63,15 @@ class PassTime:
 
     @property
     def bottleneck(self) -> str:
-        """What the pass waits for: ssd, link, memory, compute or host."""
+        """What the pass waits for: ssd, link, memory, compute, host or unpack."""
         streams = {"ssd": self.ssd_s, "link": self.link_s}
         slowest = max(streams, key=lambda name: streams[name])
         if self.seconds > self.computing_s or streams[slowest] >= self.seconds:
             return slowest
-        parts = {"memory": self.memory_s, "compute": self.compute_s, "host": self.host_s}
+        parts = {
+            "memory": self.memory_s, "compute": self.compute_s, "host": self.host_s,
+            "unpack": self.unpack_s,
+        }  # fmt: skip
         return max(parts, key=lambda name: parts[name])
 
 
@@ -99,6 +109,7 @@ def pass_time(plan: Plan, rows: int, ssd_bytes: int | None = None) -> PassTime:
         memory_s=memory_bytes / machine.memory_bytes_per_s,
         compute_s=product_seconds(weights, rows, machine.flops),
         host_s=host_bytes / machine.host_bytes_per_s,
+        unpack_s=unpack_seconds(target, memory_bytes - host_bytes, machine),
         layers_s=layers_seconds(target, rows, plan.work.context_tokens, machine),
         links_wait=bool(plan.expert_bytes),
     )
@@ -112,6 +123,28 @@ def pass_bytes(plan: Plan, rows: int) -> int:
     held = plan.expert_bytes + plan.device_expert_bytes
     dense = plan.ssd_bytes - missing_bytes(experts, held, plan.work.verify_rows)
     return dense + missing_bytes(experts, held, rows)
+
+
+def unpack_seconds(
+    model: ModelBytes, read_bytes: int, machine: Machine, *, graph: bool = False
+) -> float:
+    """What PyTorch takes to unpack the weights of a pass, where Triton's kernels do not run.
+
+    Operations are started ahead of the GPU, so that the slower of the two counts.
+
+    Args:
+        read_bytes: of the stored weights that the GPU multiplies with, those outside of layers
+            included.
+        graph: all operations are started at once, as a draft step's are.
+    """
+    if machine.triton_obstacle is None or not model.packed:
+        return 0.0
+    layer_bytes = max(read_bytes - (model.resident - model.table), 0)
+    weights = model.layer_params * min(layer_bytes / sum(model.layers), 1.0)
+    if model.packed_head:
+        weights += model.vocab * model.hidden
+    starting_s = 0.0 if graph else weights / UNPACKED_AT_ONCE * UNPACK_OPERATIONS * _OPERATION_S
+    return max(starting_s, weights * UNPACK_BYTES / machine.memory_bytes_per_s)
 
 
 def layers_seconds(

@@ -15,7 +15,7 @@ from typing import Any
 from specexec_cli.config import TreeConfig
 from specexec_cli.planning.measured_rates import product_seconds
 from specexec_cli.planning.memory import DoesNotFitError, Work
-from specexec_cli.planning.pass_time import layers_seconds, pass_time
+from specexec_cli.planning.pass_time import layers_seconds, pass_time, unpack_seconds
 from specexec_cli.planning.sizes import ModelBytes
 from specexec_cli.planning.tiers import Plan, shared_layers
 
@@ -168,10 +168,12 @@ def _step_seconds(plan: Plan, draft: ModelBytes, rows: int) -> float:
     """Seconds of a draft step over so many rows."""
     work, machine = plan.work, plan.machine
     weights = draft.active_params + draft.vocab * draft.hidden
-    return layers_seconds(draft, rows, work.context_tokens, machine, graph=True) + max(
-        _step_bytes(plan, draft) / machine.memory_bytes_per_s,
-        product_seconds(weights, rows, machine.flops),
+    n_bytes = _step_bytes(plan, draft)
+    products_s = max(
+        n_bytes / machine.memory_bytes_per_s, product_seconds(weights, rows, machine.flops)
     )
+    others_s = layers_seconds(draft, rows, work.context_tokens, machine, graph=True)
+    return products_s + unpack_seconds(draft, n_bytes, machine, graph=True) + others_s
 
 
 def _step_bytes(plan: Plan, draft: ModelBytes) -> int:

@@ -1,4 +1,6 @@
 import json
+import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -60,7 +62,7 @@ SLOW_BF16 = {"float32": ((1, 8e9), (128, 2e11)), "bfloat16": ((1, 1e10), (128, 5
     [
         ({"torch_sees_gpu": False}, "(CUDA 13: R580; here: 570)"),
         ({"gpus": (replace(CARD, pcie_width=4),)}, "GPU 0 has 4 of 16 PCIe lanes"),
-        ({"triton_obstacle": "too old"}, "Triton's kernels do not run on the GPU (too old)"),
+        ({"triton_obstacle": "too old"}, "PyTorch unpacks packed weights before every product"),
         ({"disturbed": {"the disk": "other programs moved 2.0 GB on the disk"}},
          "The machine is busy: other programs moved 2.0 GB on the disk while the disk was measured."
          " These figures are less than it can do and are not kept"),
@@ -79,6 +81,22 @@ def test_what_is_slow_is_told_with_its_reason(change: dict, message: str) -> Non
     found = [line for line in found if not line.startswith("Arithmetic of up to")]
     assert len(found) == 1
     assert message in found[0]
+
+
+def test_what_triton_lacks_is_told_with_its_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> str:
+        return slow_parts(replace(HEALTHY, triton_obstacle="Triton does not start"))[0]
+
+    monkeypatch.setitem(sys.modules, "triton", json)  # any module that is there
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "Triton is missing: it needs a C compiler. " in told()
+    assert told().endswith("; mend: apt install gcc.")
+    monkeypatch.setenv("CC", "cc")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme: {"include": "/nowhere"})
+    assert told().endswith("; mend: apt install python3-dev.")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert told().endswith("; mend: pip install triton.")
 
 
 def test_a_cpu_without_fast_bfloat16() -> None:

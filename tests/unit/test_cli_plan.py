@@ -192,7 +192,8 @@ def test_every_line_of_a_plan_multiplies(
         assert told[name] == pytest.approx(pace["tokens_per_pass"] / seconds)
     assert found["rows"] == told["nodes"] + 1
     assert found["pass_s"] == told["pass_s"] == told["paces"]["typical"]["pass_s"]
-    computing = max(found["memory_s"], found["compute_s"], found["host_s"]) + found["layers_s"]
+    computing = max(found["memory_s"], found["compute_s"], found["host_s"])
+    computing += found["unpack_s"] + found["layers_s"]
     links_s = max(found["ssd_s"], found["link_s"]) + found["links_wait"] * found["layers_s"]
     assert found["pass_s"] == max(links_s, computing)
     assert (found["compute_s"] > 0) == (measured and "--vram" not in args)
@@ -251,6 +252,35 @@ def test_the_gpu_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["machine"]["link"]["source"] == "PCIe 4 x16"
     assert found["machine"]["link"]["value"] == pytest.approx(25.8e9, rel=0.01)
     assert as_json("--pair", "demo", "--vram", "0")["peak_vram_bytes"] == 0
+
+
+def test_a_gpu_without_triton_unpacks_before_every_product(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A 70B in 4 bits reads and writes 8 TB a pass: what is recommended has to know."""
+    card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
+    monkeypatch.setattr(site_module, "gpus", lambda: [card])
+    asked = ("--pair", "llama2-70b-chat-gptq", "--ram", "64GB")
+    with monkeypatch.context() as nothing_missing:
+        nothing_missing.setattr(site_module, "triton_lack", lambda: None)
+        fast = as_json(*asked)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    slow, text = as_json(*asked), " ".join(run(*asked).split())
+    assert fast["triton_obstacle"] is None
+    assert fast["unpack_s"] == 0
+    assert slow["triton_obstacle"] == "it is not installed"
+    assert slow["bottleneck"] == "unpack"
+    assert slow["unpack_s"] == pytest.approx(68.5e9 * 120 / 500e9, rel=0.01)
+    assert slow["prediction"]["typical"] < fast["prediction"]["typical"] / 4
+    assert (
+        "Triton is missing: it is not installed. PyTorch unpacks packed weights before every "
+        f"product, {slow['unpack_s']:.2f} s of a pass; mend: pip install triton."
+    ) in text
+    given = as_json(*asked, "--vram", "23GB")
+    assert given["triton_obstacle"] is None, "of a described machine nothing is missing"
+    assert as_json("--pair", "llama2-7b-chat", "--ram", "64GB")["unpack_s"] == 0, (
+        "nothing is packed"
+    )
 
 
 def test_a_local_folder_is_sized_by_its_files(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_cuda import CUDA, fake_cuda
+from specexec_kernels import dispatch
 
 from specexec_cli import loading
 from specexec_cli.device import GpuInfo
@@ -23,6 +25,7 @@ GB = 10**9
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
 
 
 @pytest.mark.parametrize(
@@ -133,3 +136,10 @@ def test_what_is_free_is_asked_with_the_context_in_place(
     machine = this_site(pick_device("cuda:0")).machine("float16")
     assert asked == ["vram", "ram"]
     assert machine.context_bytes == GPU_LIBRARY_BYTES < GPU_CONTEXT_BYTES
+
+
+@pytest.mark.parametrize(("triton", "obstacle"), [(False, "not wanted"), (True, None)])
+def test_a_session_plans_for_a_gpu_without_triton(triton: bool, obstacle: str | None) -> None:
+    with fake_cuda(triton=triton):
+        site = this_site(CUDA)
+    assert site.machine("float16").triton_obstacle == obstacle

@@ -79,6 +79,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(module, "rates_file", lambda: tmp_path / "rates.json")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(loading.dispatch, "triton_obstacle", lambda device: None)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
     monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes, streamed_bytes: 25e9)
     # a plan's machine is not here to be measured
