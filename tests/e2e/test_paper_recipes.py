@@ -16,11 +16,11 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError
 from specexec_cli.lab.bench import environment as environment_module
+from specexec_cli.lab.bench import tables
 from specexec_cli.lab.bench.adapters import Prompt
 from specexec_cli.lab.bench.cases import Case
 from specexec_cli.lab.bench.datasets import Dataset
 from specexec_cli.lab.bench.runner import BenchPrompt, Run
-from specexec_cli.lab.commands import bench
 from specexec_cli.lab.papers import RECIPES, Claim, Finding, Recipe, Setting
 from specexec_cli.lab.papers.disco import _gain_error
 from specexec_cli.lab.papers.lab import Lab, Rate
@@ -233,7 +233,7 @@ def test_labels_of_another_draft_model_are_its_own(lab: Lab) -> None:
 def test_in_a_terminal_the_list_of_recipes_fits_it(
     columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench, "width", lambda: columns)
+    monkeypatch.setattr(tables, "width", lambda: columns)
     lines = run_cli("bench", "paper").out.splitlines()
     assert max(map(len, lines)) <= columns
     assert [line.split()[0] for line in lines if not line.startswith(" ")] == [*RECIPES]

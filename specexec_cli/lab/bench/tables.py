@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import io
 import json
+import shutil
+import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -211,3 +213,8 @@ def _flat(summary: Summary) -> dict[str, Any]:
         statistics: Mapping[str, Any] = found or {}
         line |= {f"{name}_{s}": statistics.get(s) for s in ("mean", "sd", "p20", "p50", "p80")}
     return line
+
+
+def width() -> int | None:
+    """Columns of the terminal that tables go to; None in a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +16,12 @@ from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
 from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.commands.bench_grid import GridOptions, numbers, words
-from specexec_cli.lab.commands.bench_models import measured_request, open_distributed, opened
+from specexec_cli.lab.commands.bench_models import (
+    measured_request,
+    open_distributed,
+    open_models,
+    opened,
+)
 from specexec_cli.lab.commands.bench_paper import paper
 
 if TYPE_CHECKING:
@@ -156,7 +159,7 @@ def _measure(
     from specexec_cli.lab.bench.environment import environment, link
     from specexec_cli.lab.bench.runner import Bench, encode_prompts, interleaved
     from specexec_cli.lab.bench.summary import summarize
-    from specexec_cli.lab.bench.tables import render
+    from specexec_cli.lab.bench.tables import render, width
 
     encoded, notes = [], []
     for one in sets:
@@ -229,7 +232,7 @@ def coverage(
     from specexec_cli.lab.bench.datasets import load_dataset
     from specexec_cli.lab.bench.report import coverage_row, coverage_table
     from specexec_cli.lab.bench.results import ResultsFile
-    from specexec_cli.lab.bench.tables import FORMATS
+    from specexec_cli.lab.bench.tables import FORMATS, width
 
     option_groups.one_of(output, "--output", FORMATS)
     ranks = numbers(top_k, "--top-k", int)
@@ -264,7 +267,7 @@ def report(
 ) -> None:
     """Compare results, draw figures, and show the papers' rows."""
     from specexec_cli.lab.bench.report import make_report
-    from specexec_cli.lab.bench.tables import FORMATS
+    from specexec_cli.lab.bench.tables import FORMATS, width
 
     option_groups.one_of(output, "--output", FORMATS)
     option_groups.one_of(figure_format, "--format", ("png", "svg"))
@@ -272,17 +275,3 @@ def report(
     print(text)
     for path in drawn:
         print(f"figure: {path}", file=sys.stderr)
-
-
-def width() -> int | None:
-    """Columns of the terminal that tables go to; None in a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-
-
-def open_models(
-    models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
-) -> TextSession:
-    """A session with memory planned for the longest of these prompts, and a bar while it loads."""
-    request = measured_request(models, sets, max_tokens)
-    fetch_first(request, yes=models.yes, quiet=quiet)
-    return opened(request, quiet)

@@ -47,6 +47,15 @@ def opened(request: Request, quiet: bool) -> TextSession:
         bar.close()
 
 
+def open_models(
+    models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
+) -> TextSession:
+    """A session with memory planned for the longest of these prompts, and a bar while it loads."""
+    request = measured_request(models, sets, max_tokens)
+    fetch_first(request, yes=models.yes, quiet=quiet)
+    return opened(request, quiet)
+
+
 def open_distributed(
     request: Request, wanted: DsiOptions, yes: bool, quiet: bool
 ) -> tuple[TextSession, Workers]:

@@ -107,7 +107,7 @@ def _list(output: str) -> None:
     if output == "json":
         print(json.dumps({name: one.printed for name, one in RECIPES.items()}))
         return
-    from specexec_cli.lab.commands.bench import width
+    from specexec_cli.lab.bench.tables import width
 
     columns, indent = width(), max(map(len, RECIPES)) + 2
     for name, one in RECIPES.items():
@@ -131,7 +131,7 @@ def _run(one: Recipe, lab: Lab, quiet: bool) -> Finding:
 def _shown(
     one: Recipe, finding: Finding, setting: Setting, output: str, written: Sequence[Path]
 ) -> str:
-    from specexec_cli.lab.commands.bench import width
+    from specexec_cli.lab.bench.tables import width
     from specexec_cli.lab.papers.report import text_of
 
     if output != "json":
@@ -148,7 +148,7 @@ def _shown(
 
 def _opener(models: option_groups.MeasuredModels, opened: ExitStack, quiet: bool) -> OpenSession:
     """Opens the pair's session, or the target's with another draft model."""
-    from specexec_cli.lab.commands.bench import open_models
+    from specexec_cli.lab.commands.bench_models import open_models
     from specexec_cli.session import TextSession
 
     def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> TextSession:

@@ -71,7 +71,7 @@ def train_policy(
     Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
     """
     from specexec_cli.config import SamplingConfig
-    from specexec_cli.lab.commands.bench import open_models
+    from specexec_cli.lab.commands.bench_models import open_models
 
     option_groups.one_of(output, "--output", ("table", "md", "json"))
     _check(prompts, target_ms, draft_ms)
