@@ -2,8 +2,8 @@
 
 import sys
 
-# The memory and files of other systems are reached in ways that Windows does not have, so that
-# imports of other rooms would fail here first.
+# Checked before other rooms are imported: they reach memory and files in ways that Windows does
+# not have, and their imports would fail there.
 if sys.platform == "win32":
     sys.exit(
         "error: specexec does not run on Windows itself: install it in WSL2, the Linux that comes "

@@ -135,8 +135,8 @@ def converse(
     """Runs a chat on an open session until the user leaves.
 
     Args:
-        resume, loaded: the transcript to go on with, and what it holds.
-        history: keep a transcript and the input history.
+        resume, loaded: the file of the transcript to continue, and its content.
+        history: whether to keep a transcript and the input history.
     Returns:
         The exit code.
     Raises:
@@ -187,7 +187,7 @@ def _recall(chat: Chat, loaded: Loaded, *, shown: bool) -> None:
         chat.screen.notice(loaded.notice)
     console = Console(stderr=True, highlight=False)
     for line in end_of(chat.conversation.messages) if shown else []:
-        console.print(Text(line), soft_wrap=not console.is_terminal)  # words stay whole
+        console.print(Text(line), soft_wrap=not console.is_terminal)  # breaks lines between words
     count = len(chat.conversation.turn_starts)
     chat.screen.notice(f"going on after {count} turn{'' if count == 1 else 's'}")
     if chat.conversation.unanswered is not None:
@@ -217,12 +217,13 @@ def _transcript(session: TextSession, resume: Path | None, loaded: Loaded | None
     if resume is not None and loaded is not None:
         return Transcript(resume, name, loaded.good_bytes)
     now = datetime.now()
-    # two chats may begin within one second
+    # microseconds, because two chats may begin within one second
     return Transcript(state_folder() / "chats" / f"{now:%Y%m%d-%H%M%S-%f}.jsonl", name)
 
 
 def _system_prompt(text: str | None, file: Path | None) -> str | None:
-    """
+    """The system prompt, given as text or as a file.
+
     Raises:
         ConfigError: both were given, or the file cannot be read.
     """

@@ -1,4 +1,4 @@
-"""The input line: editing, history, several lines, completion."""
+"""The input line of a chat: editing, history, messages of several lines, completion."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class Prompt:
     interactive = True
 
     def __init__(self, history: Path | None) -> None:
-        """
+        """Opens the history.
+
         Args:
-            history: file of earlier messages; None keeps them in memory.
+            history: file of earlier messages; None keeps messages only in memory.
         Raises:
             OSError: the file cannot be written.
         """
@@ -56,14 +57,14 @@ class Prompt:
         """The next message or command; None at Ctrl-D.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C with nothing typed.
+            KeyboardInterrupt: Ctrl-C on an empty line.
         """
         self._multi = chat.multi
         default, chat.prefill = chat.prefill, ""
         hint = "Alt-Enter sends" if chat.multi else "Send a message (/help lists commands)"
 
         def placeholder() -> AnyFormattedText:
-            # what stays on the screen afterwards is the message alone
+            # afterwards only the message stays on the screen
             return "" if get_app().is_done else [("class:placeholder", hint)]
 
         try:
@@ -102,7 +103,7 @@ class CommandCompleter(Completer):
     """Completes commands, the keys of /set, and file names."""
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterable[Completion]:
-        """What fits before the cursor."""
+        """Completions of the word before the cursor."""
         text = document.text_before_cursor
         if not text.startswith("/") or "\n" in text:
             return
@@ -125,7 +126,7 @@ class CommandCompleter(Completer):
 
 
 def _history(path: Path | None) -> History:
-    """The history file, made readable to its owner alone."""
+    """The history, in a file that only its owner can read, or in memory."""
     if path is None:
         return InMemoryHistory()
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

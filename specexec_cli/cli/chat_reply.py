@@ -1,7 +1,7 @@
-"""A reply on the screen while it is made: text above, one line of status below.
+"""Shows a reply while it is being written: the text, and one line of status below it.
 
-The part that may still change is redrawn in place, each time with a single write, so that nothing
-flickers; what is settled scrolls up like any other output.
+Lines that may still change are redrawn in place, each time with a single write, so that nothing
+flickers. Lines that will not change any more scroll up like any other output.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from specexec_cli.cli.live import LiveStatus, Region
 from specexec_cli.cli.render import pass_line
 from specexec_cli.core import PassProgress, StepResult
 
-# a model's control characters are shown, not obeyed: U+241B for an escape, and so on
+# Control characters from a model are shown as symbols and not obeyed: U+241B for an escape etc.
 _PICTURES: dict[int, int | None] = {
     code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t\r"
 }
 _PICTURES |= {0x0D: None, 0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-_LEAST_INTERVAL_S = 0.05  # between two drawings of the status alone
+_LEAST_INTERVAL_S = 0.05  # least time between two updates of only the status
 
 
 class TerminalReply:
@@ -40,7 +40,7 @@ class TerminalReply:
         self._region = Region(sys.stdout)
         self._splitter = ThinkSplitter(prompt)
         self._text: GrowingText | None = None
-        self._kind = False  # of self._text: thinking
+        self._kind = False  # whether self._text is thinking
         self._status = ""
         self._passes = 0
         self._thought = 0  # tokens of hidden thinking
@@ -142,7 +142,7 @@ class TerminalReply:
 
 
 class PlainReply:
-    """A reply in a pipe or a file: text as it comes, nothing else."""
+    """A reply in a pipe or a file: only text, printed as it comes."""
 
     def __init__(self, prompt: str, settings: ChatSettings, *, status: bool) -> None:
         self._splitter = None if settings.thinking else ThinkSplitter(prompt)
@@ -185,12 +185,12 @@ def _answer(parts: Sequence[Part]) -> str:
 
 
 def _width() -> int:
-    # one column less: a terminal's cursor behind a full line may be on it or on the next
+    # One column less: after a full line, the cursor may be on that line or on the next one.
     return max(1, shutil.get_terminal_size().columns - 1)
 
 
 class QuietKeyboard:
-    """Keys pressed while a reply comes do not show; the next prompt reads them. Ctrl-C works."""
+    """Hides keys pressed during a reply; the next prompt reads them. Ctrl-C still works."""
 
     def __init__(self) -> None:
         self._before: list[object] | None = None
@@ -204,7 +204,7 @@ class QuietKeyboard:
         termios.tcsetattr(sys.stdin, termios.TCSANOW, mode)
 
     def restore(self) -> None:
-        """Gives the terminal the mode it had before the reply."""
+        """Restores the terminal's mode from before the reply."""
         if self._before is not None:
             import termios
 

@@ -1,4 +1,4 @@
-"""What a chat shows besides replies: notices, errors, tables, the line of statistics."""
+"""Shows a chat's notices, errors, tables, statistics and replies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specexec_cli.core import GenerationStats
 
 
 class ConsoleScreen:
-    """Replies go to stdout, everything else to stderr."""
+    """The chat's screen: replies go to stdout, everything else to stderr."""
 
     def __init__(self, *, quiet: bool, interactive: bool) -> None:
         self._quiet = quiet
@@ -29,26 +29,26 @@ class ConsoleScreen:
         self._lively = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
     def notice(self, text: str) -> None:
-        """Prints one line that the user should know on stderr."""
+        """Prints a notice to the user on stderr."""
         if not self._quiet:
             text = with_options(text)
             self._say(text if self._aside.is_terminal else f"notice: {text}", "dim")
 
     def error(self, text: str) -> None:
-        """Prints one line that says what is wrong and how to mend it."""
+        """Prints an error on stderr: one line with its cause and mend."""
         self._say(f"error: {with_options(text)}", "red")
 
     def _say(self, text: str, style: str) -> None:
-        # in a file a line stays a line
+        # only terminals get broken lines; in a file a line stays whole
         self._aside.print(Text(text, style), soft_wrap=not self._aside.is_terminal)
 
     def echo(self, text: str) -> None:
-        """Prints a message that was not typed here, such as a script's, on a terminal alone."""
+        """Prints a message that was not typed, such as a script's; only on a terminal."""
         if self._lively:
             self._out.print(Text(f"> {text}", "bold"))
 
     def table(self, rows: Sequence[tuple[str, str]]) -> None:
-        """Prints a command's answer, one name and value a line."""
+        """Prints a command's answer, one name and value per line."""
         if not self._aside.is_terminal:
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
@@ -62,7 +62,7 @@ class ConsoleScreen:
         self._aside.print(table)
 
     def stats(self, stats: GenerationStats) -> None:
-        """Prints the statistics of a reply below it."""
+        """Prints a reply's statistics below the reply."""
         if self._quiet:
             return
         line = stats_line(stats, brief=True)
@@ -72,13 +72,13 @@ class ConsoleScreen:
             print(line, file=sys.stderr)
 
     def reply(self, prompt: str, settings: ChatSettings) -> TerminalReply | PlainReply:
-        """Shows one reply."""
+        """Makes the object that shows one reply."""
         if self._lively:
             return TerminalReply(self._out, prompt, settings)
         return PlainReply(prompt, settings, status=not self._quiet)
 
     def confirm(self, question: str) -> bool:
-        """Asks a yes-or-no question; True where no terminal is there to answer."""
+        """Asks a yes-or-no question; True without a terminal."""
         if not self._interactive:
             return True
         self._aside.print(Text(f"{question} [Y/n] ", "bold"), end="")
@@ -90,7 +90,7 @@ class ConsoleScreen:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Breaks a line of statistics between two of them where it is wider than the terminal."""
+    """Breaks a line of statistics that is wider than the terminal, between two statistics."""
     lines = [""]
     for part in line.split(" · "):
         joined = f"{lines[-1]} · {part}" if lines[-1] else part

@@ -1,7 +1,7 @@
-"""Text that grows, as terminal lines: those that will not change any more, and those that may.
+"""Renders growing text as terminal lines: settled lines, and a tail that may still change.
 
-Only the last paragraph, list, table or code block can still change its looks when more text comes.
-Everything before it is settled: it is rendered once and printed for good.
+More text can only change the looks of the last paragraph, list, table or code block. Everything
+before that block is settled: it is rendered once and printed for good.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from rich.text import Text
 
 from specexec_cli.chat.thinking import Part
 
-_PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at the end of a line, before its reset
+_PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # spaces at a line's end, before its reset code
 
 
 class GrowingText(Protocol):
-    """Text that grows."""
+    """Text that grows, rendered as lines."""
 
     def add(self, part: Part) -> None:
         """Appends text."""
 
     def settle(self, everything: bool = False) -> list[str]:
-        """Lines that will not change, each once."""
+        """Lines that will not change any more and were not returned before."""
 
     def tail(self) -> list[str]:
         """Lines that may still change."""
@@ -39,7 +39,7 @@ class GrowingText(Protocol):
 
 
 class _Lines:
-    """What both kinds share: rendering at one width, and lines that left the tail early."""
+    """The base of both kinds of growing text: renders at one width, and counts overflowed lines."""
 
     def __init__(self, console: Console, width: Callable[[], int]) -> None:
         self._console = console
@@ -58,7 +58,7 @@ class _Lines:
         return lines
 
     def _settled(self, lines: list[str]) -> list[str]:
-        """Takes lines out of the tail for good; the next ones may have another width."""
+        """Drops lines that overflow() has settled before; later lines may get another width."""
         fresh = lines[self._early :]
         self._early = max(0, self._early - len(lines))
         if self._early == 0:
@@ -82,7 +82,7 @@ class _Lines:
 
 
 class PlainText(_Lines):
-    """Styled text as it is, wrapped at words."""
+    """Styled plain text, wrapped between words."""
 
     def __init__(
         self, console: Console, width: Callable[[], int], style: Callable[[Part], str]
@@ -96,7 +96,7 @@ class PlainText(_Lines):
         self._text.append(part.text, self._style(part))
 
     def settle(self, everything: bool = False) -> list[str]:
-        """Lines up to the last line break."""
+        """New settled lines: the text up to the last line break."""
         end = len(self._text) if everything else self._text.plain.rfind("\n") + 1
         if end == 0:
             return []
@@ -107,7 +107,7 @@ class PlainText(_Lines):
         return self._wrapped(self._text)
 
     def _wrapped(self, text: Text) -> list[str]:
-        """Unlike Markdown, empty lines count."""
+        """The text's lines at the terminal's width; empty lines are kept, unlike in Markdown."""
         if not text:
             return []
         lines = []
@@ -117,19 +117,19 @@ class PlainText(_Lines):
 
 
 class MarkdownText(_Lines):
-    """Markdown, block by block."""
+    """Markdown, rendered block by block."""
 
     def __init__(self, console: Console, width: Callable[[], int]) -> None:
         super().__init__(console, width)
         self._text = ""
-        self._begun = False  # a block has been settled: an empty line goes before the next
+        self._begun = False  # whether a block was settled: an empty line precedes the next one
 
     def add(self, part: Part) -> None:
         """Appends text."""
         self._text += part.text
 
     def settle(self, everything: bool = False) -> list[str]:
-        """Every block but the last."""
+        """New settled lines: all blocks except the last."""
         starts = _block_starts(self._text)
         settled: list[str] = []
         count = len(starts) if everything else len(starts) - 1
@@ -157,12 +157,12 @@ class MarkdownText(_Lines):
 
 
 def _parser() -> MarkdownIt:
-    # text in angle brackets is mostly code, not HTML; with HTML on it would vanish
+    # HTML is off: text in angle brackets is mostly code, and would vanish as HTML
     return MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
 
 
 def _block_starts(text: str) -> list[int]:
-    """Where the top-level blocks begin, as offsets; the first begins at 0."""
+    """Offsets at which the top-level blocks begin; the first is 0."""
     tokens = _parser().parse(text)
     lines = [token.map[0] for token in tokens if token.level == 0 and token.map is not None]
     offsets = [0]
@@ -177,7 +177,7 @@ class _Heading(Heading):
 
 
 class _CodeBlock(CodeBlock):
-    """Code without a background or padding, so that it can be copied from the terminal."""
+    """A code block without background or padding, so that code can be copied from the terminal."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         language = "" if self.lexer_name == "text" else self.lexer_name

@@ -1,4 +1,4 @@
-"""What TAB offers for the values of options, once `specexec --install-completion` has been run."""
+"""Completions for the values of options, used after `specexec --install-completion`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Complete = Callable[[str], list[str]]
 
 
 def pair_names(incomplete: str) -> list[str]:
-    """Pairs of models.toml that begin so."""
+    """Pairs in models.toml with names that begin with `incomplete`."""
     try:
         return _beginning(load_registry().pairs, incomplete)
     except SpecexecError:  # a models file of the user's that cannot be read: nothing to offer
@@ -20,7 +20,7 @@ def pair_names(incomplete: str) -> list[str]:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Models of models.toml that begin so; folders where a path has been begun."""
+    """Models in models.toml with names that begin with `incomplete`; folders for a path."""
     if incomplete.startswith((".", "/", "~")):
         folder, begun = Path(incomplete).expanduser().parent, Path(incomplete).name
         if incomplete.endswith("/"):
@@ -36,12 +36,12 @@ def model_names(incomplete: str) -> list[str]:
 
 
 def names(incomplete: str) -> list[str]:
-    """Pairs and models."""
+    """Pairs and models with names that begin with `incomplete`."""
     return sorted({*pair_names(incomplete), *model_names(incomplete)})
 
 
 def among(*words: str) -> Complete:
-    """One of a few words."""
+    """A completion that offers these words."""
     return lambda incomplete: _beginning(words, incomplete)
 
 

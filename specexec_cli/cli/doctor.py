@@ -64,12 +64,13 @@ def _show(report: Report, slow: list[str]) -> None:
             console.print(part, markup=False, soft_wrap=True)
 
 
-# A 7B target in 16-bit weights and a draft model of a hundredth of it; a common GPU's memory.
+# The pair of the advice (a 7B target in 16-bit weights, a draft model a hundredth of its size) and
+# the memory of a common GPU.
 _7B_BYTES, _DRAFT_BYTES, _GPU_BYTES_PER_S = 13_000_000_000, 130_000_000, 1e12
 
 
 def _dsi_advice(report: Report) -> str:
-    """Whether speculation over several devices would pay for the yardstick pair."""
+    """Says whether the method dsi would pay on several devices, for a typical pair."""
     memories = [gpu.total_bytes for gpu in report.gpus]
     return advise(_7B_BYTES, _DRAFT_BYTES, memories, _GPU_BYTES_PER_S)
 

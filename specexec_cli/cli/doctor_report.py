@@ -1,4 +1,4 @@
-"""What `specexec doctor` finds out about a machine, and what that means for speed."""
+"""Examines a machine for `specexec doctor`, and says which of its parts will be slow."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_h
 SLOW_DISK_BYTES_PER_S = 1e9
 LITTLE_DISK_BYTES = 20_000_000_000
 HUB_TIMEOUT_S = 4.0
-# A 7B model in 16-bit weights, the yardstick of the advice.
+# a 7B model in 16-bit weights, for which advice is given
 _7B_BYTES, _7B_WEIGHTS = 13_000_000_000, 6_476_000_000
 
-# What is measured at once.
+# groups of rates that are measured together
 _DISK, _PRODUCTS, _MEMORY, _LINK = "the disk", "arithmetic", "memory", "the link to the GPU"
 
 Step = Callable[[str], None]
@@ -55,13 +55,13 @@ Step = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One machine, as found."""
+    """What was found about one machine."""
 
     versions: dict[str, str]
     platform: str
     cpu: CpuInfo
-    load: float  # processes that want to run, average of the last minute
-    ram_bytes: int  # that this process may use at most
+    load: float  # processes ready to run, average of the last minute
+    ram_bytes: int  # most RAM that this process may use
     physical_ram_bytes: int
     free_ram_bytes: int
     huge_pages: str
@@ -69,26 +69,26 @@ class Report:
     torch_sees_gpu: bool
     cache: str  # folder of downloaded models
     disk_free_bytes: int
-    direct_reads: bool | None  # O_DIRECT works there; None if the disk could not be measured
+    direct_reads: bool | None  # whether O_DIRECT works; None if the disk could not be measured
     disk_error: str
-    hub: str  # its address
-    hub_error: str  # empty if reachable
+    hub: str  # the hub's address
+    hub_error: str  # empty if the hub is reachable
     rates: Rates
-    # what was measured while other programs worked -> what they took
+    # group of rates that other programs disturbed -> what those programs used
     disturbed: dict[str, str] = field(default_factory=dict)
-    kernels: dict[str, str] = field(default_factory=dict)  # operation -> what runs it here
-    triton_obstacle: str | None = None  # why the GPU does without Triton's kernels
+    kernels: dict[str, str] = field(default_factory=dict)  # operation -> the kernel that runs it
+    triton_obstacle: str | None = None  # why Triton's kernels do not run on the GPU
 
     @property
     def kept_rates(self) -> Rates:
-        """The rates without those that were measured while other programs worked."""
+        """The rates, without those that other programs disturbed."""
         none: dict[str, Any] = {}
         for name in self.disturbed:
             none |= dict.fromkeys(_RATES_OF[name])
         return replace(self.rates, **none)
 
 
-# what is measured at once -> fields of Rates
+# group of rates -> fields of Rates
 _RATES_OF = {
     _DISK: ("ssd_bytes_per_s",),
     _PRODUCTS: ("flops",),
@@ -98,7 +98,7 @@ _RATES_OF = {
 
 
 def examine(step: Step) -> Report:
-    """Look at everything and measure the links; `step` is told what is being measured."""
+    """Examines the machine and measures its rates; `step` is told what is measured next."""
     from huggingface_hub import constants
 
     checks: dict[str, QuietCheck] = {}
@@ -143,7 +143,7 @@ def examine(step: Step) -> Report:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
+    """The folder, or its nearest parent that exists."""
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
 
@@ -166,13 +166,13 @@ def _kernels(gpu: bool) -> dict[str, Any]:
 
 
 def _measure_disk(folder: Path, check: QuietCheck) -> tuple[float | None, bool | None, str]:
-    """Read rate, whether O_DIRECT works, and what prevented either."""
+    """Read rate in bytes per second, whether O_DIRECT works, and the error if measuring failed."""
     from specexec_cli.offload.disk_probe import probe_folder
 
     try:
         with check:
             found = probe_folder(folder)
-    except SpecexecError as error:  # a full or read-only disk is a finding, not a failure
+    except SpecexecError as error:  # a full or read-only disk must not end the examination
         return None, None, with_mend(error)
     check.own_bytes = found.n_bytes
     return found.bytes_per_s, found.direct, ""
@@ -181,7 +181,7 @@ def _measure_disk(folder: Path, check: QuietCheck) -> tuple[float | None, bool |
 def _measure_cpu(
     products: QuietCheck, others: QuietCheck
 ) -> tuple[float, dict[str, FlopsByRows], dict[str, LayerCost]]:
-    """Memory rate, products by the name of their arithmetic, and the rest of a layer by dtype."""
+    """Memory rate, FLOP/s of products by arithmetic, and cost of a layer's rest by dtype."""
     from specexec_cli.models import arithmetic_probe
 
     with products:
@@ -196,7 +196,7 @@ def _measure_cpu(
 
 
 def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
-    """Rate from RAM to the GPU, and whether there is one."""
+    """Rate from RAM to the GPU in bytes per second, and whether there is a GPU."""
     import torch
 
     from specexec_cli.loading import sees_cuda
@@ -209,7 +209,7 @@ def _measure_link(check: QuietCheck) -> tuple[float | None, bool]:
 
 
 def ask(address: str) -> str:
-    """Why the address does not answer; empty if it does."""
+    """Why the address does not answer; empty if it answers."""
     request = urllib.request.Request(address, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=HUB_TIMEOUT_S):
@@ -225,7 +225,7 @@ def ask(address: str) -> str:
 
 
 def slow_parts(report: Report) -> list[str]:
-    """What will be slow on this machine, why, and what would help; one sentence each."""
+    """The slow parts of this machine: one sentence each, with the reason and what would help."""
     return [*_slow_compute(report), *_slow_memory(report), *_slow_disk(report)]
 
 

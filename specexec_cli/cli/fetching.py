@@ -1,4 +1,4 @@
-"""Before a download: whether it fits, how much it is, and one question. Then the download."""
+"""Downloads missing models, after saying whether they fit and how much it is, and one question."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CHUNK_BYTES = 1 << 20
 
 
 def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
-    """Fetches what the request needs and this machine lacks, if it fits and is agreed to.
+    """Downloads the models that a request needs and this machine lacks, if the user agrees.
 
     Args:
-        yes: agreed to beforehand.
-        quiet: show nothing but errors and the question.
+        yes: download without asking.
+        quiet: show only errors and the question.
     Raises:
-        OutOfMemoryError: the models would not fit this machine; nothing has been fetched.
-        ConfigError: the target's own copy is to draft, and cannot pay.
-        UnknownModelError: a model is not known, not reachable, or its licence not accepted.
+        OutOfMemoryError: the models would not fit this machine; nothing was downloaded.
+        ConfigError: the target's own copy is to draft, but would not make it faster.
+        UnknownModelError: a model is unknown or unreachable, or its licence was not accepted.
         NotFetchedError: nobody agreed, or the disk is too small.
     """
     downloads = to_fetch(request)
@@ -45,11 +45,13 @@ def fetch_first(request: Request, *, yes: bool, quiet: bool) -> None:
 
 
 def planned(request: Request) -> Decision | None:
-    """What the request would come to here; None where other machines have a say (--method dsi),
-    and before a GGUF file has been fetched, which alone tells how large its layers are.
+    """Plans the request for this machine, before its models are downloaded.
+
+    None for the method dsi, which may use other machines, and for a GGUF file that is missing: only
+    the file itself tells how large its layers are.
 
     Raises:
-        OutOfMemoryError: it does not fit.
+        OutOfMemoryError: the models do not fit this machine.
     """
     if request.method == "dsi" or any(entry.file for entry in missing(entries_of(request))):
         return None
@@ -58,7 +60,7 @@ def planned(request: Request) -> Decision | None:
 
 
 def fit_line(decision: Decision | None) -> str:
-    """Where the target would live, in a sentence; empty where that is not known."""
+    """A sentence that says where the target's layers would be; empty without a decision."""
     if decision is None:
         return ""
     places = {"resident": "on the GPU", "ram": "in RAM", "ssd": "on SSD"}
@@ -70,12 +72,12 @@ def fit_line(decision: Decision | None) -> str:
 
 
 def agree(downloads: Sequence[Download], fits: str, *, yes: bool, quiet: bool) -> None:
-    """Says how much is to be fetched, and asks once.
+    """Says how much would be downloaded, and asks once.
 
     Args:
-        fits: whether the models fit this machine, in a sentence; may be empty.
+        fits: a sentence that says whether the models fit this machine; may be empty.
     Raises:
-        UnknownModelError: the hub would not hand it out.
+        UnknownModelError: the hub refuses a model.
         NotFetchedError: the answer is not yes, nobody can be asked, or the disk is too small.
     """
     for download in downloads:
@@ -99,7 +101,7 @@ def agree(downloads: Sequence[Download], fits: str, *, yes: bool, quiet: bool) -
 
 
 def said_yes(question: str) -> bool:
-    """Asks on stderr; anything but y or yes is no."""
+    """Asks on stderr; any answer except y and yes means no."""
     print(f"{question} [y/N] ", end="", file=sys.stderr, flush=True)
     try:
         answer = sys.stdin.readline()
@@ -112,12 +114,12 @@ def said_yes(question: str) -> bool:
 
 
 def someone_is_there() -> bool:
-    """Whether there is a terminal to ask at."""
+    """Whether there is a terminal for a question and its answer."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 
 def _described(downloads: Sequence[Download]) -> str:
-    """A line per model: name, repository, size, and what of it is here already."""
+    """One line per model: name, size, repository, and how much is on this machine already."""
     lines = []
     for item in downloads:
         entry = item.entry
@@ -134,7 +136,7 @@ def _described(downloads: Sequence[Download]) -> str:
 
 
 def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
-    """Fetches one model after another under one bar; Ctrl-C leaves what has come.
+    """Downloads one model after another, under one bar; after Ctrl-C, finished parts stay.
 
     Raises:
         UnknownModelError, CheckpointError: the hub, the network or the disk failed.
@@ -144,7 +146,7 @@ def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
 
     def came(n_bytes: int) -> None:
         if stop.is_set():
-            raise _StoppedError  # ends the thread that told it
+            raise _StoppedError  # ends the download thread that called this
         bar.advance(n_bytes)
 
     try:
@@ -162,19 +164,19 @@ def fetch_all(downloads: Sequence[Download], *, quiet: bool) -> None:
 
 
 class _StoppedError(Exception):
-    """The user wants no more of a download."""
+    """The user has stopped the download."""
 
 
 @contextmanager
 def _interruptible(stop: threading.Event) -> Iterator[None]:
-    """Ctrl-C sets `stop` before it interrupts: huggingface_hub waits for its threads to end."""
+    """Makes Ctrl-C set `stop` first, so that the threads end that huggingface_hub waits for."""
     from huggingface_hub import constants
 
     def interrupt(number: int, frame: object) -> None:
         stop.set()
         raise KeyboardInterrupt
 
-    # They tell of their bytes a chunk at a time, and the usual 10 MB are long on a slow line.
+    # The threads report after each chunk; the usual chunk of 10 MB takes long on a slow line.
     usual, constants.DOWNLOAD_CHUNK_SIZE = constants.DOWNLOAD_CHUNK_SIZE, _CHUNK_BYTES
     before = signal.signal(signal.SIGINT, interrupt)
     try:
@@ -208,11 +210,11 @@ class FetchBar:
         self._progress.start()
 
     def name(self, model: str) -> None:
-        """Which model is being fetched."""
+        """Shows the name of the model that is being downloaded."""
         self._progress.update(self._task, description=model)
 
     def advance(self, n_bytes: int) -> None:
-        """So many bytes more have come."""
+        """Adds downloaded bytes."""
         self._progress.advance(self._task, n_bytes)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A bare `specexec chat` where nothing but the demo pair is here: one offer of a larger model."""
+"""Offers a larger model, once, to `specexec chat` on a machine that only has the demo pair."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from specexec_cli.planning.what_fits import fits, recommended
 
 
 def offered_pair() -> str | None:
-    """The pair to chat with in place of the demo, if one was offered and wanted.
+    """The pair to chat with instead of the demo; None if none was offered or it was declined.
 
-    It is offered once: a file in the state folder remembers.
+    The offer is made only once: a file in the state folder records it.
     """
     asked = user_state_path("specexec", appauthor=False) / "offered"
     if not someone_is_there() or asked.exists():
@@ -28,7 +28,7 @@ def offered_pair() -> str | None:
     registry = load_registry()
     others = [model for model in registry.models.values() if model.folder is None]
     if len(missing(others)) < len(others):
-        return None  # whoever has fetched one knows how
+        return None  # a user who has downloaded a model needs no offer
     found = recommended(fits(described_site(), None), "chat")
     if not found:
         return None
@@ -45,5 +45,5 @@ def _remember(asked: Path) -> None:
     try:
         asked.parent.mkdir(parents=True, exist_ok=True)
         asked.touch()
-    except OSError:  # then it is offered again
+    except OSError:  # the offer will be made again
         return

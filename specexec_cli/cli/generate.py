@@ -132,7 +132,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not prompt:
         raise ConfigError("the prompt is empty: give at least one character to continue from")
     if any("\ud800" <= character <= "\udfff" for character in prompt):
-        # how Python spells bytes of an argument that the terminal's encoding does not have
+        # Python has these characters for bytes of an argument that its encoding cannot decode
         raise ConfigError("the prompt is not UTF-8 text: put it in a file and use -f")
     return prompt
 
@@ -162,7 +162,7 @@ def _run(
     live: Any,
     as_json: bool,
 ) -> tuple[list[StepResult], bool]:
-    """Prints text as it comes; Ctrl-C ends it and keeps what there is."""
+    """Prints text as it comes; returns the steps and whether Ctrl-C ended the text early."""
     steps: list[StepResult] = []
     session.on_layer(live.layer)
     running = session.generate(tokens, sampling=sampling, generation=generation)

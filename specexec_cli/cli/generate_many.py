@@ -1,4 +1,4 @@
-"""`specexec generate --jsonl`: a file of prompts in, a file of texts out."""
+"""`specexec generate --jsonl`: reads a file of prompts and writes a file of texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def jobs_of(
 
 
 def longest(jobs: Sequence[Job]) -> tuple[str, int]:
-    """The longest prompt as text, and the most tokens of any text, to plan memory for."""
+    """The longest prompt, as text, and the greatest max_tokens: memory is planned for these."""
     prompts = [
         job.prompt
         if isinstance(job.prompt, str)
@@ -42,7 +42,7 @@ def longest(jobs: Sequence[Job]) -> tuple[str, int]:
 
 
 def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, quiet: bool) -> None:
-    """Runs the jobs; one line of JSON for each text that ends, in the file or on stdout."""
+    """Runs the jobs and writes one line of JSON for each finished text, to the file or stdout."""
     from specexec_cli.cli.render import CountBar, LoadingBar, notice
     from specexec_cli.engine.factory import open_engine
     from specexec_cli.engine.jobs import ResultFile, run_jobs
@@ -85,18 +85,18 @@ def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, qu
 
 
 class _InOrder:
-    """Prints lines in the order of the prompts, each as soon as those before it are there."""
+    """Prints lines in the order of the prompts, each as soon as all earlier ones are printed."""
 
     def __init__(self, ids: Sequence[str | int]) -> None:
         self._left = deque(ids)
         self._ready: dict[str | int, str | None] = {}
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """A text that has ended."""
+        """Takes the line of a finished text."""
         self._take(line["id"], json.dumps(line))
 
     def skip(self, text: str | int) -> None:
-        """A text that will never be there."""
+        """Notes that a text has failed and has no line."""
         self._take(text, None)
 
     def _take(self, text: str | int, line: str | None) -> None:
@@ -114,10 +114,10 @@ def _rate(tokens: int, started: float) -> str:
 def _line(
     job: Job, steps: Sequence[StepResult], made_of: str, session: TextSession
 ) -> dict[str, Any]:
-    """What is kept of a text; its schema is documented and tested.
+    """The line of JSON for a finished text; its schema is documented and tested.
 
-    Nothing of it depends on how fast or beside whom it was written: the file of a job that was
-    ended and went on is that of one that was not.
+    The line does not depend on speed or on other texts, so the file is the same whether the run was
+    interrupted and resumed or not.
     """
     return {
         "id": job.id,

@@ -1,7 +1,7 @@
-"""The lines at the end of a terminal that change while something runs, redrawn in place.
+"""Redraws the last lines on a terminal in place while something runs.
 
-Each drawing is a single write, so that nothing flickers; what is settled scrolls up like any other
-output.
+Each update is a single write, so that nothing flickers. Lines that will not change any more scroll
+up like any other output.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from specexec_cli.core import PassProgress
 
 
 class Region:
-    """Lines that stand below what has been printed, until other ones take their place."""
+    """The live lines below the printed text, which each `draw` replaces."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self._widths: list[int] = []  # of the lines that stand there, in cells
+        self._widths: list[int] = []  # widths of the live lines, in terminal cells
 
     @property
     def drawn(self) -> bool:
-        """Whether lines stand there now."""
+        """Whether there are live lines now."""
         return bool(self._widths)
 
     def draw(self, settled: Sequence[str], live: Sequence[str], column: int = 0) -> None:
-        """Prints `settled` for good and `live` below it, in the place of what stood there.
+        """Replaces the live lines by `settled`, printed for good, and `live` below it.
 
         Args:
-            column: cells of the terminal's line that the text above ends with. Without any line to
-                print the cursor goes back to that end; else it waits below the lines.
+            column: terminal column, in cells, at which the text above ends. If there are no lines
+                to print, the cursor returns to that column; otherwise it stays below the lines.
         """
         lines = [*settled, *live]
-        # \x1b[?2026h..l: terminals that know it show the whole update at once
+        # \x1b[?2026h..l: terminals that support this show the whole update at once
         parts = ["\x1b[?2026h", self._to_top()]
         if column and lines and not self.drawn:
             parts.append("\n")
@@ -55,7 +55,7 @@ class Region:
         self._widths = [Text.from_ansi(line).cell_len for line in live]
 
     def _to_top(self) -> str:
-        """Moves to the first live line, also when the window has become narrower since."""
+        """The code that moves the cursor to the first live line, also in a narrower window."""
         rows = len(self._widths)
         if _reflows():
             columns = shutil.get_terminal_size().columns
@@ -64,7 +64,7 @@ class Region:
 
 
 def _reflows() -> bool:
-    """Whether the terminal wraps lines anew when its width changes; most do."""
+    """Whether the terminal wraps old lines again when its width changes; most do."""
     if "TMUX" in os.environ:
         return True
     term = os.environ.get("TERM", "")
@@ -85,14 +85,14 @@ class LiveStatus:
     def __init__(self, *, shown: bool) -> None:
         self._shown = shown and sys.stderr.isatty()
         self._shares_terminal = sys.stdout.isatty()
-        self._column = 0  # where the text ends, in terminal cells
+        self._column = 0  # column at which the text ends, in terminal cells
         self._region = Region(sys.stderr)
         self._next_s = time.perf_counter() + self._PATIENCE_S
 
     def layer(self, progress: PassProgress) -> None:
         """A layer of the target is done."""
         width = shutil.get_terminal_size().columns
-        # a terminal that has just filled its line has not moved on yet: nothing to come back to
+        # After filling a line the cursor is still on that line, so hide() could not return to it.
         full = self._column > 0 and self._column % width == 0
         if not self._shown or full or time.perf_counter() < self._next_s:
             return
@@ -109,7 +109,7 @@ class LiveStatus:
             self._column = kept + cell_len(last_line[2])
 
     def hide(self) -> None:
-        """Clears the line and goes back to the end of the text; idempotent."""
+        """Clears the status and moves the cursor back to the end of the text; idempotent."""
         if self._region.drawn:
             self._region.draw([], [], self._column % shutil.get_terminal_size().columns)
 

@@ -38,10 +38,10 @@ Link = Annotated[
 
 
 def site(ram: str | None, vram: str | None, ssd: str | None, link: str | None) -> Site:
-    """The machine of these options; what is left out is this one's.
+    """The machine that these options describe; options left out are filled in from this machine.
 
     Raises:
-        ConfigError: a size or a rate that is none.
+        ConfigError: an option is not a size or not a rate.
     """
     return described_site(
         ram_bytes=None if ram is None else parse_bytes(ram, "--ram"),
@@ -52,10 +52,10 @@ def site(ram: str | None, vram: str | None, ssd: str | None, link: str | None) -
 
 
 def parse_bytes(text: str, flag: str) -> int:
-    """'24GB', '1.5GiB', '300MB' or '0' as bytes; a number alone is gigabytes.
+    """Reads a size such as '24GB', '1.5GiB', '300MB' or '0', in bytes; a bare number is gigabytes.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the text is not a size.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?\s*", text.lower())
     if not found:

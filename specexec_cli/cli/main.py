@@ -26,9 +26,9 @@ from specexec_cli.cli.registry import add_installed
 from specexec_cli.cli.serve import serve
 from specexec_cli.errors import CLOSED_PIPE_EXIT_CODE, ConfigError, SpecexecError
 
-# how systems say that a file takes no more
+# error numbers of an output that cannot be written any further
 _UNWRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-# the base of all mistakes on the command line, which typer does not name itself
+# the base class of all mistakes on the command line; typer does not export it
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 app = typer.Typer(
@@ -65,25 +65,25 @@ def _root(
 ) -> None:
     try:
         Path.home()
-    except RuntimeError:  # no HOME, and a user whom the system does not know, as containers have
+    except RuntimeError:  # no HOME, and a user id without an entry, as in some containers
         raise ConfigError("this user has no home folder: set HOME to one it may write to") from None
 
 
 def main() -> None:
-    """Runs the command line; a SpecexecError or a wrong option becomes one line and its code.
+    """Runs the command line; a SpecexecError or a wrong option gives one line and its exit code.
 
-    Where whoever reads the output leaves early, as `| head` does, the program ends quietly. An
-    output that takes no more, such as a file on a full disk, is one line.
+    If the output's reader leaves early, as in `| head`, the program ends quietly. An output that
+    cannot be written, such as a file on a full disk, gives one line of error.
     """
-    # their warnings are for programmers; whoever wants them sets the variable
+    # these libraries' warnings are for programmers, who can set the variables themselves
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     wait_briefly()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # what an encoding such as ASCII does not have
+        sys.stdout.reconfigure(errors="replace")  # characters that an encoding like ASCII lacks
     try:
         code = _run()
-        _flush()  # not left to the end of Python, which would tell of a closed pipe in its own way
+        _flush()  # here, because Python reports a closed pipe in its own way when it exits
     except (BrokenPipeError, SystemExit) as error:
         if not _is_closed_pipe(error):
             raise
@@ -94,7 +94,7 @@ def main() -> None:
             raise
         _discard_unwritten()
         code = ConfigError.exit_code
-        with contextlib.suppress(OSError):  # which may be the same file
+        with contextlib.suppress(OSError):  # stderr may be the same full file
             print(
                 f"error: the output cannot be written ({error.strerror}): write it elsewhere",
                 file=sys.stderr,
@@ -103,11 +103,11 @@ def main() -> None:
 
 
 def wait_briefly() -> None:
-    """Lets threads of an operation that wait for its last ones give up their core soon.
+    """Makes threads that wait for an operation's last threads give up their cores soon.
 
-    libgomp has them try 300,000 times, which is milliseconds. Where other programs run too, the
-    thread that is waited for gets no core meanwhile, hundreds of times a pass. It reads the
-    variable when torch loads it; whoever has set a policy is left alone.
+    By default libgomp's threads check 300,000 times, which takes milliseconds. Beside other
+    programs the threads that they wait for get no core in that time, hundreds of times a pass.
+    libgomp reads the variable when torch loads it. A wait policy that the user has set is kept.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "10000")
@@ -122,7 +122,7 @@ def _run() -> int:
     except _UsageError as error:
         code = error.exit_code
         message = error.format_message().rstrip(".") + _refused_words(error)
-        if message:  # without any argument the help has been printed, and there is none
+        if message:  # empty if there were no arguments: the help has been printed then
             command = error.ctx.command_path if error.ctx is not None else "specexec"
             stop = "" if message.endswith("?") else "."
             print(f"error: {message}{stop} See {command} --help", file=sys.stderr)
@@ -130,26 +130,26 @@ def _run() -> int:
 
 
 def _refused_words(error: BaseException) -> str:
-    """What was typed, where a message lacks it: typer from 0.29 on repeats pydantic's, which do."""
+    """The refused values, for messages that lack them: those of pydantic, in typer from 0.29 on."""
     told: list[dict[str, object]] = getattr(error.__cause__, "errors", list)()
     return "".join(f", not {each['input']!r}" for each in told)
 
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        if stream is not None:  # it was closed before the program began
+        if stream is not None:  # None if it was closed before the program began
             stream.flush()
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:
-    """Whether a closed pipe is behind it: typer and rich answer one with SystemExit(1)."""
+    """Whether a closed pipe caused the error: typer and rich raise SystemExit(1) for one."""
     while error is not None and not isinstance(error, BrokenPipeError):
         error = error.__context__
     return error is not None
 
 
 def _discard_unwritten() -> None:
-    """What an output did not take goes nowhere when Python writes it out at its end.
+    """Discards unwritten output, so that Python does not try to write it again when it exits.
 
     Source: the note on SIGPIPE in the documentation of Python's signal module.
     """

@@ -1,4 +1,4 @@
-"""`specexec models`: what models.toml knows, and how it would run on this machine."""
+"""`specexec models`: lists the entries of models.toml and how they would run on this machine."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ ModelsFile = Annotated[
     Path | None,
     typer.Option("--models-file", metavar="FILE", help="TOML file whose entries override others."),
 ]
-_WIDE = 216  # columns that hold all that is known of a pair on one line
-_MIDDLE = 130  # that hold its models too
-_MODEL_COLUMNS = 80  # that hold all that is known of a model
+_WIDE = 216  # terminal columns for all facts about a pair on one line
+_MIDDLE = 130  # terminal columns for a pair with its models
+_MODEL_COLUMNS = 80  # terminal columns for all facts about a model
 _LEGEND = (
     "from: where the target's layers are when a pass needs them, at the slowest; no: it does not "
     "fit this machine.",
@@ -144,7 +144,7 @@ def recommend_command(
 
 
 def _rule(best: Fit) -> str:
-    """By what the best pair is the best."""
+    """A sentence that says why the pair is the best."""
     assert best.speed is not None, "it fits"
     if best.speed.typical >= READING_TOKENS_PER_S:
         return f"Of all that write at least {READING_TOKENS_PER_S:.0f} tok/s, it is the largest."
@@ -152,7 +152,7 @@ def _rule(best: Fit) -> str:
 
 
 def described(fit: Fit) -> str:
-    """A pair in a sentence's part: name, speed, place, and what is to be fetched."""
+    """Part of a sentence about a pair: its name, speed and place, and the size of the download."""
     assert fit.speed is not None, "it fits"
     speed = fit.speed
     place = {"VRAM": "all in GPU memory", "RAM": "from RAM", "SSD": "from SSD"}[fit.place]
@@ -211,7 +211,7 @@ def show_command(
 
 
 def _presence(model: ModelEntry) -> str:
-    """Where the weights are now: built in, folder, cached, or no (not on this machine)."""
+    """The place of a model's weights: built in, folder, cached, or no (not on this machine)."""
     if model.folder is None:
         return "cached" if cached_snapshot(model) else "no"
     if not model.size_bytes:
@@ -237,7 +237,7 @@ def _billions(count: int | None) -> str:
 
 
 def _gigabytes(size: int | None) -> str:
-    """Size in GB, three digits at most."""
+    """A size in GB, with at most three digits."""
     if size is None:
         return "-"
     if not size:
@@ -283,7 +283,7 @@ def _pair_row(fit: Fit, columns: int) -> dict[str, str]:
 
 
 def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
-    """A rich table on a terminal; aligned plain lines, never wrapped, in a pipe."""
+    """Prints a rich table on a terminal; in a pipe, aligned plain lines that are never wrapped."""
     headers = list(rows[0])
     right = {"budget", "depth", "params", "GB", "context", "tok/s", "fetch GB"}
     if sys.stdout.isatty():
@@ -309,7 +309,7 @@ def _print_table(rows: Sequence[Mapping[str, str]]) -> None:
 
 
 def _described(content: dict[str, Any]) -> str:
-    """The same content as the JSON, one fact per line, for people."""
+    """The content of the JSON output for people, one fact per line."""
     blocks = []
     for kind in ("pair", "target", "draft", "model"):
         if content.get(kind) is None or (kind == "model" and "pair" in content):

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
-# Panels that --help names in one line each. Commands of few options have none of them.
+# Panels that --help mentions in one line each; only commands with many options use them.
 SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DSI = _NAMED = (
     "Sampling", "Draft tree", "Draft tree (comma lists)", "Several texts", "Memory", "Advanced",
     "Several devices (--method dsi)",
@@ -21,7 +21,7 @@ _SHOW_ALL = "specexec.help_all"
 
 
 class _Panels:
-    """What both kinds of commands have in common; goes before typer's class."""
+    """The help of both kinds of commands; a mixin that precedes typer's class."""
 
     params: list[Any]
     help: str | None
@@ -29,17 +29,17 @@ class _Panels:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # typer would break lines where the source does, besides where the screen ends
+        # joins the source's lines: typer would break at them as well as at the screen's edge
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
         self.help = "\n\n".join(" ".join(part.split()) for part in paragraphs)
         if named_options(self.params):
             self.params.append(_help_all_option())
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Prints the help, or all of it where --help-all has asked for it."""
+        """Prints the help with the common options; after --help-all, with all options."""
         for param in super().get_params(ctx):  # type: ignore[misc]
             if getattr(param, "is_flag", False):
-                param.metavar = ""  # typer from 0.29 on shows <bool>, as if a flag took a word
+                param.metavar = ""  # typer from 0.29 on shows <bool>, but a flag takes no value
         shown: Any = copy.copy(self)
         named = {} if ctx.meta.get(_SHOW_ALL) else named_options(self.params)
         left_out = [option for options in named.values() for option in options]
@@ -50,15 +50,15 @@ class _Panels:
 
 
 class PanelCommand(_Panels, TyperCommand):
-    """A command with such help."""
+    """A command with help in panels."""
 
 
 class PanelGroup(_Panels, TyperGroup):
-    """A command that has commands, with such help."""
+    """A group of commands with help in panels."""
 
 
 def named_options(params: list[Any]) -> dict[str, list[Any]]:
-    """The options that --help only names, by panel."""
+    """The options that --help only mentions by name, by panel."""
     named = defaultdict(list)
     for param in params:
         panel = getattr(param, "rich_help_panel", None)
@@ -68,9 +68,9 @@ def named_options(params: list[Any]) -> dict[str, list[Any]]:
 
 
 def _more_options(named: dict[str, list[Any]], width: int) -> str:
-    """The lines below the help: what --help-all would explain, a panel on each.
+    """The lines below the help that name the options left out, one line for each panel.
 
-    They are no epilog of typer's, some of whose versions join the lines of one.
+    typer's epilog is not used, because some versions of typer join its lines.
     """
     lines = ["", "More options, which --help-all explains:"]
     for panel, options in named.items():
@@ -85,7 +85,7 @@ def _more_options(named: dict[str, list[Any]], width: int) -> str:
 
 
 def _help_all_option() -> Any:
-    """--help-all as typer itself makes it: what its options are made of changes by version."""
+    """The option --help-all, made by typer itself: its class differs between versions of typer."""
 
     def command(
         help_all: Annotated[

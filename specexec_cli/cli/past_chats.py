@@ -1,4 +1,4 @@
-"""Chats of the past: the transcripts of the state folder, the latest first."""
+"""Finds and lists the transcripts of past chats in the state folder."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from specexec_cli.chat.conversation import Message
 from specexec_cli.chat.transcript import load
 from specexec_cli.errors import ConfigError, UnknownModelError
 
-_SHOWN_MESSAGES = 2  # of a chat that goes on
-_SHOWN_LINES = 6  # of each
+_SHOWN_MESSAGES = 2  # last messages shown when a chat goes on
+_SHOWN_LINES = 6  # lines shown of each of these messages
 
 
 def state_folder() -> Path:
-    """Where transcripts and the input history are kept."""
+    """The folder of transcripts and of the input history."""
     return user_state_path("specexec", appauthor=False)
 
 
 def last_chat() -> Path:
-    """The transcript that was written to last.
+    """The transcript that was changed last.
 
     Raises:
-        UnknownModelError: there is none.
+        UnknownModelError: there is no transcript.
     """
     found = next(_transcripts(), None)
     if found is None:
@@ -33,7 +33,7 @@ def last_chat() -> Path:
 
 
 def listed_chats() -> list[str]:
-    """One line per chat, the latest last: file, turns, and how it began."""
+    """One line per chat, the latest last: its file, number of turns, and beginning."""
     lines = []
     for path in _transcripts():
         try:
@@ -49,7 +49,7 @@ def listed_chats() -> list[str]:
 
 
 def end_of(messages: Sequence[Message]) -> list[str]:
-    """The last messages of a chat, shortened, as lines."""
+    """The lines of a chat's last messages, shortened."""
     lines = []
     for message in messages[-_SHOWN_MESSAGES:]:
         text = message.content.strip().splitlines() or [""]
@@ -57,7 +57,7 @@ def end_of(messages: Sequence[Message]) -> list[str]:
         if message.role == "user":
             lines += [f"> {line}" for line in text[:_SHOWN_LINES]]
         else:
-            # the end of a reply is what one goes on from
+            # of a reply, the end is shown: the chat goes on from there
             lines += ["..."] * cut + text[-_SHOWN_LINES:]
     return lines
 

@@ -1,4 +1,4 @@
-"""`specexec plan`: what a pair would take and reach on a machine, before anything is downloaded."""
+"""`specexec plan`: shows the memory a pair would take and its speed, before any download."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _layout(request: Request, site: Site) -> Layout | None:
     """The workers of the method dsi; None for other methods.
 
     Raises:
-        ConfigError: options of workers without them.
+        ConfigError: options for workers were given with another method.
     """
     options = request.dsi
     if request.method != "dsi":
@@ -117,7 +117,7 @@ def _layout(request: Request, site: Site) -> Layout | None:
 
 
 def _copy_obstacle(target: Checkpoint, bits: int) -> str:
-    """Why a target that is here can have no copy of itself. Only then torch is loaded."""
+    """Why a target on this machine can have no copy of itself; imports torch only when called."""
     from specexec_cli.models.own_copy import copy_obstacle
 
     return copy_obstacle(target, bits)
@@ -126,7 +126,7 @@ def _copy_obstacle(target: Checkpoint, bits: int) -> str:
 def expert_outlook(
     decision: Decision, request: Request
 ) -> tuple[tuple[Outlook, ...], tuple[Richer, ...]]:
-    """What the cache of experts is expected to bring; nothing where there is none."""
+    """What a cache of experts is expected to gain, now and with more RAM; empty without a cache."""
     if not decision.plan.expert_bytes:
         return (), ()
     draft = decision.draft.sizes if decision.draft else None
@@ -150,13 +150,13 @@ def _experts_json(decision: Decision, request: Request) -> dict[str, Any] | None
 
 
 def _runs(decision: Decision) -> list[Run]:
-    """What earlier sessions of these models reached on this machine."""
+    """The results of these models' earlier sessions on this machine."""
     draft = decision.draft.entry.weights if decision.draft else None
     return list(load_runs(runs_file(decision.target.entry.weights, draft)))
 
 
 def dsi_advice(decision: Decision) -> str | None:
-    """Whether speculation over this machine's GPUs (--method dsi) would pay; None undrafted."""
+    """Says whether the method dsi would pay on this machine's GPUs; None without a draft model."""
     if decision.draft is None:
         return None
     on_gpu = decision.machine.vram_bytes > 0

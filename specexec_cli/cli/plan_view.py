@@ -1,4 +1,4 @@
-"""How a plan is shown to a person. Imported when it is shown: rich takes its time to load."""
+"""Prints a plan for people. Imported only when needed, because rich is slow to import."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def show_plan(
     by_rows: Sequence[Outlook] = (),
     richer: Sequence[Richer] = (),
 ) -> None:
-    """Print the plan to stdout.
+    """Prints the plan to stdout.
 
     Args:
-        one_pass: of the tree that is expected to be fastest.
-        without_ssd: with enough RAM that no layer is on the SSD.
-        dsi: whether several GPUs would pay, in a sentence.
-        speed: what is expected.
-        runs: what earlier sessions reached here.
-        by_rows: of a cache of experts, what it is expected to bring.
-        richer: the same with more memory.
+        one_pass: the pass of the tree that is expected to be fastest.
+        without_ssd: the same pass with so much RAM that no layer is on the SSD.
+        dsi: a sentence that says whether several GPUs would pay.
+        speed: the expected speed.
+        runs: the results of earlier sessions on this machine.
+        by_rows: the expected gain from a cache of experts, by rows of a pass.
+        richer: the expected gain with more memory.
     """
     target, draft, work = decision.target, decision.draft, decision.work
     settings, plan = decision.settings, decision.plan
@@ -76,7 +76,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         right = index and column not in ("where", "from", "layers")
-        # a name that is too long goes on in the next line and is not cut off
+        # a name that is too long continues on the next line instead of being cut off
         table.add_column(
             column, justify="right" if right else "left", header_style="dim", overflow="fold"
         )
@@ -116,7 +116,7 @@ def _memory(settings: Mapping[str, Setting], plan: Plan) -> Table:
 
 
 def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Table:
-    """What a pass of the expected tree moves and computes, and what that comes to."""
+    """The table of a pass: what it moves and computes, and the time that each part takes."""
     on_gpu = settings["vram"].value > 0
     table = _table(f"a pass of {_counted(one_pass.rows, 'row')}", "bytes", "rate", "time", "from")
 
@@ -159,8 +159,10 @@ def _pass(settings: Mapping[str, Setting], one_pass: PassTime, plan: Plan) -> Ta
 
 
 def _speed(speed: Speed, runs: Sequence[Run]) -> Table:
-    """Tokens per second, predicted and where there were runs reached: tok/pass over pass and
-    drafting together."""
+    """The table of tokens per second, predicted and, if there were runs, reached.
+
+    Tokens per second are the tokens of a pass over the time of the pass and its drafting.
+    """
     table = _table("speed", "tok/s", "tok/pass", "pass", "drafting", "from")
     rate = speed.tokens_per_pass
 
@@ -280,7 +282,7 @@ def _drafting(speed: Speed, plan: Plan) -> list[str]:
 
 
 def _unsure(settings: Mapping[str, Setting], plan: Plan) -> list[str]:
-    """What the doctor could measure here and the plan has only assumed."""
+    """The rates that the plan assumes and that `specexec doctor` could measure on this machine."""
     used = {"ssd": plan.ssd_bytes > 0, "link": plan.link_bytes > 0}
     if not settings["vram"].value:
         used["memory"] = True

@@ -1,4 +1,4 @@
-"""`specexec pull` and `specexec rm`: models come to this machine, and go."""
+"""`specexec pull` and `specexec rm`: download models to this machine and delete them."""
 
 from __future__ import annotations
 
@@ -107,13 +107,13 @@ def _remove_copies(name: str, *, yes: bool, quiet: bool) -> None:
 
 
 def _agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
-    """Names what is to be deleted, once somebody has agreed to it.
+    """Asks before a deletion; returns the names and sizes of what may be deleted, as text.
 
     Args:
-        sizes: bytes of each, by name.
-        where: they are, in words.
+        sizes: bytes that would be deleted, by name.
+        where: words for the place of the files.
     Raises:
-        NotFetchedError: nobody did.
+        NotFetchedError: the user did not agree, or nobody could be asked.
     """
     named = " and ".join(f"{name} ({format_bytes(size)})" for name, size in sizes.items())
     if not yes:
@@ -126,7 +126,7 @@ def _agreed(sizes: Mapping[str, int], where: str, *, yes: bool) -> str:
 
 
 def _entries(registry: Registry, name: str) -> list[ModelEntry]:
-    """The models that a name stands for; of a pair, also its draft model if it has one."""
+    """The models that a name stands for: one model, or a pair's target and any draft model."""
     if name in registry.pairs:
         pair = registry.pairs[name]
         draft = registry.draft_of(pair)
@@ -135,7 +135,7 @@ def _entries(registry: Registry, name: str) -> list[ModelEntry]:
 
 
 def _fits(registry: Registry, name: str, models_file: Path | None) -> str:
-    """Whether it would run here, in a sentence: pulled it can be all the same."""
+    """A sentence that says whether it would run here; it can be pulled in any case."""
     request = Request(pair=name, models_file=models_file)
     if name not in registry.pairs:
         request = Request(target=name, method="autoregressive", models_file=models_file)

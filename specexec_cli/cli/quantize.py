@@ -1,4 +1,4 @@
-"""`specexec quantize`: a low-bit copy of a checkpoint, also of one larger than memory."""
+"""`specexec quantize`: writes a low-bit copy of a checkpoint, which may be larger than memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, CheckpointError, ConfigError
 
 _BITS = (2, 3, 4, 8)
-_NO_TEXT = "none"  # of --calibration; a file of that name is ./none
+_NO_TEXT = "none"  # the value of --calibration for no text; a file of this name is ./none
 
 
 def quantize(
@@ -90,11 +90,11 @@ def quantize(
 
 
 def _pieces(folder: Path, calibration: str) -> list[list[int]]:
-    """The calibration text as tokens; none where the weights alone are fitted.
+    """The calibration text's pieces, as tokens; empty if only the weights are fitted.
 
     Raises:
-        CheckpointError: the model has no tokenizer that can be read.
-        ConfigError: there is no such text.
+        CheckpointError: the model's tokenizer is missing or cannot be read.
+        ConfigError: the text cannot be read or is too short.
     """
     from specexec_cli.models.calibration_text import calibration_pieces, standard_pieces
     from specexec_cli.models.tokenizer import load_tokenizer

@@ -1,12 +1,12 @@
-"""Commands of other packages, which join `specexec` by an entry point.
+"""Adds commands of other packages to `specexec`, by entry points.
 
-A package that is installed beside specexec adds a command by two lines of its pyproject.toml:
+A package that is installed beside specexec adds a command by two lines in its pyproject.toml:
 
     [project.entry-points."specexec.commands"]
     greet = "its_package.commands:greet"
 
-What the second line names is a function with typer's annotations, or a typer.Typer of several
-commands. The lab's own commands (specexec_cli/lab) join in the same way.
+The second line names a function with typer's annotations, or a typer.Typer with several commands.
+The lab's commands (specexec_cli/lab) are added in the same way.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from specexec_cli.errors import ConfigError
 
 
 def add_installed(app: typer.Typer) -> None:
-    """Adds the commands of all installed packages behind those that the app has.
+    """Adds the commands of all installed packages after the app's own.
 
-    A name that is taken keeps its command. A command that cannot be imported says so when it is
-    called, so that another package's mistake stops nothing else.
+    A name that is already taken keeps its command. A command that cannot be imported says so when
+    it is called, so that another package's mistake does not stop specexec.
     """
     taken: set[Any] = {each.name for each in app.registered_groups}
     for command in app.registered_commands:
@@ -35,7 +35,7 @@ def add_installed(app: typer.Typer) -> None:
         taken.add(point.name)
         try:
             command = point.load()
-        except Exception as error:  # whatever the code of another package raises
+        except Exception as error:  # another package's code may raise anything
             _add_refused(app, point, error)
             continue
         if isinstance(command, typer.Typer):
@@ -45,7 +45,7 @@ def add_installed(app: typer.Typer) -> None:
 
 
 def _add_refused(app: typer.Typer, point: EntryPoint, error: Exception) -> None:
-    """Adds a command that says why another package's command cannot be had."""
+    """Adds a command that only says why another package's command cannot be used."""
     package = point.dist.name if point.dist else "another package"
     whatever = {"allow_extra_args": True, "ignore_unknown_options": True}
 

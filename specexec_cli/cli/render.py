@@ -1,4 +1,4 @@
-"""What a person sees on stderr: loading progress, live status, the line of statistics."""
+"""Output for people on stderr: notices, progress bars, and lines of status and statistics."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specexec_cli.core import GenerationStats, PassProgress
 
 
 def notice(text: str) -> None:
-    """Prints one line that the user should know on stderr."""
+    """Prints a notice to the user on stderr, in one line."""
     print(f"notice: {with_options(text)}", file=sys.stderr)
 
 
 def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
-    """The field's numbers of one generation on one line.
+    """One generation's statistics on one line.
 
     Args:
-        brief: without the number of passes and the split between drafting and verifying.
+        brief: leave out the number of passes and the times of drafting and verifying.
     """
     passes = "" if brief else f" ({stats.target_passes} passes)"
     new = f" ({stats.prompt_rows} new)" if stats.prompt_rows < stats.prompt_tokens else ""
@@ -68,7 +68,7 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
 
 
 def pass_line(progress: PassProgress) -> str:
-    """How far a pass is, as in 'pass 3 · layer 41/80 · 21.3 GB/s · draft 118 nodes'."""
+    """The progress of a pass, as in 'pass 3 · layer 41/80 · 21.3 GB/s · draft 118 nodes'."""
     parts = [f"pass {progress.number}", f"layer {progress.layer}/{progress.layers}"]
     if progress.bytes_per_s:
         parts.append(f"{progress.bytes_per_s / 1e9:.1f} GB/s")
@@ -78,7 +78,7 @@ def pass_line(progress: PassProgress) -> str:
 
 
 class LoadingBar:
-    """Bytes, GB/s and ETA while weights load; silent unless stderr is a terminal."""
+    """Shows bytes, GB/s and time left while weights load; silent unless stderr is a terminal."""
 
     def __init__(self, *, shown: bool, title: str = "loading") -> None:
         self._title = title
@@ -108,7 +108,7 @@ class LoadingBar:
 
 
 class CountBar:
-    """Runs done, the last one's name and the time left; silent unless stderr is a terminal."""
+    """Shows finished runs, the last run's name and time left; silent if stderr is no terminal."""
 
     def __init__(self, title: str, total: int | None, *, done: int = 0, shown: bool) -> None:
         self._progress: Progress | None = None
@@ -120,7 +120,7 @@ class CountBar:
             self._progress.add_task(title, total=total, completed=done, last="")
 
     def advance(self, last: str) -> None:
-        """One more is done."""
+        """Counts one more finished run."""
         if self._progress is not None:
             self._progress.update(self._progress.task_ids[0], advance=1, last=last)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 _SERVER = "Server"
-_SLOTS = 4  # unless told: rows of four texts hide behind a stream as those of one do
+_SLOTS = 4  # default: while weights stream, rows of four texts cost no more time than those of one
 
 
 @option_groups.grouped
@@ -109,7 +109,7 @@ def serve(
         )
     defaults = Defaults(sampling=sampling, max_tokens=max_tokens)
     interrupted = False
-    with listen(host, port) as address:  # before minutes of loading
+    with listen(host, port) as address:  # fails before models load for minutes
         fetch_first(request, yes=models.yes, quiet=quiet)
         bar = LoadingBar(shown=not quiet)
         try:
@@ -133,7 +133,7 @@ def _run(
     address: socket,
     quiet: bool,
 ) -> bool:
-    """Serves until a signal comes; whether it was Ctrl-C."""
+    """Serves until a signal comes; returns whether the signal was Ctrl-C."""
     from specexec_cli.engine.factory import open_engine
     from specexec_cli.serve.run import Server
     from specexec_cli.serve.service import Service
@@ -161,7 +161,10 @@ def _run(
 def _open(
     request: Request, slots: int | None, notice: Notice, progress: Progress
 ) -> tuple[TextSession, int]:
-    """A session, and for how many texts at once; where that is left open, several or one."""
+    """Opens a session; returns it with its number of texts at once.
+
+    If `slots` is None, that number is _SLOTS, or 1 if memory or the method does not allow more.
+    """
     from specexec_cli.drafting.policies import POLICIES
     from specexec_cli.planning.memory import DoesNotFitError
     from specexec_cli.session import open_session
@@ -177,9 +180,10 @@ def _open(
 
 
 def _check_extra() -> None:
-    """
+    """Checks that the packages are installed that `serve` needs.
+
     Raises:
-        ConfigError: what `serve` needs is not installed.
+        ConfigError: a package is missing.
     """
     from importlib.util import find_spec
 
