@@ -98,7 +98,7 @@ class PassProgress:
     draft_nodes: int  # of the tree in this pass
 
 
-_TELLING_RESTS = 4  # passes without a tree that a comparison with the others needs
+_TELLING_RESTS = 4  # fewest passes without a tree for a comparison with the others
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Drawing the target's token at a position, keyed by (seed, position).
+"""Draws the target's token at a position, with noise keyed by (seed, position).
 
 The token at absolute position i is the arg max over filtered logits plus Gumbel noise, and the
 noise is a function of (seed, i) alone. So the text depends on target, prompt and seed, and not on
@@ -75,7 +75,7 @@ def _moved_noise(device: torch.device, seed: int, position: int, vocab_size: int
 
 
 def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.float64]:
-    """Uniform numbers of one position, independent of its Gumbel noise and between streams.
+    """Uniform numbers of one position, independent of its Gumbel noise and of other streams.
 
     Args:
         stream: 1 or more.

@@ -123,7 +123,7 @@ def _files(folder: Path, pattern: str) -> list[Path]:
 def _size(path: Path) -> int | None:
     """Bytes of a model, all parts together; None for a later part, or if a part is missing.
 
-    None also for files that are no model, and for an impossible name as x-00004-of-00003.gguf.
+    None also for files that are no model, and for impossible names: x-00004-of-00003.gguf.
     """
     try:
         parts = [path.parent / name for name in part_names(path.name)]

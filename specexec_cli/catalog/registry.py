@@ -1,6 +1,6 @@
 """Merges the models.toml files, and finds the model that a name, folder or hub id stands for.
 
-It downloads nothing and opens no checkpoint. Three files are merged entry by entry, and a later
+Nothing is downloaded, no checkpoint opened. Three files are merged entry by entry, and a later
 file overrides an earlier one: the file shipped with the program, the one in the user's config
 folder, and the one that a request names.
 """

@@ -183,7 +183,7 @@ def _gemma3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
 
 
 def _query_scale(config: Config, layers_of_27b: int) -> int:
-    """Queries are divided by this number's root; as in llama.cpp, layers tell the 27B model."""
+    """Queries are divided by the root of this; as in llama.cpp, 27B is known by its layers."""
     if config["num_hidden_layers"] == layers_of_27b:
         return int(config["hidden_size"] // config["num_attention_heads"])
     return int(config["head_dim"])

@@ -46,8 +46,8 @@ class Copier:
         Args:
             layouts: each layer's layout, in the order in which every pass uses them.
             tiers: each layer's tier, 'ram' or 'ssd'.
-            buffers: the ring, (bytes,) uint8 each on the device. Turn t, a layer's use counted
-                over all passes, goes to buffer t % len(buffers).
+            buffers: the ring, (bytes,) uint8 each on the device. A turn is one layer of one pass;
+                turn t goes to buffer t % len(buffers).
             host_bytes: bytes of RAM for the slabs of 'ssd' layers; READ_SLABS slabs at least.
             piece_bytes: bytes of one copy; a multiple of a disk's block.
         Raises:
@@ -68,7 +68,7 @@ class Copier:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
         self._turn = self._copy_turn = 0  # the turn handed out next; the turn copied next
-        self._free = [link.compute_mark() for _ in buffers]  # the mark behind each one's last use
+        self._free = [link.compute_mark() for _ in buffers]  # by buffer: mark behind its last use
         self._copied: dict[int, Any] = {}  # turn -> event of its last piece
         self._busy = self._paused = self._closing = False
         self.fine = True  # whether the consumer makes small uploads at present

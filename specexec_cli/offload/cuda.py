@@ -45,7 +45,7 @@ class DeviceStream:
             layers: per layer, its tensors.
             tiers: per layer, where it stays: 'resident' (on the device), or 'ram' or 'ssd', from
                 where it is streamed in every pass.
-            host_buffers: RAM for layers on their way from the SSD, in layers of the largest size.
+            host_buffers: RAM for layers on their way from the SSD, counted in largest layers.
             device_buffers: streamed layers on the device at once, the one in use included; 2 or
                 more.
             piece_bytes: bytes of one copy to the device; a multiple of a disk's block.

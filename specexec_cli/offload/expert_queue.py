@@ -35,9 +35,9 @@ class ReadQueue:
         """Nothing is to be read yet; reads will go from `files` into the slots of `table`."""
         self._files, self._table, self._scores = files, table, scores
         self._sizes = np.array([files.n_bytes(key) for key in range(scores.counts.size)])
-        self._missing = [0] * len(table)  # by slot, parts not read yet
+        self._missing = [0] * len(table)  # by slot: parts not read yet
         self._failed: list[BaseException | None] = [None] * len(table)
-        self._read_for: list[object | None] = [None] * len(table)  # by slot, the request, if any
+        self._read_for: list[object | None] = [None] * len(table)  # by slot: the request, if any
         # What the rest of the present pass may need. By expert: the probability that the pass asks
         # for it, the part of the probability that rows after the first add, and whether the expert
         # is expected. By layer: the visits left.
@@ -113,7 +113,7 @@ class ReadQueue:
         self._usual.extend(self._files.in_order(keys))
 
     def next_read(self, request: object | None) -> Read | None:
-        """The next read for the request under way or, if there is none, for expected experts.
+        """The next read for the request under way or, if there is none, one to read ahead.
 
         Returns:
             None if there is nothing to read, or no slot to read it into.

@@ -65,13 +65,13 @@ def use_device(device: torch.device) -> None:
 
 
 def free_vram(devices: Sequence[torch.device]) -> list[int]:
-    """Free bytes of GPUs, for a process that is to make no context on any of them.
+    """Free bytes of each GPU, for a process that must not make a context on any of them.
 
-    CUDA tells what is free to those alone who have a context there, so a process of its own asks.
-    What that one's contexts took is not among what it was told.
+    CUDA tells the free memory only to a process with a context on the GPU, so a process started for
+    this asks. The memory that its own contexts take is not counted as free.
 
     Raises:
-        WorkerError: it got no answer.
+        WorkerError: the process gave no answer.
     """
     names = [str(device) for device in devices]
     command = [sys.executable, "-c", _ASK_FREE, *names]

@@ -28,8 +28,8 @@ class HugeBuffer:
         """Map and touch the memory.
 
         Args:
-            purpose: what the memory is for, as the error message begins.
-            mend: what the user can change, as the error message ends.
+            purpose: what the memory is for; the error message begins with it.
+            mend: what the user can change; the error message ends with it.
         Raises:
             OutOfMemoryError: the operating system refuses the mapping.
         """

@@ -19,7 +19,7 @@ class MixtureStream:
     def __init__(
         self, dense: LayerStream | DeviceStream, experts: ExpertStore | DeviceExperts
     ) -> None:
-        """Takes both over: close() closes them."""
+        """Joins both into one object; its close() closes them."""
         self._dense, self._experts = dense, experts
 
     @property

@@ -87,8 +87,8 @@ def load(
 
     Args:
         files: an open file for every path of the layouts.
-        purpose: what the bytes are, as the error message begins.
-        mend: what the user can change, as the error message ends.
+        purpose: what the memory is for; an error message begins with it.
+        mend: what the user can change; an error message ends with it.
         progress: called with the bytes loaded so far and in all.
     Returns:
         For each layout (buffer bytes,) uint8, to be passed to views().

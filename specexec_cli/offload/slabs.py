@@ -1,10 +1,10 @@
-"""Sizes and numbers of the pieces that bytes go to a GPU in, for copying and for the plan."""
+"""Sizes and counts of the pieces in which bytes go to a GPU, for copying and for the plan."""
 
 from __future__ import annotations
 
 ALIGNED_BYTES = 16  # loaded at once by kernels; safetensors aligns to 8, and disk blocks keep that
 COPY_BYTES = 16 << 20  # of a piece and of a slab; two of them take 1.3 ms at 25 GB/s
-FINE_PARTS = 4  # of a piece, and most in flight, while a drafter uploads steps: 0.7 ms
+FINE_PARTS = 4  # parts of a piece, and most copies in flight, while a drafter uploads: 0.7 ms
 IN_FLIGHT = 2  # pieces in the copy engine: one being copied, and one to go on with
 READ_SLABS = IN_FLIGHT + 2  # fewest slabs to read files into: two are filled while two are copied
 STAGING_SLABS = IN_FLIGHT + 1  # for memory that is not pinned: one is filled while two are copied

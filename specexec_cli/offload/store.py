@@ -154,7 +154,7 @@ def read_header(path: Path) -> dict[str, TensorRange]:
     """The tensors of one safetensors file, fully validated, in file order.
 
     Raises:
-        CheckpointError: the file is missing, truncated, or its header lies.
+        CheckpointError: the file is missing or truncated, or its header does not fit the file.
     """
     try:
         with path.open("rb") as file:

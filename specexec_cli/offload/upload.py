@@ -75,7 +75,7 @@ def device_buffer(n_bytes: int, purpose: str, link: Link) -> Tensor:
     """Memory of the device for layers of up to `n_bytes` and their Layout.shift.
 
     Args:
-        purpose: what the memory is for, as the error message begins.
+        purpose: what the memory is for; the error message begins with it.
     Raises:
         OutOfMemoryError: the device has less memory free.
     """

@@ -17,7 +17,7 @@ ROOT = -1
 class Accepted:
     """What one verification commits."""
 
-    nodes: tuple[int, ...]  # accepted draft nodes, from the root down; rising numbers
+    nodes: tuple[int, ...]  # accepted draft nodes, from the root down, so rising
     tokens: tuple[int, ...]  # the accepted nodes' tokens, then the bonus token
     drafted: tuple[bool, ...]  # for each token: whether it was in the tree
 

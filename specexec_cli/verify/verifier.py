@@ -87,7 +87,8 @@ class LocalTarget:
 
         Args:
             pending: committed tokens not in the cache yet, at least one; the last is the root.
-            meanwhile: called again and again in place of waiting; an error in it ends the pass.
+            meanwhile: called again and again in place of waiting for weights. An error in it ends
+                the pass.
         Returns:
             (1 + nodes, vocab), row 0 behind the last pending token, row i + 1 behind node i.
         Raises:
