@@ -22,6 +22,8 @@ from conformance_report import untried_kinds
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from specexec_cli.catalog import architectures
+from specexec_cli.catalog.architectures import ARCHITECTURES, Architecture, register
 from specexec_cli.config import SamplingConfig, Tier, TreeConfig
 from specexec_cli.core import DraftTree
 from specexec_cli.decoding.autoregressive import autoregressive
@@ -33,8 +35,6 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tensor_finder import OTHER_PART
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning import architectures
-from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, register
 from specexec_cli.planning.built_sizes import own_tensors, text_model_class
 from specexec_cli.planning.sizes import ExpertBytes, checkpoint_bytes
 from specexec_cli.sampling import Sampler

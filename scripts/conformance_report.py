@@ -15,14 +15,14 @@ from conformance_reasons import BOTH_HALVES, by_error, by_name, kind_among
 from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from specexec_cli.planning.architectures import ALIASES, relatives
+from specexec_cli.catalog.architectures import ALIASES, relatives
+from specexec_cli.catalog.conforming import ONE_BY_ONE, WITH_LAYERS
 from specexec_cli.planning.built_sizes import empty_model, has_separable_experts, text_decoder
-from specexec_cli.planning.conforming import ONE_BY_ONE, WITH_LAYERS
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
 _LONGEST = 220  # characters of a reason
-TABLE = ROOT / "specexec_cli" / "planning" / "conforming.py"
+TABLE = ROOT / "specexec_cli" / "catalog" / "conforming.py"
 
 
 def reason(model_type: str, raised: str) -> str:

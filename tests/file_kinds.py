@@ -337,8 +337,8 @@ def sizes(folder: Path) -> Sample:
     from checkpoints import ARCHITECTURES as TINY
     from checkpoints import architecture
 
+    from specexec_cli.catalog.architectures import ARCHITECTURES
     from specexec_cli.catalog.registry import load_registry
-    from specexec_cli.planning.architectures import ARCHITECTURES
     from specexec_cli.planning.sizes import architecture_bytes
 
     configs = {

@@ -1,1 +1,1 @@
-"""Turns model names into files: reads models.toml, and downloads from the hub."""
+"""Turns model names into files, and says what is known of architectures and formats by name."""

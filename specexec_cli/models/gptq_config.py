@@ -16,9 +16,9 @@ from typing import Any
 from specexec_kernels.formats import METHODS
 from specexec_kernels.patterns import check, matches
 
+from specexec_cli.catalog.packed_formats import PACKED_KINDS, PackedKind
 from specexec_cli.errors import CheckpointError
 from specexec_cli.guarded import read_json
-from specexec_cli.planning.packed_formats import PACKED_KINDS, PackedKind
 
 Notice = Callable[[str], None]
 

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from specexec_cli.catalog.architectures import ARCHITECTURES, known_config, refusal
 from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
@@ -29,7 +30,6 @@ from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
 from specexec_cli.offload.store import Checkpoint, TensorRange
-from specexec_cli.planning.architectures import ARCHITECTURES, known_config, refusal
 from specexec_cli.planning.built_sizes import (
     decoder_layers,
     empty_model,

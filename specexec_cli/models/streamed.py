@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from specexec_cli.catalog.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention
@@ -43,7 +44,6 @@ from specexec_cli.offload.link import prepare_cuda, use_device
 from specexec_cli.offload.store import Checkpoint
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.planning.built_sizes import chosen_experts
-from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.planning.placement import converts_tables
 from specexec_cli.planning.tiers import table_in_ram
 

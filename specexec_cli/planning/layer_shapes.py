@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from specexec_cli.catalog.architectures import ARCHITECTURES, Architecture, refusal
+from specexec_cli.catalog.conforming import EXPERTS, WITH_LAYERS
+from specexec_cli.catalog.packed_formats import PACKED_KINDS
+from specexec_cli.catalog.row_bits import packs_experts_alone, row_bits
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.architectures import ARCHITECTURES, Architecture, refusal
 from specexec_cli.planning.config_values import number, part, positive, values
-from specexec_cli.planning.conforming import EXPERTS, WITH_LAYERS
-from specexec_cli.planning.packed_formats import PACKED_KINDS
-from specexec_cli.planning.row_bits import packs_experts_alone, row_bits
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from specexec_cli.catalog.architectures import ARCHITECTURES, known_config
 from specexec_cli.config import DTYPE_BYTES
 from specexec_cli.offload.store import Checkpoint
-from specexec_cli.planning.architectures import ARCHITECTURES, known_config
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.config_values import check_counts, part
 from specexec_cli.planning.layer_shapes import (

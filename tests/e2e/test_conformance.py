@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from specexec_kernels import dispatch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from specexec_cli.catalog.architectures import ARCHITECTURES
+from specexec_cli.catalog.conforming import EXPERTS, REFUSED, RUNS
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention, decoder_layer, streamed, tensor_finder
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning.architectures import ARCHITECTURES
 from specexec_cli.planning.built_sizes import text_model_class
-from specexec_cli.planning.conforming import EXPERTS, REFUSED, RUNS
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
 ROOT = Path(__file__).parents[2]

@@ -29,6 +29,7 @@ from specexec_kernels.cpu_matmul_plan import reads
 from specexec_kernels.formats.base import PackedWeight
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from specexec_cli.catalog import architectures, packed_formats
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting import sources
@@ -37,7 +38,6 @@ from specexec_cli.drafting.sources import SOURCES
 from specexec_cli.errors import CheckpointError, ConfigError
 from specexec_cli.models.layer_state import LAYER_STATES
 from specexec_cli.offload.store import read_checkpoint
-from specexec_cli.planning import architectures, packed_formats
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.session import Session, TextSession
 from specexec_cli.verify.verifier import LocalTarget

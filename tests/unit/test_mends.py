@@ -16,7 +16,7 @@ from specexec_cli.errors import ConfigError
 
 HOUSE = Path(specexec_cli.__file__).parent
 # Written by a tool: what it quotes of transformers' errors names attributes.
-QUOTED = HOUSE / "planning" / "conforming.py"
+QUOTED = HOUSE / "catalog" / "conforming.py"
 
 
 def literals(path: Path) -> list[str]:

@@ -11,9 +11,9 @@ from specexec_kernels.column_quantize import PACKERS
 from specexec_kernels.formats import METHODS
 from specexec_kernels.row_quantize import RECIPES
 
+from specexec_cli.catalog.row_bits import _METHODS, row_bits
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.layer_shapes import Linear, linear_bytes
-from specexec_cli.planning.row_bits import _METHODS, row_bits
 from specexec_cli.planning.sizes import architecture_bytes, checkpoint_bytes
 
 

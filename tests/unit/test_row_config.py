@@ -12,8 +12,8 @@ from specexec_kernels.formats import METHODS
 from specexec_kernels.formats.base import PackedFormat, Stored, described
 from specexec_kernels.row_quantize import RECIPES
 
+from specexec_cli.catalog.row_bits import row_bits
 from specexec_cli.errors import ConfigError
-from specexec_cli.planning.row_bits import row_bits
 
 NONSENSE = (
     None, True, 0, -1, 3, 2**40, 1.5, float("inf"), float("nan"), "x", [], [None], ["x", 2], {},

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal
 
-from specexec_cli.planning.conforming import REFUSED, RUNS
+from specexec_cli.catalog.conforming import REFUSED, RUNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
