@@ -74,7 +74,7 @@ def _by_definition(x: Tensor, weight: PackedWeight) -> Tensor:
     """As `matmul` by the format's definition; a whole matrix of float32 may be too much for the
     RAM. How outputs are cut changes no sum."""
     (rows, inputs), outputs = x.shape, weight.out_features
-    fmt = weight.format.for_rows(x.dtype)
+    fmt = weight.format.for_rows(x.dtype, pairs=False)
     unpacked = PackedWeight(fmt, inputs, outputs, weight.tensors)
     out = torch.empty(rows, outputs)
     for start, slab in unpacked.slabs():

@@ -153,7 +153,7 @@ def _made(rows: torch.dtype, dot: bool, count: int, weight: PackedWeight) -> Pla
     if not reads(weight):
         return None
     inputs, outputs = weight.in_features, weight.out_features
-    spec = _spec(weight.format.for_rows(rows), dot, count, inputs, outputs)
+    spec = _spec(weight.format.for_rows(rows, pairs=dot), dot, count, inputs, outputs)
     return _plan(spec, inputs, outputs, torch.get_num_threads())
 
 

@@ -120,8 +120,12 @@ class PackedFormat(ABC):
         unpacked: where they take longer to arrive than to unpack."""
         return False
 
-    def for_rows(self, rows: torch.dtype) -> PackedFormat:
-        """The format of the weights that rows of a dtype are multiplied with."""
+    def for_rows(self, rows: torch.dtype, *, pairs: bool) -> PackedFormat:
+        """The format of the weights that rows of a dtype are multiplied with.
+
+        Args:
+            pairs: whether two inputs at a time, as bfloat16.
+        """
         return self
 
     @property

@@ -20,6 +20,7 @@ from specexec_kernels.formats.base import PackedFormat, PackedWeight, Part
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
+_BLOCK = 128  # items: with 32 outputs a tile of 16 KiB, half of the smallest L1 cache in use
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -32,16 +33,12 @@ class Plain(PackedFormat):
     transposed: bool = False  # stored as (inputs, outputs)
     rounded: str = "F32"  # the dtype to which values are rounded
     chained: bool = False  # type: ignore[misc]
+    block: int = _BLOCK
 
     @property
     def unit(self) -> int:  # type: ignore[override]
         """Along the inputs as many as are transposed together, down them few lines."""
         return 4 if self.transposed else 32
-
-    @property
-    def block(self) -> int:
-        # a tile of 32 outputs: at most 32 KiB, and 16 KiB in pairs
-        return 128 if self.transposed else 256
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
@@ -56,8 +53,9 @@ class Plain(PackedFormat):
     def parts(self) -> tuple[Part, ...]:
         return (Part("weight", self.dtype, down=self.transposed),)
 
-    def for_rows(self, rows: torch.dtype) -> Plain:
-        return self if DTYPES[rows] == self.dtype else replace(self, rounded=DTYPES[rows])
+    def for_rows(self, rows: torch.dtype, *, pairs: bool) -> Plain:
+        own = self if DTYPES[rows] == self.dtype else replace(self, rounded=DTYPES[rows])
+        return replace(own, block=2 * _BLOCK) if pairs and not self.transposed else own
 
     def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
         rounded = next(dtype for dtype, name in DTYPES.items() if name == self.rounded)
