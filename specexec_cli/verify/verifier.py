@@ -114,6 +114,8 @@ class LocalTarget:
     def copy_rows(self, other: LocalTarget, length: int) -> None:
         """Replaces this text by the first `length` tokens of another text on the same model.
 
+        A recurrent layer may allow only fewer of them: `tokens` says which were copied.
+
         Args:
             length: at most the number of tokens that the other text has committed.
         """
