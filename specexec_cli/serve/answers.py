@@ -1,4 +1,4 @@
-"""The objects of OpenAI's protocol: choices, chunks, log-probabilities and usage."""
+"""Makes the objects of OpenAI's protocol: choices, chunks, log-probabilities and usage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 
 def event(found: dict[str, Any]) -> bytes:
-    """One event of a stream."""
+    """The bytes of one event of a stream."""
     return b"data: " + json.dumps(found, ensure_ascii=False).encode("utf-8", "replace") + b"\n\n"
 
 
@@ -30,10 +30,10 @@ def finish_reason(text: Running, called: bool = False) -> str | None:
 
 
 def usage(texts: Sequence[Running], per_prompt: int) -> dict[str, Any]:
-    """Tokens of a request, and under `specexec` the statistics of each of its texts.
+    """The token counts of a request and, under `specexec`, the statistics of each of its texts.
 
     Args:
-        texts: `per_prompt` of each prompt, which counts once.
+        texts: the request's texts, `per_prompt` for each prompt. A prompt's tokens count once.
     """
     prompt = sum(len(text.request.prompt) for text in texts[::per_prompt])
     generated = sum(text.stats.generated_tokens for text in texts)
@@ -51,7 +51,7 @@ def usage(texts: Sequence[Running], per_prompt: int) -> dict[str, Any]:
 
 
 def progress(texts: Sequence[Running], waiting: int) -> dict[str, Any] | None:
-    """How far the pass of a request's texts is; None where nothing is known."""
+    """The progress of the pass of a request's texts; None if nothing is known."""
     found = next((text for text in texts if text.progress is not None and not text.done), None)
     if found is None or found.progress is None:
         return {"queue": waiting} if any(text.began_s is None for text in texts) else None
@@ -68,7 +68,7 @@ def progress(texts: Sequence[Running], waiting: int) -> dict[str, Any] | None:
 
 
 def tool_calls(calls: Sequence[Call], streamed: bool) -> list[dict[str, Any]]:
-    """Calls of functions, numbered where they are parts of a stream."""
+    """Calls of functions as the protocol has them, with an index if they are parts of a stream."""
     return [
         {
             **({"index": index} if streamed else {}),
@@ -81,16 +81,16 @@ def tool_calls(calls: Sequence[Call], streamed: bool) -> list[dict[str, Any]]:
 
 
 class Spelling:
-    """How tokens are written in lists of log-probabilities."""
+    """Writes tokens in lists of log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # SentencePiece drops a leading space at the beginning of a text, so tokens stand behind one
+        # SentencePiece drops a space at the beginning of a text, so tokens are decoded behind one
         self._before = list(tokenizer.encode("a", add_special_tokens=False))
         self._skipped = len(self._decoded(self._before))
 
     def text(self, token: int) -> str:
-        """The token's text; half a character is a replacement character."""
+        """The token's text; half a character becomes a replacement character."""
         return self._decoded([*self._before, token])[self._skipped :]
 
     def _decoded(self, tokens: list[int]) -> str:
@@ -108,7 +108,7 @@ class Spelling:
         }
 
     def chat(self, tokens: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """`logprobs` of a chat completion's choice."""
+        """The field `logprobs` of a chat completion's choice."""
         return {
             "content": [
                 {
@@ -121,7 +121,7 @@ class Spelling:
         }
 
     def completion(self, tokens: Sequence[TokenLogprobs], offset: int) -> dict[str, Any]:
-        """`logprobs` of a completion's choice, whose first token stands `offset` characters in."""
+        """The field `logprobs` of a completion's choice; its text begins at character `offset`."""
         texts = [self.text(one.token) for one in tokens]
         offsets = []
         for text in texts:

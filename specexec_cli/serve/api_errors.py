@@ -9,18 +9,18 @@ from typing import Any
 from specexec_cli.engine.text import QueueFullError
 from specexec_cli.errors import ConfigError, SpecexecError
 
-_FOLDERS = re.compile(r"""(?<![^\s'"(])~?/(?:[^:\n]|:(?! ))*/""")  # whatever their names hold
+_FOLDERS = re.compile(r"""(?<![^\s'"(])~?/(?:[^:\n]|:(?! ))*/""")  # names may hold anything
 _LOG = logging.getLogger("uvicorn.error")
-_MOST_LETTERS = 600  # of a message: some repeat what a client sent
+_MOST_LETTERS = 600  # most letters of a message: some messages repeat the client's input
 
 
 class ApiError(Exception):
-    """A request that is answered with an error.
+    """An error that is sent as the answer to a request.
 
     Args:
-        status: of HTTP.
-        param: the field of the body that is wrong.
-        code: a word that programs may look for.
+        status: HTTP status code.
+        param: the wrong field of the body.
+        code: a word by which programs can recognize the error.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ApiError(Exception):
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The object that tells of an error, in a response or in the middle of a stream."""
+    """The object that reports an error, in a response or in a stream."""
     kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
     message = message if len(message) <= _MOST_LETTERS else f"{message[:_MOST_LETTERS]}..."
     param = param and param[:_MOST_LETTERS]
@@ -43,12 +43,12 @@ def error_body(
 
 
 def without_folders(text: str) -> str:
-    """A message with the names of its files alone: where they lie is nobody's business."""
+    """A message in which files are named without their folders, which are private."""
     return _FOLDERS.sub("", text)
 
 
 def api_error(error: Exception) -> ApiError:
-    """What a request is told of an error in the rooms below."""
+    """The ApiError for an error that other rooms raised."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):

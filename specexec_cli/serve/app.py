@@ -1,4 +1,4 @@
-"""The routes."""
+"""The routes of the server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PAGE = {
 
 def create_app(service: Service, access: Access) -> Any:
     """The ASGI application."""
-    # documentation pages would be fetched from elsewhere
+    # without FastAPI's documentation pages, which load scripts from other servers
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     bodies = Bodies()
     _add_errors(app)
@@ -104,7 +104,7 @@ def _guarded(app: FastAPI, access: Access) -> Any:
     if access.origins:
         guarded = CORSMiddleware(
             guarded, allow_origins=access.origins, allow_methods=["GET", "POST"],
-            allow_headers=["*"],  # clients send some of their own
+            allow_headers=["*"],  # clients send headers of their own
         )  # fmt: skip
     return guarded
 

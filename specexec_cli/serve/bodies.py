@@ -1,4 +1,4 @@
-"""What requests may hold. A field that would change the text and is not known here is refused."""
+"""The fields of requests. Unknown fields that could change the text are refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.reading import Window, read_body
 
-MOST_CHOICES = 16  # texts of one request
+MOST_CHOICES = 16  # most texts for each prompt, and most prompts of a request
 MOST_TOP_LOGPROBS = 20
-_MOST_NAME = 100  # letters of a field's name in an error
+_MOST_NAME = 100  # most letters of a field's name in an error
 
 _T = TypeVar("_T")
 _Text = Annotated[str, Field(max_length=1 << 22)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Count = Annotated[int, Field(ge=1, le=1 << 30)]
-_First = Annotated[_T, Field(fail_fast=True)]  # a list of which the first mistake alone is told
+_First = Annotated[_T, Field(fail_fast=True)]  # a list; checking stops at its first mistake
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -26,11 +26,11 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream tells besides text."""
+    """Options for what a stream contains besides text."""
 
     include_usage: bool = False
-    include_obfuscation: bool = False  # of lengths, against listeners: nothing is added
-    include_progress: bool = False  # ours: how far the pass is
+    include_obfuscation: bool = False  # hides lengths of chunks from listeners; has no effect here
+    include_progress: bool = False  # our own field: report the progress of passes
 
 
 class ResponseFormat(_Body):
@@ -41,7 +41,7 @@ class ResponseFormat(_Body):
 
 
 class _Sampled(_Body):
-    """Fields of both kinds of completions; None leaves a value to the server's own default."""
+    """Fields of both kinds of completions; None stands for the server's default."""
 
     model: _Text | None = None
     stream: bool | None = None
@@ -56,11 +56,11 @@ class _Sampled(_Body):
     min_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
     response_format: ResponseFormat | None = None
-    # taken at their defaults alone, because clients write them out
+    # only their default values are accepted; clients send these fields explicitly
     frequency_penalty: _Zero | None = None
     presence_penalty: _Zero | None = None
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    # of no effect on the text
+    # fields without effect on the text
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -71,19 +71,19 @@ class _Sampled(_Body):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The stop strings, however they were written."""
+        """The stop strings, whether sent as one string, as a list, or not at all."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 class FunctionCall(_Body):
-    """A function that the model called, as a client tells it again."""
+    """A function that the model called in an earlier reply."""
 
     name: str
     arguments: str
 
 
 class ToolCall(_Body):
-    """One call of a reply."""
+    """One call in an earlier reply."""
 
     id: str
     type: Literal["function"] = "function"
@@ -106,7 +106,7 @@ class ChatMessage(_Body):
     name: str | None = None
     tool_calls: _First[list[ToolCall]] | None = None
     tool_call_id: str | None = None
-    # clients send replies back as they were
+    # fields of replies, which clients send back unchanged
     reasoning_content: str | None = None
     refusal: None = None
     annotations: Any = None
@@ -115,7 +115,7 @@ class ChatMessage(_Body):
 
     @property
     def text(self) -> str:
-        """The content, its parts joined."""
+        """The content's text, with its parts joined."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -131,7 +131,7 @@ class Function(_Body):
 
 
 class Tool(_Body):
-    """A tool; functions are the one kind."""
+    """A tool; functions are the only kind."""
 
     type: Literal["function"]
     function: Function
@@ -144,14 +144,14 @@ class NamedFunction(_Body):
 
 
 class NamedTool(_Body):
-    """The one tool that must be called."""
+    """The choice of a tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
 
 
 class ChatBody(_Sampled):
-    """POST /v1/chat/completions."""
+    """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=10_000, fail_fast=True)]
     max_completion_tokens: _Count | None = None
@@ -165,7 +165,7 @@ class ChatBody(_Sampled):
 
 
 class CompletionBody(_Sampled):
-    """POST /v1/completions."""
+    """The body of POST /v1/completions."""
 
     prompt: (
         _Text
@@ -183,10 +183,10 @@ _B = TypeVar("_B", bound=BaseModel)
 
 
 def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
-    """A request's body, checked.
+    """Parses and checks a request's body.
 
     Raises:
-        ApiError: it is not JSON, or not what this kind of request may hold; names the field.
+        ApiError: the body is not JSON, or a field is wrong; the message names the field.
     """
     found = read_body(raw, window)
     try:
@@ -196,7 +196,7 @@ def parsed(kind: type[_B], raw: bytes, window: Window) -> _B:
 
 
 def _told(error: ValidationError) -> ApiError:
-    """The first mistake; where a field may be of several types, that of the type meant."""
+    """The ApiError for the first mistake; in a field of several types, for the type meant."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = found[0]
     if first["type"] == "extra_forbidden":
@@ -209,7 +209,7 @@ def _told(error: ValidationError) -> ApiError:
         )
     of_field = [each for each in found if each["loc"][:1] == first["loc"][:1]]
     first = next((each for each in of_field if not each["type"].endswith("_type")), first)
-    # pydantic names the types that a field may have among the steps to it
+    # pydantic's path to a field also contains the names of the types that the field may have
     steps = [step for step in first["loc"] if isinstance(step, int) or step.isidentifier()]
     where = ".".join(map(str, steps))
     return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None)

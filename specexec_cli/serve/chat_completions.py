@@ -1,4 +1,4 @@
-"""/v1/chat/completions: messages and tools as a prompt, and the reply as its parts."""
+"""/v1/chat/completions: makes a prompt of messages and tools, and splits the reply into parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specexec_cli.serve.tools import Call, Dialect
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them."""
+    """Converts messages to the form that chat templates take."""
     found = []
     for message in messages:
         role = "system" if message.role == "developer" else message.role
@@ -48,7 +48,7 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _arguments(text: str) -> Any:
-    """Templates write arguments as JSON themselves, so they want the object."""
+    """A call's arguments as an object, because templates write the JSON themselves."""
     try:
         return parse_json(text)
     except ValueError:
@@ -56,7 +56,7 @@ def _arguments(text: str) -> Any:
 
 
 def thinking(body: ChatBody) -> dict[str, Any]:
-    """What the template is told of how much to think; nothing unless asked."""
+    """Template variables that say how much to think; empty if the request does not say."""
     effort = body.reasoning_effort
     if effort is None:
         return {}
@@ -66,10 +66,10 @@ def thinking(body: ChatBody) -> dict[str, Any]:
 
 
 def top_logprobs(body: ChatBody) -> int | None:
-    """How many tokens are told beside each one of the text; None without log-probabilities.
+    """Number of most probable tokens to list for each token; None without log-probabilities.
 
     Raises:
-        ApiError: some are asked for, and no log-probabilities.
+        ApiError: the request asks for top_logprobs without logprobs.
     """
     if body.logprobs:
         return body.top_logprobs or 0
@@ -82,10 +82,10 @@ def top_logprobs(body: ChatBody) -> int | None:
 
 
 def offered(body: ChatBody) -> list[Tool]:
-    """The tools that the model is told of.
+    """The tools that the prompt offers to the model.
 
     Raises:
-        ApiError: the one that must be called is not among them.
+        ApiError: the tool that must be called is not among the request's tools.
     """
     choice, tools = body.tool_choice, body.tools or []
     if choice == "none":
@@ -105,10 +105,10 @@ def _chosen(choice: NamedTool, tools: Sequence[Tool]) -> list[Tool]:
 
 
 def dialect(service: Service, tools: Sequence[Tool]) -> Dialect | None:
-    """How the model writes calls, where there are tools.
+    """The dialect in which the model writes calls; None without tools.
 
     Raises:
-        ApiError: that is not known.
+        ApiError: the model's dialect is unknown.
     """
     if not tools:
         return None
@@ -131,10 +131,10 @@ def dialect(service: Service, tools: Sequence[Tool]) -> Dialect | None:
 async def grammar(
     service: Service, body: ChatBody, tools: Sequence[Tool], known: Dialect | None
 ) -> LLMatcher | None:
-    """What the reply must follow.
+    """The grammar that the reply must follow; None if the reply is free.
 
     Raises:
-        ApiError: it cannot be followed, or two things are asked for at once.
+        ApiError: the grammar cannot be used, or the request asks for two grammars.
     """
     wanted = body.response_format
     structured = wanted is not None and wanted.type != "text"
@@ -155,7 +155,7 @@ def _is_named(body: ChatBody) -> bool:
 
 
 async def json_grammar(service: Service, body: ChatBody | CompletionBody) -> LLMatcher | None:
-    """What response_format asks for.
+    """The grammar that response_format asks for; None for free text.
 
     Raises:
         ApiError: the schema is missing or cannot be used.
@@ -190,7 +190,7 @@ class ChatAnswer(Answer):
         tools: Sequence[Tool],
     ) -> None:
         super().__init__(service, request, body, texts)
-        # a grammar leaves no room for thinking
+        # a reply that follows a grammar has no thinking
         self._replies = [
             ReplyText(
                 prompt.text if text.request.constraint is None else None, known, tools,

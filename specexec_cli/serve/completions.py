@@ -1,4 +1,4 @@
-"""The way of a request through the engine to its response, streamed or whole."""
+"""Runs a request's texts in the engine and writes the response, streamed or whole."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from specexec_cli.serve.bodies import ChatBody, CompletionBody
 from specexec_cli.serve.follow import follow
 from specexec_cli.serve.service import Service
 
-_PROGRESS_S = 0.25  # between two reports of how far a pass is
-_SILENCE_S = 10.0  # before a proxy might think that nobody is there
-_GONE = 499  # nginx's word for a client that did not wait
+_PROGRESS_S = 0.25  # time between two reports of a pass's progress
+_SILENCE_S = 10.0  # longest silence, so that no proxy takes the connection for dead
+_GONE = 499  # nginx's status for a client that closed the connection
 
 
 class Answer(ABC):
     """The response to one request, of one kind of completion.
 
     Args:
-        texts: in order of their choices.
+        texts: the request's texts, in the order of the choices.
     """
 
-    object: str  # the protocol's name of a whole response
-    chunk_object: str  # and of a part of a stream
+    object: str  # the protocol's name for a whole response
+    chunk_object: str  # the protocol's name for a part of a stream
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Answer(ABC):
 
     @abstractmethod
     def part(self, index: int, steps: Sequence[StepResult], ended: bool) -> dict[str, Any] | None:
-        """A choice's next part in a stream; None where nothing can be told yet."""
+        """A choice's next part in a stream; None if there is nothing to send yet."""
 
     @abstractmethod
     def last(self, index: int) -> dict[str, Any]:
@@ -66,10 +66,10 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int) -> dict[str, Any]:
-        """A choice, whole; after every `part` of it."""
+        """A whole choice; to be called after every `part` of it."""
 
     async def response(self) -> Response:
-        """What the route returns."""
+        """The response, streamed if the request asks for a stream."""
         if self._body.stream:
             return StreamingResponse(
                 self._stream(),
@@ -87,9 +87,10 @@ class Answer(ABC):
         )  # fmt: skip
 
     def _check_ends(self) -> None:
-        """
+        """Checks that every text is complete.
+
         Raises:
-            ApiError: a text did not come to its end.
+            ApiError: a text has failed or was cancelled.
         """
         for text in self._texts:
             if text.finish == "failed" and text.error is not None:
@@ -133,7 +134,7 @@ class Answer(ABC):
         yield answers.END
 
     def _spelling(self) -> answers.Spelling:
-        """Of texts with log-probabilities, for which the service made it."""
+        """The service's Spelling, which exists if a request asked for log-probabilities."""
         assert self._service.spelling is not None
         return self._service.spelling
 

@@ -1,8 +1,8 @@
-"""Connections of strangers: how many there are at once, and how long each may take to ask.
+"""Limits the number of connections, and the time that clients may take to send a request.
 
-uvicorn waits for the rest of a request for ever. Whoever opens connections and sends half a request
-would leave none for others, so each stage of a request has a deadline, and where there are as many
-connections as may be, a new one takes the place of one that waits for its client.
+uvicorn waits for the rest of a request for ever, so a client that opens many connections and sends
+half a request on each would leave none for others. Here each stage of a request has a deadline, and
+when all connections are taken, a new one replaces one that is waiting for its client.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from specexec_cli.serve.api_errors import error_body
 
-HEADER_S = 10.0  # for the line and headers of a request, and to close a connection
-BODY_S = 30.0  # for a body
-BODY_BYTES_PER_S = 16 << 10  # and a second more for so many bytes of it that came
-_PIECES, _PIECE_BYTES = 1000, 256  # most reads or chunks of a body, but for those as large as this
-_USUAL = 1000  # connections, beside those whose texts are under way or wait
+HEADER_S = 10.0  # time for a request's first line and headers, and for closing a connection
+BODY_S = 30.0  # time for a body
+BODY_BYTES_PER_S = 16 << 10  # a body gets one more second for this many received bytes
+_PIECES, _PIECE_BYTES = 1000, 256  # most pieces of a body, and one more for this many bytes
+_USUAL = 1000  # most connections besides those with running or waiting texts
 _NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TOLD_EACH_S = 60.0
 _LOG = logging.getLogger("uvicorn.error")
@@ -35,9 +35,9 @@ _Stage = Literal["asks", "sends", "waits", "leaves"]
 
 
 def raise_descriptors() -> int:
-    """Lets this process open as many files as its user may; returns how many."""
+    """Raises this process's limit of open files to the highest allowed; returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in (hard, 10_240):  # macOS has a limit of its own where there is none here
+    for wanted in (hard, 10_240):  # macOS has a limit even if the hard limit is infinite
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             break
@@ -48,20 +48,20 @@ def raise_descriptors() -> int:
 
 
 def most_connections(texts: int) -> int:
-    """Connections that there is room for; half of the descriptors are left to other files.
+    """The most connections at once; half of the file descriptors are left for other files.
 
     Args:
-        texts: that may be under way or wait, each with a connection.
+        texts: most texts that may run or wait at once, each with a connection.
     """
     free = raise_descriptors() - len(os.listdir("/dev/fd"))
     return min(_USUAL + texts, max(free // 2, 8))
 
 
 class Connection(H11Protocol):
-    """One connection, which its client must use in time.
+    """One connection, with deadlines for its client.
 
     Args:
-        most: connections at once.
+        most: most connections at once.
     """
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
@@ -69,13 +69,13 @@ class Connection(H11Protocol):
         self.conn = _Counted(h11.SERVER)
         self._most = most
         self._stage: _Stage = "asks"
-        self._since_s = 0.0  # when the stage began
-        self._came_bytes = 0  # in this stage
+        self._since_s = 0.0  # time at which the stage began
+        self._came_bytes = 0  # bytes received in this stage
 
     def connection_made(self, transport: Any) -> None:
-        """See asyncio.Protocol; makes room where there is none."""
+        """See asyncio.Protocol; if there are too many connections, ends idle ones."""
         full = len(self.connections) >= self._most
-        if full:  # several at once, since it takes a look at all of them
+        if full:  # ends several at once, because looking at all connections takes time
             full = not close_idle(own(self.connections), 1 + self._most // 16)
         super().connection_made(transport)
         self._since_s = self.loop.time()
@@ -89,11 +89,11 @@ class Connection(H11Protocol):
         self._came_bytes += len(data)
 
     def send_400_response(self, msg: str) -> None:
-        """See H11Protocol, which would also answer twice."""
+        """See H11Protocol, which might answer a second time."""
         self._refuse(400, "Bad Request", msg)
 
     def shutdown(self) -> None:
-        """See H11Protocol, which waits for requests that are half sent."""
+        """See H11Protocol, which would wait for requests that are half sent."""
         if self._look() == "sends":
             self._refuse(503, "Service Unavailable", "the server is shutting down")
         else:
@@ -101,17 +101,17 @@ class Connection(H11Protocol):
 
     @property
     def idle(self) -> bool:
-        """Whether it waits for its client, so that nothing of the server's is lost with it."""
+        """Whether the server waits for the client, so that ending the connection loses no work."""
         return self._look() != "waits" or self.flow.write_paused
 
     @property
     def address(self) -> str:
-        """The client's machine."""
+        """The address of the client's machine."""
         return self.client[0] if self.client else ""
 
     @property
     def since_s(self) -> float:
-        """When the client was last done with a part of its request, on the loop's clock."""
+        """The time, on the event loop's clock, at which the present stage began."""
         return self._since_s
 
     def check(self) -> None:
@@ -128,7 +128,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _look(self) -> _Stage:
-        """What the connection does now; notes when that began."""
+        """The present stage; records the time when it changes."""
         now: _Stage = "waits"
         if self.transport.is_closing():
             now = "leaves"
@@ -141,7 +141,7 @@ class Connection(H11Protocol):
         return now
 
     def _refuse(self, status: int, reason: str, message: str) -> None:
-        """Answers, unless an answer has begun, and closes the connection."""
+        """Sends an error, unless an answer has begun, and closes the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error_body(status, message)).encode()
             head = (
@@ -153,7 +153,7 @@ class Connection(H11Protocol):
 
 
 class _Counted(h11.Connection):
-    """HTTP, whose bodies come in pieces of some size: each takes the event loop's time."""
+    """HTTP that refuses bodies in too many small pieces, each of which takes the loop's time."""
 
     def __init__(self, role: Any) -> None:
         super().__init__(role)
@@ -163,7 +163,7 @@ class _Counted(h11.Connection):
         """See h11.
 
         Raises:
-            h11.RemoteProtocolError: the pieces are too small.
+            h11.RemoteProtocolError: there are too many small pieces.
         """
         event = super().next_event()
         if isinstance(event, h11.Request):
@@ -176,17 +176,17 @@ class _Counted(h11.Connection):
 
 
 def own(connections: Iterable[object]) -> list[Connection]:
-    """Those of uvicorn's connections that are of this module's kind, as all of a server are."""
+    """uvicorn's connections, typed as this module's class."""
     return [one for one in connections if isinstance(one, Connection)]
 
 
 def close_idle(connections: Iterable[Connection], count: int) -> int:
-    """Ends connections that wait for their clients: of the address with most of them, the oldest.
+    """Ends idle connections: first those of the address with the most, the oldest first.
 
     Args:
-        count: of connections to end.
+        count: most connections to end.
     Returns:
-        how many were ended.
+        the number of ended connections.
     """
     idle = [one for one in connections if one.idle]
     held = Counter(one.address for one in idle)
@@ -198,12 +198,12 @@ def close_idle(connections: Iterable[Connection], count: int) -> int:
 
 
 class NoRoom:
-    """The event loop's exception handler: connections that cannot be accepted end idle ones.
+    """The event loop's exception handler, which ends idle connections when none can be accepted.
 
-    asyncio tells of each try, of which there are many a second.
+    asyncio calls it for every failed try, many times a second.
 
     Args:
-        connections: of the server, now.
+        connections: returns the server's present connections.
     """
 
     def __init__(self, connections: Callable[[], list[Connection]]) -> None:

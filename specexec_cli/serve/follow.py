@@ -1,4 +1,4 @@
-"""Texts of the engine's thread, seen from the server's event loop."""
+"""Follows texts of the engine's thread from the server's event loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specexec_cli.engine.text import Running
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Something of one text."""
+    """New steps or the end of one text."""
 
     index: int
     steps: list[StepResult]
@@ -25,15 +25,15 @@ class Change:
 async def follow(
     request: Request, texts: Sequence[Running], tick_s: float
 ) -> AsyncIterator[Change | None]:
-    """What comes of the texts, as it comes; None each `tick_s` in which nothing does.
+    """Yields changes of the texts as they come, and None after each `tick_s` without a change.
 
-    It ends with the last text, or when the client goes away. However it ends, the texts that are
-    still under way are cancelled.
+    Ends with the last text, or when the client has gone away. In any case, texts that are still
+    running are cancelled.
     """
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
     def heard() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(changed.set)
 
     gone = asyncio.create_task(_gone(request, texts, changed))
@@ -50,7 +50,7 @@ async def follow(
                 continue
             changed.clear()
             for index in sorted(open_):
-                ended = texts[index].done  # before its steps are taken, or the last are missed
+                ended = texts[index].done  # read before the steps, so as not to miss the last ones
                 steps = texts[index].take()
                 if ended:
                     open_.discard(index)
@@ -63,7 +63,7 @@ async def follow(
 
 
 async def _gone(request: Request, texts: Sequence[Running], changed: asyncio.Event) -> None:
-    """Ends when the client has gone away, and has its texts ended too."""
+    """Waits until the client has gone away, then cancels its texts."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     for text in texts:

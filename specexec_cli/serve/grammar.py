@@ -1,4 +1,4 @@
-"""JSON mode: a grammar as the tokens that may follow, through llguidance."""
+"""Compiles grammars for JSON mode and tools, and says which tokens may follow (llguidance)."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from specexec_cli.core import common_prefix
 from specexec_cli.errors import ConfigError
 
-# White space between two tokens of JSON. Without an end a model may write nothing else for ever.
+# White space between two tokens of JSON. Without a limit, a model may write white space for ever.
 _WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-# llguidance's own limits leave out some of its work on regular expressions, which a small schema
-# can make exponential; nothing but the end of its process stops that.
+# llguidance's own limits do not cover all work on regular expressions, which a small schema can
+# make exponential. Only ending its process stops such work.
 _MOST_CHECK_S = 5.0
 _CHECK = (
     "import sys; from llguidance import LLMatcher; "
     "sys.stdout.write(LLMatcher.validate_grammar(sys.stdin.read()))"
 )
-_MOST_CHARACTERS = 200_000  # of a grammar: some are kept
-_KEPT = 16  # grammars, since most requests of a program have the same one
+_MOST_CHARACTERS = 200_000  # most characters of a grammar, since grammars are kept
+_KEPT = 16  # kept grammars, since most requests of a program have the same one
 
 
 class GrammarMaker:
     """Makes constraints for the texts of one model.
 
     Args:
-        vocab_size: tokens that the target knows.
+        vocab_size: number of tokens that the target knows.
     Raises:
         ConfigError: llguidance cannot read this tokenizer.
     """
@@ -63,10 +63,10 @@ class GrammarMaker:
         self._compiled = lru_cache(maxsize=_KEPT)(self._compile)
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> LLMatcher:
-        """The grammar of JSON that a schema allows; may take seconds.
+        """Compiles the grammar of the JSON that a schema allows; may take seconds.
 
         Raises:
-            ConfigError: the schema cannot be used; says why.
+            ConfigError: the schema cannot be used; the message says why.
         """
         try:
             grammar = LLMatcher.grammar_from_json_schema(
@@ -77,10 +77,10 @@ class GrammarMaker:
         return self._compiled(grammar, "the JSON schema")
 
     def lark(self, text: str) -> LLMatcher:
-        """The grammar of a text in llguidance's dialect of Lark; may take seconds.
+        """Compiles a grammar in llguidance's dialect of Lark; may take seconds.
 
         Raises:
-            ConfigError: it cannot be used; says why.
+            ConfigError: the grammar cannot be used; the message says why.
         """
         return self._compiled(LLMatcher.grammar_from_lark(text), "the tools' parameters")
 
@@ -90,7 +90,7 @@ class GrammarMaker:
         return json.dumps(mark) if index is None else f"<[{index}]>"
 
     def constraint(self, grammar: LLMatcher, prompt_tokens: int) -> GrammarConstraint:
-        """A constraint for one text behind a prompt of so many tokens."""
+        """A constraint for one text, which begins after `prompt_tokens` tokens."""
         return GrammarConstraint(grammar.deep_copy(), self._eos_ids, prompt_tokens)
 
     def _compile(self, grammar: str, what: str) -> LLMatcher:
@@ -106,7 +106,7 @@ class GrammarMaker:
 
 
 def _checked_apart(grammar: str) -> str:
-    """What is wrong with a grammar, found in a process that can be ended; empty if nothing is."""
+    """Checks a grammar in a process that can be ended; returns its error, or an empty text."""
     try:
         found = subprocess.run(
             [sys.executable, "-P", "-c", _CHECK],
@@ -126,7 +126,7 @@ class GrammarConstraint:
         self._matcher = matcher
         self._eos_ids = list(eos_ids)
         self._prompt_tokens = prompt_tokens
-        self._taken: list[int] = []  # by the matcher; nothing behind the grammar's end
+        self._taken: list[int] = []  # tokens that the matcher has taken, up to the grammar's end
 
     def allowed(self, context: Sequence[int]) -> Tensor:
         """See sampling.Constraint."""

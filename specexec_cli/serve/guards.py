@@ -1,4 +1,4 @@
-"""Who may ask: checked before a request reaches a route."""
+"""Checks who may send requests, before a request reaches a route."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from specexec_cli.serve.api_errors import error_body
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#*@]+")  # also those of apps and extensions
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
-_OPEN_PATHS = ("/", "/health", "/page/")  # what a key is not asked for
+_OPEN_PATHS = ("/", "/health", "/page/")  # paths that need no key
 _HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -32,15 +32,15 @@ _HEADERS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Access:
-    """Who may ask.
+    """The rules for who may send requests.
 
     Raises:
-        ConfigError: no request could bring this key, or no page can have such an origin.
+        ConfigError: the key cannot be sent in an HTTP header, or an origin is not one of a page.
     """
 
-    host: str  # that the server listens on
+    host: str  # name or address that the server listens on
     api_key: str | None = None
-    origins: tuple[str, ...] = ()  # of pages elsewhere that may ask; kept as browsers write them
+    origins: tuple[str, ...] = ()  # origins of other pages that may ask, as browsers write them
 
     def __post_init__(self) -> None:
         key = self.api_key
@@ -60,7 +60,7 @@ class Access:
 
     @property
     def loopback(self) -> bool:
-        """Whether programs on this machine alone reach it."""
+        """Whether only programs on this machine can reach the server."""
         return is_loopback(self.host)
 
 
@@ -75,11 +75,12 @@ def is_loopback(host: str) -> bool:
 
 
 class Guard:
-    """Refuses what must not come through, and adds headers to what does.
+    """Refuses forbidden requests, and adds security headers to responses.
 
-    A page elsewhere can have its visitor's browser send requests here. On loopback it may even have
-    a name of its own that leads here (DNS rebinding), so other names than this machine's are
-    refused; and so is what another origin sends, unless that origin was named.
+    A page of another site can make its visitor's browser send requests to this server. On loopback
+    the page's own host name may even lead to this machine (DNS rebinding), so requests to other
+    names than this machine's are refused. Requests from other origins are refused too, unless
+    `origins` lists them.
     """
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
@@ -88,7 +89,7 @@ class Guard:
         self._names: Collection[str] = {*_LOCAL_NAMES, access.host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
+        """Handles one ASGI request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,4 +1,4 @@
-"""/metrics: what the engine is doing, for Prometheus."""
+"""/metrics: the engine's figures for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 
 class EngineCollector:
-    """The engine's figures, read when they are asked for."""
+    """A Prometheus collector that reads the engine's figures at each request."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class EngineCollector:
 
 
 def page(engine: Engine) -> bytes:
-    """The text that Prometheus reads."""
+    """The page in Prometheus's text format."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""Prompts of requests, made in threads of their own so that none waits for a longer one."""
+"""Makes the prompts of requests in threads of their own."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.session.encoding import PromptEncoder
 
 _T = TypeVar("_T")
-_SLICE = 64 << 10  # characters
+_SLICE = 64 << 10  # characters in a slice of a long text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What a text continues."""
+    """A prompt to continue."""
 
-    text: str  # empty where tokens were given
+    text: str  # empty if the request gave tokens
     tokens: tuple[int, ...]
 
 
 class PromptMaker:
-    """One thread that makes prompts, with a tokenizer and a process for templates of its own.
+    """A thread that makes prompts, with its own tokenizer and its own process for templates.
 
-    Tokenizers are not made for several threads.
+    It has its own tokenizer because a tokenizer must not be used by several threads at once.
 
     Args:
-        tokenizer: the target's; a copy of it is used.
+        tokenizer: the target's tokenizer, which is copied.
         model: the target's name, for errors.
         context_length: most tokens of prompt and text together.
     """
@@ -47,7 +47,7 @@ class PromptMaker:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specexec-encoder")
 
     async def run(self, work: Callable[[], _T]) -> _T:
-        """Runs what uses the tokenizer in the one thread that may."""
+        """Runs `work` in the maker's thread, the only one that may use the tokenizer."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def chat(
@@ -58,32 +58,32 @@ class PromptMaker:
         *,
         answer_at_once: bool = False,
     ) -> Prompt:
-        """The conversation in the model's template; in the maker's thread.
+        """Renders a conversation in the model's template; to be called in the maker's thread.
 
         Args:
-            answer_at_once: end the thinking part where the template opens it.
+            answer_at_once: if the template opens a thinking part, close it.
         """
         text = self._encoder.render_chat(messages, tools, thinking)
         if answer_at_once and text.rstrip().endswith(OPEN):
-            text = f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as Qwen3's template does
+            text = f"{text.rstrip()}\n\n{CLOSE}\n\n"  # as in Qwen3's template
         self._check_length(text)
         return self._fitting(Prompt(text=text, tokens=tuple(self._encoder.encode_rendered(text))))
 
     def raw(self, prompt: str | Sequence[int]) -> Prompt:
-        """Text or tokens to continue; in the maker's thread."""
+        """A prompt of raw text or tokens; to be called in the maker's thread."""
         if isinstance(prompt, str):
             self._check_length(prompt)
             return self._fitting(Prompt(text=prompt, tokens=tuple(self._encoder.encode(prompt))))
         return self._fitting(Prompt(text="", tokens=tuple(prompt)))
 
     def _check_length(self, text: str) -> None:
-        """Counts a long text's tokens slice by slice, and leaves one that cannot fit unread.
+        """Counts a long text's tokens slice by slice, and stops if the text cannot fit.
 
-        All at once, megabytes take seconds and gigabytes. A slice's ends are tokens of their own,
-        so that slices have more tokens together than the text, but never twice as many.
+        Tokenizing megabytes at once would take seconds and gigabytes. Tokens do not cross the ends
+        of slices, so the slices together have more tokens than the text, but never twice as many.
 
         Raises:
-            ApiError: it has more tokens than the context window holds.
+            ApiError: the text has more tokens than the context window holds.
         """
         count = 0
         for at in range(0, len(text), _SLICE) if len(text) > _SLICE else ():
@@ -98,7 +98,7 @@ class PromptMaker:
         return prompt
 
     def close(self) -> None:
-        """Ends the thread and the process; a template under way ends with it."""
+        """Ends the thread and the process, also while a template is being rendered."""
         self.templates.close()
         self._thread.shutdown(wait=True, cancel_futures=True)
         self.templates.close()

@@ -1,8 +1,8 @@
-"""Bodies of requests as they come, and their limits: checked before anything is made of them.
+"""Receives the bodies of requests, and checks their limits before they are parsed.
 
-Reading JSON, and making pydantic's models of it, holds Python's one lock, and with it the event
-loop. What a body may hold is counted first, in steps that are short, so that nobody else waits for
-one that a stranger made to be slow.
+Parsing JSON and building pydantic's models holds Python's global lock, and with it the event loop.
+So the contents of a body are counted first, in short steps: a body that a stranger has made to be
+slow must not keep other requests waiting.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from specexec_cli.guarded import parse_json
 from specexec_cli.serve.api_errors import ApiError
 
 MOST_BODY_BYTES = 8 << 20
-SMALL_BYTES = 64 << 10  # bodies that take little time; larger ones have a thread of their own
-_MOST_HELD_BYTES = 64 << 20  # of larger ones, until they are prompts
-_MOST_PARTS = 100_000  # texts, lists, objects and numbers that are not whole
-_MOST_VALUES = 1_000_000  # those and whole numbers: 8 MB of tokens
-_MOST_FIELDS = 200  # of a body, or of a message
+SMALL_BYTES = 64 << 10  # size of bodies that take little time; larger ones have their own thread
+_MOST_HELD_BYTES = 64 << 20  # most bytes of all larger bodies that are not yet prompts
+_MOST_PARTS = 100_000  # most texts, lists, objects and fractions in a body
+_MOST_VALUES = 1_000_000  # most values in a body, whole numbers included: 8 MB of tokens
+_MOST_FIELDS = 200  # most fields of a body or of a message
 _OPENS = re.compile(r'["\[{]')
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """What a prompt can hold at most, whatever its text."""
+    """The largest prompt that can fit, whatever its text."""
 
     context_tokens: int
-    token_characters: int  # of the longest token
+    token_characters: int  # characters of the longest token
 
     @property
     def characters(self) -> int:
-        """More cannot fit: each token stands for at most so many."""
+        """The most characters that can fit, if every token were as long as the longest."""
         return self.context_tokens * self.token_characters
 
 
 class Bodies:
-    """Takes bodies in, as many large ones at once as there is memory for."""
+    """Receives bodies, and bounds the memory that large ones take together."""
 
     def __init__(self) -> None:
-        self._held = 0  # bytes of large bodies
+        self._held = 0  # bytes of all large bodies
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """A request's body, which counts as held until the context is left.
+        """Receives a request's body, which counts as held until the context is left.
 
         Raises:
-            ApiError: it is larger than a request may be, or others are held.
+            ApiError: the body is larger than a request may be, or other large bodies are held.
         """
         read, counted = bytearray(), 0
         try:
@@ -77,10 +77,11 @@ class Bodies:
 
 
 def read_body(raw: bytes, window: Window) -> Any:
-    """The JSON value of a body, if a prompt of it may fit.
+    """Checks and parses a body.
 
     Raises:
-        ApiError: it is not JSON, holds more than any request needs, or cannot fit.
+        ApiError: the body is not JSON, holds more than any request needs, or holds a prompt that
+            cannot fit the context window.
     """
     try:
         text = raw.decode(json.detect_encoding(raw))
@@ -95,10 +96,11 @@ def read_body(raw: bytes, window: Window) -> Any:
 
 
 def _count(text: str) -> None:
-    """
+    """Counts the parts and values of a body.
+
     Raises:
-        ApiError: the body holds too much.
-        ValueError: a word stands in it that JSON does not have.
+        ApiError: the body holds too many.
+        ValueError: the body contains NaN or Infinity, which are not JSON.
     """
     parts = values = last = 0
     while last < len(text) and parts <= _MOST_PARTS:
@@ -119,12 +121,12 @@ def _count(text: str) -> None:
 
 
 def _between(text: str) -> tuple[int, int]:
-    """Letters of numbers that are not whole, and commas, where no text, list or object begins.
+    """Counts signs of fractions (points, letters e) and commas between texts, lists and objects.
 
     Raises:
-        ValueError: a word stands there that JSON does not have.
+        ValueError: the text contains NaN or Infinity.
     """
-    if len(text) < 3:  # it parts two others, as nearly always
+    if len(text) < 3:  # nearly always: only a comma or a colon between two parts
         return 0, text.count(",")
     if "N" in text or "I" in text:
         raise ValueError("NaN and Infinity are no numbers")
@@ -154,7 +156,7 @@ def _check_prompt(found: Mapping[str, Any], window: Window) -> None:
 
 
 def _check_characters(count: int, what: str, window: Window) -> None:
-    if count > max(window.characters, SMALL_BYTES):  # smaller ones are counted in tokens soon
+    if count > max(window.characters, SMALL_BYTES):  # shorter texts' tokens are counted soon
         raise _too_long(f"the {what} has {count} characters", window)
 
 
@@ -168,7 +170,7 @@ def _too_long(what: str, window: Window) -> ApiError:
 
 
 def _characters(values: Sequence[Any]) -> int:
-    """Of all texts in values, however deep."""
+    """Characters of all texts in `values`, at any depth."""
     count, open_ = 0, list(values)
     while open_:
         value = open_.pop()

@@ -1,4 +1,4 @@
-"""One reply as a client is told it: answer, thinking and calls, as the steps come."""
+"""Splits a reply into answer, thinking and calls while it is being written."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specexec_cli.serve.tools import Call, Dialect
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What may be told now."""
+    """The parts of a reply that can be sent now."""
 
     content: str = ""
     thinking: str = ""
@@ -23,10 +23,10 @@ class ReplyText:
     """Splits a chat reply.
 
     Args:
-        prompt: as the chat template rendered it; some open the thinking part themselves. None where
-            the reply has no thinking, and its marks are text like any other.
-        dialect: how calls are written; None where there are no tools.
-        one_call: tell the first call of the reply alone.
+        prompt: the rendered prompt, because some templates open the thinking part. None if the
+            reply has no thinking and marks of thinking are plain text.
+        dialect: the model's dialect for calls; None without tools.
+        one_call: report only the first call of the reply.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class ReplyText:
         self._dialect = dialect
         self._tools = tools
         self._most_calls = 1 if one_call else None
-        self._held = ""  # a call, or what may turn out to be one
-        self._spoken = False  # some of the answer has been told
+        self._held = ""  # text of a call, or that may become a call
+        self._spoken = False  # whether a part of the answer was returned
 
     def push(self, text: str) -> Said:
-        """Takes text; returns what it releases."""
+        """Takes text; returns the parts that can be sent now."""
         parts = [Part(text, thinking=False)] if self._split is None else self._split.push(text)
         return self._said(parts, ended=False)
 
     def finish(self) -> Said:
-        """What was held back, once the text is over."""
+        """The parts that were held back; to be called at the end of the text."""
         return self._said([] if self._split is None else self._split.finish(), ended=True)
 
     def _said(self, parts: Sequence[Part], *, ended: bool) -> Said:
@@ -61,7 +61,7 @@ class ReplyText:
         self._held += answer
         begins = self._dialect.begins(self._held)
         if begins is not None and not self._dialect.opens and self._spoken:
-            begins = None  # such a call is the whole reply
+            begins = None  # a call without marks must be the whole reply
         if begins is None:
             begins = len(self._held)
         content, self._held = self._held[:begins], self._held[begins:]

@@ -1,4 +1,4 @@
-"""The server's life: a socket, requests, and an end that every open stream is told of."""
+"""Runs the server: opens its socket, serves requests, and ends all open streams properly."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from specexec_cli.serve.connections import Connection, NoRoom, most_connections,
 from specexec_cli.serve.guards import Access
 from specexec_cli.serve.service import Service
 
-_GRACE_S = 10  # for streams to take their last words, once their texts have ended
-_ACCEPTED = 64  # connections that the event loop takes before it looks at those it has
-_WAITING = 2048  # connections that the system holds until then
+_GRACE_S = 10  # time for streams to send their last chunks after their texts have ended
+_ACCEPTED = 64  # connections that the event loop accepts before it serves open ones again
+_WAITING = 2048  # connections that the system holds until they are accepted
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that is bound; port 0 takes any that is free.
+    """Binds a socket; port 0 takes any free port.
 
     Raises:
-        ConfigError: the address cannot be listened on.
+        ConfigError: the server cannot listen on this address.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -54,21 +54,21 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def _not_cancelled(record: logging.LogRecord) -> bool:
-    """Whether a line of the log is about something else than requests cut off by the end."""
+    """A log filter that leaves out requests that were cut off when the server ended."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which at its end also ends the texts that its streams wait for.
+    """uvicorn's server; when it ends, it also ends the texts that streams wait for.
 
     Args:
-        ready: called when it answers.
+        ready: called when the server answers requests.
     """
 
     def __init__(
         self, service: Service, access: Access, ready: Callable[[], None] = lambda: None
     ) -> None:
-        self.interrupted = False  # by Ctrl-C
+        self.interrupted = False  # whether Ctrl-C has ended the server
         self._service = service
         self._ready = ready
         now = service.engine.figures()
@@ -76,7 +76,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(service, access), lifespan="off", access_log=False, server_header=False,
-                # warnings are of what strangers send, and would fill the log
+                # warnings are about the input of strangers, and would fill the log
                 log_level="error", http=protocol, ws="none", backlog=_ACCEPTED,
                 timeout_graceful_shutdown=_GRACE_S + 5,
             )
@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
         for address in sockets or []:
             address.listen(_WAITING)
         gc.collect()
-        gc.freeze()  # models and libraries stay: looking through them took a third of a second
+        gc.freeze()  # objects of models and libraries: searching them took a third of a second
         self._ready()
 
     async def on_tick(self, counter: int) -> bool:
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn, which would cancel what still waits for its client."""
+        """See uvicorn, which would cancel responses that still wait for their clients."""
         asyncio.get_running_loop().call_later(_GRACE_S, self._leave)
         await super().shutdown(sockets)
         gc.unfreeze()
@@ -114,17 +114,18 @@ class Server(uvicorn.Server):
         return own(self.server_state.connections)
 
     def stop(self) -> None:
-        """Ends texts, streams and the server; from any thread, and from a signal's handler."""
+        """Ends texts, streams and the server; may be called in any thread or signal handler."""
         self._service.closing = True
         self.should_exit = True
-        # it waits for the pass, which neither the loop nor a signal's handler may
+        # in a thread, because service.stop waits for the pass, and neither the event loop nor a
+        # signal handler may wait
         threading.Thread(target=self._service.stop, name="specexec-stop").start()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Ctrl-C, or a service manager's SIGTERM; the second one does not wait for streams.
+        """Handles Ctrl-C or a service manager's SIGTERM; a second signal does not wait for streams.
 
-        uvicorn would send itself the signal once more at its end, and SIGTERM would not let the
-        session keep what it has learned.
+        uvicorn's own handler would raise the signal again at its end, and SIGTERM would then end
+        the process before the session has saved what it has learned.
         """
         self.interrupted = self.interrupted or sig == signal.SIGINT
         if self.should_exit:

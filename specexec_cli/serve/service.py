@@ -1,4 +1,4 @@
-"""What the routes share: the one model that is served, and the way from a request to texts."""
+"""The state that all routes share: the served model, and the way from a request to texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Defaults:
-    """What a request gets where it says nothing."""
+    """Settings for requests that do not say otherwise."""
 
     sampling: SamplingConfig
     max_tokens: int
@@ -40,13 +40,13 @@ class Defaults:
 class Service:
     """One open session behind an engine.
 
-    Requests of some length are read, and their prompts made, beside the others, which do not wait
-    for them. Grammars, which may take seconds each, have threads of their own.
+    Large requests are parsed, and their prompts made, in a thread of their own, so that small
+    requests do not wait for them. Grammars, which may take seconds each, have further threads.
 
     Attributes:
-        window: what a prompt can hold.
-        spelling: of log-probabilities, for the event loop's thread alone; None until a request
-            asks for them.
+        window: the largest prompt that can fit.
+        spelling: writes tokens of log-probabilities, only for the event loop's thread; None until a
+            request asks for log-probabilities.
     """
 
     def __init__(self, session: TextSession, engine: Engine, defaults: Defaults) -> None:
@@ -57,7 +57,7 @@ class Service:
         self.facts = dict(session.settings)
         self.layers = session.layers
         pair = session.pair
-        # a target may be named by its folder, which is nobody's business
+        # without its folder: a target may be named by its path, which is private
         self.model = Path(pair.name).name
         self.models = {self.model, Path(pair.target.name).name}
         self.draft = Path(pair.draft_name).name if pair.draft_name is not None else None
@@ -74,12 +74,12 @@ class Service:
         self.spelling: Spelling | None = None
 
     async def encoding(self, work: Callable[[PromptMaker], _T], body_bytes: int = 0) -> _T:
-        """Runs what uses a tokenizer in the thread that may use it.
+        """Runs work that uses a tokenizer in that tokenizer's thread.
 
         Args:
-            body_bytes: of the request that it is for.
+            body_bytes: size of the request's body; large requests have another thread.
         Raises:
-            ApiError: in place of the errors of the rooms below.
+            ApiError: the work has raised a SpecexecError.
         """
         maker = self._small if body_bytes <= SMALL_BYTES else self._large
         try:
@@ -88,10 +88,10 @@ class Service:
             raise api_error(error) from error
 
     async def grammar(self, work: Callable[[GrammarMaker], LLMatcher]) -> LLMatcher:
-        """Compiles a grammar where others do not wait for it.
+        """Compiles a grammar in a thread of its own, so that other requests do not wait.
 
         Raises:
-            ApiError: it cannot be used, or this model has none.
+            ApiError: the grammar cannot be used, or this model supports no grammars.
         """
         maker = await self.encoding(lambda _: self.grammars)
         loop = asyncio.get_running_loop()
@@ -101,9 +101,10 @@ class Service:
             raise api_error(error) from error
 
     def check_model(self, name: str | None) -> None:
-        """
+        """Checks the model's name in a request.
+
         Raises:
-            ApiError: the request names a model that is not the one that is open.
+            ApiError: the request names another model than the open one.
         """
         if name is not None and name not in self.models:
             raise ApiError(
@@ -113,7 +114,11 @@ class Service:
 
     @cached_property
     def grammars(self) -> GrammarMaker:
-        """Makes constraints; asked for in the encoder's thread."""
+        """Makes constraints; to be read in a PromptMaker's thread.
+
+        Raises:
+            ConfigError: this model supports no grammars.
+        """
         if has_channels(self.tokenizer):
             raise ConfigError(
                 f"{self.model} writes in channels, which JSON mode does not know: leave "
@@ -123,7 +128,7 @@ class Service:
 
     @property
     def chat_template(self) -> str | None:
-        """The model's template, or None."""
+        """The model's chat template, if it has exactly one."""
         template = getattr(self.tokenizer, "chat_template", None)
         return template if isinstance(template, str) else None
 
@@ -135,9 +140,9 @@ class Service:
         top_logprobs: int | None,
         grammar: LLMatcher | None,
     ) -> list[TextRequest]:
-        """The texts of a request: for each prompt as many as it wants, seeds one apart.
+        """The texts of a request: `n` for each prompt, with consecutive seeds.
 
-        In the encoder's thread.
+        To be called in a PromptMaker's thread.
 
         Raises:
             ConfigError: a value is out of range.
@@ -165,14 +170,15 @@ class Service:
         ]
 
     def submit(self, requests: Sequence[TextRequest]) -> list[Running]:
-        """All of them, or none.
+        """Gives all texts to the engine, or none of them.
 
         Raises:
-            ApiError: the engine does not take them.
+            ApiError: the engine has no room for all, or refuses one.
         """
         if self.closing:
             raise ApiError(503, "the server is shutting down", code="shutting_down")
-        # texts enter the engine here alone, in the event loop's thread: what is free stays free
+        # Texts enter the engine only here, in the event loop's thread, so the room that is seen now
+        # is still free below.
         now, count = self.engine.figures(), len(requests)
         most = now.slots + now.most_waiting
         if count > most:
@@ -196,12 +202,12 @@ class Service:
         return begun
 
     def stop(self) -> None:
-        """Ends every text; requests under way are told so. From any thread."""
+        """Ends every text; their requests get an error. May be called in any thread."""
         self.closing = True
         self.engine.close()
 
     def close(self) -> None:
-        """Ends the engine and the threads; idempotent. Waits for no grammar."""
+        """Ends the engine and the threads, without waiting for grammars; idempotent."""
         self.stop()
         self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         for maker in (self._small, self._large):
@@ -209,14 +215,14 @@ class Service:
 
 
 def sampling_of(body: ChatBody | CompletionBody, defaults: SamplingConfig) -> SamplingConfig:
-    """How a request's texts are drawn; its seed is made up where it names none.
+    """The sampling of a request's texts; without a seed in the request, a random one is chosen.
 
     Raises:
         ConfigError: a value is out of range.
     """
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
     asked = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
-    if asked.get("top_k") == -1:  # how some clients say that every token is kept
+    if asked.get("top_k") == -1:  # some clients write this to keep every token
         asked["top_k"] = 0
     asked.setdefault("seed", secrets.randbits(31))
     return replace(defaults, **asked)

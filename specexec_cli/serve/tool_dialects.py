@@ -1,4 +1,4 @@
-"""Which dialect of tools.py a model has, from its chat template."""
+"""Recognizes a model's dialect for tool calls by its chat template."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from specexec_cli.serve.tools import Dialect, JsonDialect
 
 HERMES = JsonDialect(opens="<tool_call>", closes="</tool_call>", arguments="arguments")
 LLAMA = JsonDialect(opens="", closes="", arguments="parameters")
-# what a template must have for each, all of it; the first that fits counts
+# the marks that a template must contain, all of them, for each dialect; the first match counts
 _SIGNS: tuple[tuple[Dialect, tuple[str, ...]], ...] = (
     (GLM_IN_ONE_LINE, ("<tool_call>", "</arg_key><arg_value>")),
     (GLM, ("<tool_call>", r"</arg_key>(\\n|\s)*<arg_value>")),
     (QWEN_CODER, ("<tool_call>", "<function=", "<parameter=")),
     (MistralDialect(named=True), (r"\[TOOL_CALLS\]", r"\[ARGS\]")),
     (MistralDialect(named=False), (r"\[TOOL_CALLS\] ?\[",)),
-    # Hermes, Qwen 2.5 and 3, and many that were trained after them
+    # Hermes, Qwen 2.5 and 3, and many models that follow them
     (HERMES, (r"<tool_call>(\\n|\s)*\{", r'\\?"arguments\\?"')),
     # Llama 3.1 to 3.3
     (LLAMA, (r'\{\\?"name\\?": function name, \\?"parameters\\?":',)),
@@ -26,7 +26,7 @@ KNOWN = "Hermes and Qwen (<tool_call> with JSON), Qwen3-Coder, GLM, Mistral and 
 
 
 def dialect_of(template: str | None) -> Dialect | None:
-    """How the model with this chat template writes calls; None where that is not known."""
+    """The dialect of the model with this chat template; None if it is unknown."""
     if not has_tools(template):
         return None
     found = (

@@ -1,4 +1,4 @@
-"""Mistral's calls, behind a special token: a list of JSON objects, or a name and its arguments.
+"""Mistral's tool calls: a special token, then a list of JSON objects or a name and its arguments.
 
 Models up to Mistral Small 3.1 write `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`,
 later ones `[TOOL_CALLS]name[ARGS]{...}` for each call, with or without `[ARGS]`, and with or
@@ -34,12 +34,12 @@ from specexec_cli.serve.tools import (
 _NAMED = re.compile(
     r"([\w.-]+)(?:\[CALL_ID\]([A-Za-z0-9]+))?(?:\[ARGS\])?\s*(\{.*\})\s*", re.DOTALL
 )
-_ID = re.compile(r"[A-Za-z0-9]{9}")  # templates take no other
+_ID = re.compile(r"[A-Za-z0-9]{9}")  # templates refuse other ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MistralDialect(Dialect):
-    """A list of calls, or one behind another."""
+    """Calls in one JSON list, or one call after another."""
 
     opens = "[TOOL_CALLS]"
 
@@ -92,6 +92,6 @@ def _named(piece: str, known: set[str]) -> Call | None:
 
 
 def _own_id(written_id: Any) -> str:
-    """The id that the model gave a call, or one of the same form."""
+    """The id that the model gave a call, or a new id of the same form."""
     own = isinstance(written_id, str) and _ID.fullmatch(written_id) is not None
     return str(written_id) if own else uuid.uuid4().hex[:9]

@@ -1,7 +1,7 @@
-"""Calls whose arguments stand between tags, one by one: GLM's and Qwen3-Coder's.
+"""Tool calls of GLM and Qwen3-Coder, with each argument between tags.
 
-Strings stand there as they are, other values as JSON; which of the two a value is, the tool's own
-schema says.
+Strings are written as they are, and other values as JSON. The tool's schema says which of the two a
+value is.
 Source: the chat templates of zai-org/GLM-4.5, GLM-4.6 and GLM-4.7, and of
 Qwen/Qwen3-Coder-30B-A3B-Instruct.
 """
@@ -26,29 +26,29 @@ from specexec_cli.serve.tools import (
     written,
 )
 
-_LITERALS = {"True": True, "False": False}  # as Qwen's template writes booleans of earlier calls
+_LITERALS = {"True": True, "False": False}  # Qwen's template writes booleans of earlier calls so
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagDialect(Dialect):
-    """A name, and behind it each argument's name and value."""
+    """A dialect of a function's name, then each argument's name and value."""
 
     opens = "<tool_call>"
     closes = "</tool_call>"
 
-    name: re.Pattern[str]  # matches all before the arguments; its group is the function's name
-    argument: re.Pattern[str]  # matches one; its groups are the argument's name and value
+    name: re.Pattern[str]  # matches all before the arguments; the group is the function's name
+    argument: re.Pattern[str]  # matches an argument; the groups are its name and its value
     end: re.Pattern[str]  # matches all between the last argument and the closing mark
-    # the same as it is written: around the function's name, the argument's name and its value
+    # the texts, for writing a call, around the function's name and around an argument's name
     before_name: str
     behind_name: str
     before_key: str
     behind_key: str
-    behind_value: str  # ends what stands in a value
+    behind_value: str  # the end mark of a value
     last: str
 
     def grammar(self, tools: Sequence[Tool], spell: Spell) -> str:
-        """See Dialect. Of strings `enum` and `const` are followed, and no other keyword."""
+        """See Dialect. For strings only the schema's `enum` and `const` are enforced."""
         rules = [f"text[suffix={json.dumps(self.behind_value)}]: /(?s:.*)/"]
         calls = []
         for tool in tools:
@@ -67,7 +67,7 @@ class TagDialect(Dialect):
         return either_of(calls, start) + "\n".join(rules) + "\n"
 
     def _value(self, wanted: Any, root: Mapping[str, Any]) -> str:
-        """An argument's value and what ends it, in a Lark grammar."""
+        """A Lark expression for an argument's value and its end mark."""
         end = json.dumps(self.behind_value)
         wanted = wanted if isinstance(wanted, dict) else {}
         if _may_be_text(wanted):
@@ -112,7 +112,7 @@ def _listed(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether values that a schema allows are strings alone, which stand there as they are."""
+    """Whether a schema allows only strings, which are written as they are."""
     if "type" in schema:
         return bool(schema["type"] == "string")
     known = _listed(schema)
@@ -120,12 +120,12 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 
 def _may_be_text(schema: Mapping[str, Any]) -> bool:
-    """Whether strings are among the values that a schema allows, and not all of them."""
+    """Whether a schema lists several types, strings among them."""
     return isinstance(schema.get("type"), list) and "string" in schema["type"]
 
 
 def _read(value: str, schema: Any) -> Any:
-    """An argument's value: a string where the schema says so, or where it is no JSON."""
+    """An argument's value: a string if the schema says so or if the value is not JSON."""
     schema = schema if isinstance(schema, dict) else {}
     if _is_text(schema):
         return value
@@ -135,7 +135,8 @@ def _read(value: str, schema: Any) -> Any:
         found = parse_json(value)
     except ValueError:
         return value
-    # where a string may stand as well, what is no null is one: templates write both alike
+    # If the schema allows strings too, every value but null is read as a string: templates write
+    # a string and another value in the same way.
     return value if _may_be_text(schema) and found is not None else found
 
 
@@ -149,7 +150,7 @@ GLM = TagDialect(
     before_key="<arg_key>", behind_key="</arg_key>\n<arg_value>", behind_value="</arg_value>",
     last="",
 )  # fmt: skip
-# as GLM-4.7 and later ones write it
+# the dialect of GLM-4.7 and later
 GLM_IN_ONE_LINE = replace(GLM, behind_name="", behind_key="</arg_key><arg_value>")
 QWEN_CODER = TagDialect(
     name=re.compile(r"\s*<function=([^\s>]+)>\s*"),

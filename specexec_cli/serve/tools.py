@@ -1,8 +1,8 @@
-"""Tools: how the models of each family write a call, and how it is read back.
+"""Dialects of tool calls: grammars to write a call, and functions to read calls back.
 
-A model's chat template tells it of the tools and of the way to call them; which way that is, is
-seen from the marks in the template. Calls of JSON alone are here, those with arguments between
-tags in tool_tags.py, Mistral's in tool_lists.py.
+A model's chat template tells the model about the tools and how to call them; the marks in the
+template show the dialect. Calls in plain JSON are handled here, calls with arguments between tags
+in tool_tags.py, and Mistral's calls in tool_lists.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from specexec_cli.guarded import parse_json
 from specexec_cli.serve.bodies import Tool
 
-# a mark as a grammar in llguidance's dialect of Lark has it: a special token, or its letters
+# writes a mark in llguidance's dialect of Lark: as a special token, or as its letters
 Spell = Callable[[str], str]
 
 
@@ -31,24 +31,24 @@ class Call:
 
 
 class Dialect(ABC):
-    """How one family writes calls.
+    """The way in which one family of models writes calls.
 
     Attributes:
-        opens: what stands before a call; where it is empty, a reply that begins with "{" is one.
+        opens: the mark before a call. If it is empty, a reply that begins with "{" is a call.
     """
 
     opens: str
 
     @abstractmethod
     def grammar(self, tools: Sequence[Tool], spell: Spell) -> str:
-        """Exactly one call of one of the tools, in llguidance's dialect of Lark."""
+        """A grammar for exactly one call of one of the tools, in llguidance's dialect of Lark."""
 
     @abstractmethod
     def calls(self, text: str, tools: Sequence[Tool]) -> list[Call]:
-        """The calls in a text that begins with one; none where it is not what it looked like."""
+        """The calls in a text that begins with a call; empty if one of them is invalid."""
 
     def begins(self, text: str) -> int | None:
-        """Where the first call of a text begins, or may yet turn out to begin."""
+        """The index at which a text's first call begins, or may begin; None if there is none."""
         if not self.opens:
             return 0 if text.lstrip()[:1] in ("", "{") else None
         at = text.find(self.opens)
@@ -60,7 +60,7 @@ class Dialect(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonDialect(Dialect):
-    """JSON objects between two marks (Hermes, Qwen), or one that is the whole reply (Llama 3)."""
+    """JSON objects between marks (Hermes, Qwen), or one object as the whole reply (Llama 3)."""
 
     opens: str
     closes: str
@@ -88,18 +88,18 @@ class JsonDialect(Dialect):
 
 
 def names_of(tools: Sequence[Tool]) -> set[str]:
-    """The names that a call may have."""
+    """The names of the tools' functions."""
     return {tool.function.name for tool in tools}
 
 
 def all_or_none(calls: Sequence[Call | None]) -> list[Call]:
-    """Calls of one reply; none of them where one is not what it looked like."""
+    """The calls of one reply, or an empty list if one of them is invalid (None)."""
     found = [call for call in calls if call is not None]
     return found if len(found) == len(calls) else []
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """A JSON object; None where the text is none."""
+    """The JSON object in a text; None if the text is no JSON object."""
     try:
         found = parse_json(text)
     except ValueError:
@@ -108,20 +108,20 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def written(arguments: Any) -> str:
-    """Arguments as clients get them."""
+    """A call's arguments as JSON text, as clients expect them."""
     return json.dumps(arguments, ensure_ascii=False)
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """A value of JSON as templates write it and as models have learned it, in a Lark grammar."""
+    """A Lark expression for JSON with the spaces that templates write and models have learned."""
     spaces = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
     return f"%json {json.dumps({**schema, 'x-guidance': spaces})}"
 
 
 def json_call(tool: Tool, arguments: str) -> str:
-    """A call as a JSON object without its last brace, in a Lark grammar.
+    """A Lark expression for a call as a JSON object without its last brace.
 
-    The parameters are a schema of their own, since their references begin at their root.
+    The parameters keep a schema of their own, because its references start at its root.
 
     Args:
         arguments: the key of the arguments.
@@ -131,7 +131,7 @@ def json_call(tool: Tool, arguments: str) -> str:
 
 
 def either_of(calls: Sequence[str], start: str) -> str:
-    """A Lark grammar whose `call` is one of these expansions."""
+    """A Lark grammar in which the rule `call` is any of these calls."""
     names = [f"call{index}" for index in range(len(calls))]
     rules = "\n".join(f"{name}: {call}" for name, call in zip(names, calls, strict=True))
     return f"start: {start}\ncall: {' | '.join(names)}\n{rules}\n"
