@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from nightly_groups import Selection, groups, left_out, names, passed, passed_file, record
+from nightly_groups import Selection, groups, left_out, main, names, passed, passed_file, record
 
 ROOT = Path(__file__).parents[2]
 KNOWN = groups()
@@ -129,6 +129,8 @@ def test_what_is_asked_for_runs() -> None:
     assert left_out("all") == []
     first, *others = KNOWN
     assert left_out(first) == others
+    assert main(",".join(KNOWN)) == "what always runs"
+    assert main("all") == ""
     with pytest.raises(ValueError, match="no group nothing"):
         left_out(f"{first},nothing")
 
