@@ -12,6 +12,7 @@ from toys import NoisyCopy, ToyLM, ToyTarget, classifier
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.search import ROOT, Frontier, Search
 from specexec_cli.sampling import Sampler
@@ -88,8 +89,12 @@ class ToySampledDrafter:
             return self._sampled.children(frontier, torch.from_numpy(logits), context, width)
 
         self._sampled.reset()
-        signals = self._sampled.signals
-        return self._policy.grow(self.search, expand, max_depth, signals, pending).tree
+        return self._policy.grow(
+            NextTree(
+                search=self.search, expand=expand, max_depth=max_depth,
+                signals=self._sampled.signals, pending=pending,
+            )
+        ).tree  # fmt: skip
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
         pass

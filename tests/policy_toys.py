@@ -8,8 +8,10 @@ import numpy as np
 
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.classifier import FEATURES
-from specexec_cli.drafting.search import Frontier
+from specexec_cli.drafting.policies import NextTree
+from specexec_cli.drafting.search import Expand, Frontier, Search, grow_tree
 
+Signals = Callable[[np.ndarray], np.ndarray]  # see policies.registry
 Seconds = Callable[[int, int], float]  # (rows, draft steps) of an iteration
 
 
@@ -41,6 +43,13 @@ class Text:
             if len(children) == 0:
                 return count
             node, count = int(children[0]), count + 1
+
+
+def tree_of(expand: Expand, max_depth: int, *, search: Search = grow_tree,
+            signals: Signals | None = None, pending: int = 1) -> NextTree:  # fmt: skip
+    """What a policy is asked to grow."""
+    return NextTree(search=search, expand=expand, max_depth=max_depth,
+                    signals=signals or no_signals, pending=pending)  # fmt: skip
 
 
 def no_signals(ids: np.ndarray) -> np.ndarray:

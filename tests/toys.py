@@ -13,6 +13,7 @@ from specexec_cli.config import SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
@@ -152,7 +153,12 @@ class ToyDrafter:
         def signals_of(ids: np.ndarray) -> np.ndarray:
             return signals(torch.stack([self._utilities[tuple(paths[i])] for i in ids.tolist()]))
 
-        return self.policy.grow(self.search, expand, max_depth, signals_of, pending).tree
+        return self.policy.grow(
+            NextTree(
+                search=self.search, expand=expand, max_depth=max_depth, signals=signals_of,
+                pending=pending,
+            )
+        ).tree  # fmt: skip
 
     def observe(self, step: StepResult) -> None:
         self.policy.observe(step)

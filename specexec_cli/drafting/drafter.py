@@ -25,7 +25,7 @@ from specexec_cli.config import MOST_NODES, TreeConfig
 from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.drafting.calibration import Calibration, Reliability
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import (
@@ -151,9 +151,12 @@ class ModelDrafter:
             search: Search = self._search
             if len(self._rows) or self._rows.utilities:
                 search = partial(grow_tree, known=self._known)
-            if isinstance(self._policy, Cost):
-                self._policy.root_steps = 0 if ROOT in self._rows.utilities else 1
-            found = self._policy.grow(search, self._expand, max_depth, self._signals, pending)
+            found = self._policy.grow(
+                NextTree(
+                    search=search, expand=self._expand, max_depth=max_depth, signals=self._signals,
+                    pending=pending, root_steps=0 if ROOT in self._rows.utilities else 1,
+                )
+            )  # fmt: skip
             rested = not len(found.tree)
         return self.take(found, self._tree.budget, rested)
 

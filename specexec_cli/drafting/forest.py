@@ -17,8 +17,7 @@ from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.policies import POLICIES
-from specexec_cli.drafting.policies.cost import Cost
+from specexec_cli.drafting.policies import POLICIES, NextTree
 from specexec_cli.drafting.search import (
     ROOT,
     Floats,
@@ -62,7 +61,8 @@ class Forest:
     def __init__(
         self, model: StreamedModel | None, tree: TreeConfig, texts: int, learned: Learned
     ) -> None:
-        if POLICIES[tree.policy].needs not in (None, "cost"):
+        needs = POLICIES[tree.policy].needs
+        if needs not in (None, "cost"):
             able = [name for name, entry in POLICIES.items() if entry.needs in (None, "cost")]
             raise ConfigError(
                 f"`policy='{tree.policy}'` cannot share a pass among several texts: use "
@@ -74,7 +74,7 @@ class Forest:
                 "several that share a pass go without"
             )
         self._model = model
-        self._learned = learned
+        self._cost = learned.cost if needs == "cost" else None
         self._tree = tree
         self._most_nodes = nodes_of_a_text(tree.budget, texts)
         self._policy = learned.policy(tree)
@@ -82,10 +82,8 @@ class Forest:
     @property
     def most_pending(self) -> int | None:
         """Rows with which a pass takes about twice as long as without; None where nobody knows."""
-        if not isinstance(self._policy, Cost):
-            return None
-        model = self._learned.cost.model
-        return int(model.knee_rows + model.base_s / model.row_s) if model.row_s else None
+        model = self._cost.model if self._cost is not None else None
+        return int(model.knee_rows + model.base_s / model.row_s) if model and model.row_s else None
 
     def feed(self, texts: Sequence[tuple[ForestDrafter, Sequence[int]]]) -> None:
         """Runs committed tokens through the draft model, for texts whose prompts are under way."""
@@ -107,8 +105,6 @@ class Forest:
         """
         depths = [sapling.drafter.begin(sapling.context, sapling.max_depth) for sapling in saplings]
         able = [index for index, depth in enumerate(depths) if depth >= 1]
-        if isinstance(self._policy, Cost):
-            self._policy.texts = max(len(saplings), 1)
         found: list[SearchResult | None] = [None] * len(saplings)
         rested = False
         if able:
@@ -116,8 +112,11 @@ class Forest:
                 self._model, [saplings[index] for index in able], [depths[index] for index in able]
             )
             result = self._policy.grow(
-                grow_tree, growth.expand, max(growth.depths), growth.no_signals, pending
-            )
+                NextTree(
+                    search=grow_tree, expand=growth.expand, max_depth=max(growth.depths),
+                    pending=pending, texts=len(saplings),
+                )
+            )  # fmt: skip
             rested = not len(result.tree)
             for index, part in zip(able, growth.split(result, self._most_nodes), strict=True):
                 found[index] = part
@@ -193,10 +192,6 @@ class _Growth:
                 shape = len(part.ids), 1
                 found.append((np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)))
         return found
-
-    def no_signals(self, ids: Ints) -> Floats:
-        """Forest refuses the policies that would ask."""
-        raise AssertionError("no policy for several texts reads signals")
 
     def split(self, result: SearchResult, most: int) -> list[SearchResult]:
         """Each text's own tree, of which the `most` most probable nodes are kept."""

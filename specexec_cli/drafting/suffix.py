@@ -18,6 +18,7 @@ import numpy as np
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult, common_prefix
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints, SearchResult, grow_tree
 from specexec_cli.sampling import Sampler
 
@@ -236,9 +237,13 @@ class SuffixDrafter:
         self.rested = False
         if not self._repetitions.follow(context) or max_depth < 1:
             return DraftTree.empty()
+        past = self._repetitions
         tree = self._policy.grow(
-            grow_tree, self._repetitions.expand, max_depth, self._repetitions.signals, pending
-        ).tree
+            NextTree(
+                search=grow_tree, expand=past.expand, max_depth=max_depth, signals=past.signals,
+                pending=pending,
+            )
+        ).tree  # fmt: skip
         self.rested = not len(tree)
         return tree
 

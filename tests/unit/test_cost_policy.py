@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, no_signals, outcome
+from policy_toys import RESIDENT, STEEP, STREAMED, Seconds, Text, outcome, tree_of
 from specexec_kernels import cpu_jit
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.policies.cost import Cost
-from specexec_cli.drafting.search import Frontier, grow_tree
+from specexec_cli.drafting.search import Frontier
 
 PRIOR = CostModel(base_s=1.0, row_s=1 / 60, knee_rows=60.0, step_s=0.01)
 
@@ -31,7 +31,7 @@ def trees(prior: CostModel | None, seconds: Seconds, budget: int = 96) -> list[t
         text.steps = 0
         pending = 40 if iteration == 10 else 1
         room = 3 if iteration % 7 == 0 else 30
-        tree = policy.grow(grow_tree, text.expand, room, no_signals, pending).tree
+        tree = policy.grow(tree_of(text.expand, room, pending=pending)).tree
         took = seconds(len(tree) + pending, text.steps)
         step = outcome(tree, text.accepted(tree), 0.01 * text.steps, took)
         policy.observe(replace(step, pending_rows=pending))
@@ -85,7 +85,7 @@ def test_a_tree_that_rides_with_a_prompt_is_worth_its_own_time() -> None:
         policy = Cost(TreeConfig(budget=16, max_depth=4, batch=4, policy="cost"),
                       IterationCost(steep))  # fmt: skip
         text = Text([0.9, 0.05], seed=6)
-        found.append(len(policy.grow(grow_tree, text.expand, 4, no_signals, pending).tree))
+        found.append(len(policy.grow(tree_of(text.expand, 4, pending=pending)).tree))
     assert found[0] == found[1] <= 2
 
 
@@ -100,12 +100,12 @@ def test_iterations_in_which_kernels_are_compiled_teach_nothing(
         cost, text = IterationCost(PRIOR), Text([0.79, 0.113, 0.0517], seed=6)
         policy = Cost(TreeConfig(budget=96, max_depth=16, batch=8, policy="cost"), cost)
         if compiles:
-            tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+            tree = policy.grow(tree_of(text.expand, 30)).tree
             compiled[0] += 1
             policy.observe(outcome(tree, 1, 0.5 * text.steps, 2.0))
             assert cost.iterations == 0
             text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 30)).tree
         found.append((len(tree), text.steps))
         policy.observe(outcome(tree, 1, 0.01 * text.steps, 2.0))
         assert cost.iterations == 1
@@ -119,7 +119,7 @@ def test_one_slow_pass_at_the_knee_makes_the_next_trees_smaller() -> None:
     text, sizes = Text([0.79, 0.113, 0.0517], seed=1), []
     for _ in range(5):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 30)).tree
         took_s = max(5.6, 0.047 * (len(tree) + 1)) + 0.02 * text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.02 * text.steps, took_s))
         sizes.append(len(tree))
@@ -131,7 +131,7 @@ def test_one_slow_pass_at_the_knee_makes_the_next_trees_smaller() -> None:
 def test_what_the_ssd_took_reaches_the_cost_model() -> None:
     cost, text = IterationCost(PRIOR), Text([0.79, 0.113, 0.0517], seed=1)
     policy = Cost(TreeConfig(budget=64, max_depth=16, batch=8, policy="cost"), cost)
-    tree = policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree
+    tree = policy.grow(tree_of(text.expand, 30)).tree
     step = outcome(tree, text.accepted(tree), 0.01 * text.steps, 1.0 + 0.01 * text.steps)
     policy.observe(replace(step, read_s=0.5))
     few_s, many_s = cost.seconds(np.array([1.0, 59.0]), 0)
@@ -143,14 +143,14 @@ def test_a_prior_allows_the_whole_budget_at_once_and_experience_half_as_much_aga
     free = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
     cost, text = IterationCost(free), Text([0.5, 0.4], seed=1)
     policy = Cost(TreeConfig(budget=200, max_depth=16, batch=32, policy="cost"), cost)
-    first = policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree
+    first = policy.grow(tree_of(text.expand, 16)).tree
     assert len(first) == 200
     cost.observe(31, 1, 0.0, 1.0)
-    assert len(policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree) == 46
+    assert len(policy.grow(tree_of(text.expand, 16)).tree) == 46
     blind = Cost(TreeConfig(budget=200, max_depth=16, batch=32, policy="cost"), IterationCost())
     sizes = []
     for _ in range(3):
-        tree = blind.grow(grow_tree, text.expand, 16, no_signals, 1).tree
+        tree = blind.grow(tree_of(text.expand, 16)).tree
         sizes.append(len(tree))
         blind.observe(outcome(tree, 0, 0.0, 1.0))
     assert sizes[:2] == [100, 25], "a half and an eighth, to compare"
@@ -161,7 +161,7 @@ def test_trust_is_what_came_over_what_was_expected_and_ten_tokens_of_each() -> N
     text = Text([0.5, 0.4], seed=1)
     policy = Cost(TreeConfig(budget=6, max_depth=2, batch=8, policy="cost"), IterationCost(free))
     assert policy._trust == 1.0
-    tree = policy.grow(grow_tree, text.expand, 2, no_signals, 1).tree
+    tree = policy.grow(tree_of(text.expand, 2)).tree
     policy.observe(outcome(tree, 2, 0.0, 1.0))
     # both tokens at both depths: 0.9 of the first, 0.81 of the second
     assert policy._trust == pytest.approx((0.97 * 10 + 2) / (0.97 * 10 + 1.71))
@@ -176,8 +176,8 @@ FREE = CostModel(base_s=1.0, row_s=0.0, knee_rows=0.0, step_s=0.0)
 
 def test_a_tree_keeps_to_its_depth_where_more_would_pay() -> None:
     policy, text = policy_of(FREE, budget=64, max_depth=5, batch=8), Text([0.99], seed=0)
-    assert len(policy.grow(grow_tree, text.expand, 30, no_signals, 1).tree) == 5
-    assert len(policy.grow(grow_tree, text.expand, 3, no_signals, 1).tree) == 3
+    assert len(policy.grow(tree_of(text.expand, 30)).tree) == 5
+    assert len(policy.grow(tree_of(text.expand, 3)).tree) == 3
 
 
 def test_a_draft_model_that_offers_nothing_gives_no_tree_and_no_doubt() -> None:
@@ -186,7 +186,7 @@ def test_a_draft_model_that_offers_nothing_gives_no_tree_and_no_doubt() -> None:
         return np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)
 
     policy = policy_of(FREE, budget=8, max_depth=4)
-    assert len(policy.grow(grow_tree, nothing, 4, no_signals, 1).tree) == 0
+    assert len(policy.grow(tree_of(nothing, 4)).tree) == 0
     assert policy._doubted is False
 
 
@@ -198,21 +198,21 @@ def test_a_tree_is_doubted_that_is_slower_than_none(
     """A token of probability 0.8, for a row that costs so much of a pass."""
     dear = CostModel(base_s=base_s, row_s=row_s * base_s, knee_rows=1.0, step_s=0.0)
     policy, text = policy_of(dear, budget=8, max_depth=4), Text([0.8], seed=0)
-    assert len(policy.grow(grow_tree, text.expand, 4, no_signals, 1).tree) >= 1
+    assert len(policy.grow(tree_of(text.expand, 4)).tree) >= 1
     assert policy._doubted is doubted
 
 
 def test_a_rest_is_an_empty_tree_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, text = policy_of(FREE, budget=8, max_depth=4), Text([0.8], seed=0)
     monkeypatch.setattr(policy._rests, "rests", lambda plain_s: True)
-    found = policy.grow(grow_tree, text.expand, 4, no_signals, 1)
+    found = policy.grow(tree_of(text.expand, 4))
     assert text.steps == len(found.tree) == 0
     assert (found.ids.dtype, found.ids.shape) == (np.int64, (0,))
 
 
 def test_what_children_catch_of_their_parents_is_followed_with_a_floor() -> None:
     policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.01], seed=0)
-    policy.grow(grow_tree, text.expand, 3, no_signals, 1)
+    policy.grow(tree_of(text.expand, 3))
     assert policy._caught == pytest.approx(0.05 + (0.7 - 0.05) * 0.8)
 
 
@@ -223,7 +223,7 @@ def test_first_trees_have_a_node_at_least_and_later_ones_never_more_than_the_bud
     )
     for _ in range(2):
         assert blind._room() == 1
-        blind.observe(outcome(blind.grow(grow_tree, text.expand, 3, no_signals, 1).tree, 0, 0, 1.0))
+        blind.observe(outcome(blind.grow(tree_of(text.expand, 3)).tree, 0, 0, 1.0))
     assert blind._room() == 3
     known = policy_of(FREE, budget=20, max_depth=3)
     assert known._room() == 20
@@ -236,6 +236,18 @@ def test_first_trees_have_a_node_at_least_and_later_ones_never_more_than_the_bud
 @pytest.mark.parametrize("pending", [1, 2, 900])
 def test_a_pass_that_carries_a_prompt_however_short_teaches_nothing(pending: int) -> None:
     policy, text = policy_of(FREE, budget=8, max_depth=3), Text([0.9], seed=0)
-    tree = policy.grow(grow_tree, text.expand, 3, no_signals, pending).tree
+    tree = policy.grow(tree_of(text.expand, 3, pending=pending)).tree
     policy.observe(replace(outcome(tree, 2, 0.0, 1.0), pending_rows=pending))
     assert policy._cost.iterations == (1 if pending == 1 else 0)
+
+
+def test_a_tree_for_several_texts_leaves_the_next_one_of_a_single_text_as_it_is() -> None:
+    """Where rows cost much: several texts bring several tokens for one pass, whatever the tree."""
+    model = CostModel(base_s=1.0, row_s=0.2, knee_rows=1.0, step_s=0.05)
+    sizes = []
+    for earlier in ((), (6,)):
+        policy, text = policy_of(model, budget=32, max_depth=8, batch=8), Text([0.6, 0.3], seed=0)
+        for texts in (*earlier, 1):
+            asked = replace(tree_of(text.expand, 8), texts=texts, pending=texts)
+            sizes.append(len(policy.grow(asked).tree))
+    assert sizes[0] == sizes[2] != sizes[1]

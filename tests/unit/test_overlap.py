@@ -28,6 +28,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.policies.cost import Cost
 from specexec_cli.errors import ConfigError
 from specexec_cli.lab.bench.cases import variant
@@ -120,10 +121,10 @@ def test_the_policy_cost_counts_the_draft_steps_that_were_taken(
         passes += 1
         return forward(*arguments)
 
-    def grow_watched(*arguments: Any) -> Any:
+    def grow_watched(next_tree: NextTree) -> Any:
         before = passes
-        found = grow(*arguments)
-        grown.append((policy.root_steps, policy._steps, passes - before))
+        found = grow(next_tree)
+        grown.append((next_tree.root_steps, policy._steps, passes - before))
         return found
 
     monkeypatch.setattr(draft, "forward", forward_counted)

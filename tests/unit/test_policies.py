@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from policy_toys import HIDDEN, RESIDENT, STEEP, STREAMED, Seconds, Text, no_signals, outcome
+from policy_toys import (
+    HIDDEN,
+    RESIDENT,
+    STEEP,
+    STREAMED,
+    Seconds,
+    Text,
+    no_signals,
+    outcome,
+    tree_of,
+)
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
@@ -28,7 +38,7 @@ def tokens_per_s(
     tokens, clock = 0.0, 0.0
     for iteration in range(iterations):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, config.max_depth)).tree
         rows, steps = len(tree) + 1, text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
         if iteration >= warm_up:
@@ -73,7 +83,7 @@ def passes(cost: IterationCost, text: Text, seconds: Seconds, count: int) -> lis
     policy, rates = Cost(config, cost), []
     for _ in range(count):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, config.max_depth)).tree
         rows, steps = len(tree) + 1, text.steps
         policy.observe(outcome(tree, text.accepted(tree), 0.01 * steps, seconds(rows, steps)))
         rates.append((1.0 + float(np.exp(tree.log_probs).sum())) / STREAMED(rows, steps))
@@ -129,7 +139,7 @@ def test_with_a_measured_prior_the_first_text_is_near_the_best_fixed_budget(
         tokens, total_s = 0.0, 0.0
         while tokens < 64:
             text.steps = 0
-            tree = one.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
+            tree = one.grow(tree_of(text.expand, config.max_depth)).tree
             rows, steps = len(tree) + 1, text.steps
             took = seconds(rows, steps) * float(rng.lognormal(0.0, noise))
             one.observe(outcome(tree, text.accepted(tree), 0.01 * steps, took))
@@ -146,8 +156,8 @@ def test_a_prompt_in_the_pass_leaves_less_room_below_the_knee() -> None:
     for rows in (8, 16, 32, 64, 96, 128) * 4:
         cost.observe(rows, 2, 0.02, max(1.0, rows / 60))
     policy, text = Cost(TreeConfig(budget=128, policy="cost"), cost), Text([0.6, 0.3], seed=0)
-    alone = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
-    beside = policy.grow(grow_tree, text.expand, 8, no_signals, 40).tree
+    alone = policy.grow(tree_of(text.expand, 8)).tree
+    beside = policy.grow(tree_of(text.expand, 8, pending=40)).tree
     assert len(alone) > 40
     assert len(beside) < 30
 
@@ -157,7 +167,7 @@ def test_the_heuristic_schedule() -> None:
     depths = []
     text = Text([0.9], seed=0)
     for reached in (True, True, False, False, True):
-        tree = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 8)).tree
         depth = int(tree.depths.max())
         depths.append(depth)
         policy.observe(outcome(tree, depth if reached else depth - 1, 0.0, 1.0))
@@ -186,7 +196,7 @@ def test_trees_stay_within_budget_and_depth(name: str) -> None:
     policy = Learned().policy(TreeConfig(budget=20, max_depth=6, policy=name))
     text = Text([0.6, 0.3], seed=3)
     for limit in (9, 3, 1):
-        tree = policy.grow(grow_tree, text.expand, limit, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, limit)).tree
         assert 1 <= len(tree) <= 20
         assert int(tree.depths.max()) <= min(limit, 6)
 
@@ -221,7 +231,11 @@ def test_disco_drafts_until_the_classifier_doubts(search: Search) -> None:
     def depth(classifier: Classifier, max_depth: int = 20, of_tree: int = 20) -> int:
         tree = TreeConfig(budget=20, max_depth=of_tree, policy="disco")
         policy = Learned(lambda: classifier).policy(tree)
-        return int(policy.grow(search, text.expand, max_depth, signals, 1).tree.depths.max())
+        return int(
+            policy.grow(
+                tree_of(text.expand, max_depth, search=search, signals=signals)
+            ).tree.depths.max()
+        )
 
     # the doubtful token has been drafted when it is found doubtful
     assert depth(eager(0.5)) == 5
@@ -241,7 +255,7 @@ def test_disco_goes_on_at_its_threshold() -> None:
         found[:, 0] = 0.5  # where this classifier's chance is one half
         return found
 
-    assert len(policy.grow(grow_chain, text.expand, 4, signals, 1).tree) == 4
+    assert len(policy.grow(tree_of(text.expand, 4, search=grow_chain, signals=signals)).tree) == 4
 
 
 def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
@@ -250,7 +264,7 @@ def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
     policy = Learned().policy(tree, continuation=[0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     lengths = []
     for accepted in (2, 8):
-        grown = policy.grow(grow_chain, text.expand, 8, no_signals, 1).tree
+        grown = policy.grow(tree_of(text.expand, 8, search=grow_chain)).tree
         lengths.append(len(grown))
         policy.observe(outcome(grown, accepted, 0.0, 1.0))
     assert lengths == [3, 8]
@@ -260,7 +274,7 @@ def test_a_fixed_tree_is_as_large_as_it_may_be() -> None:
     text = Text([0.9], seed=0)  # drafts token 0 and nothing else
     policy = Fixed(TreeConfig(budget=9, max_depth=4))
     lengths = [
-        len(policy.grow(grow_chain, text.expand, limit, no_signals, 1).tree) for limit in (9, 2, 9)
+        len(policy.grow(tree_of(text.expand, limit, search=grow_chain)).tree) for limit in (9, 2, 9)
     ]
     assert lengths == [4, 2, 4]
 
@@ -269,25 +283,27 @@ def test_a_heuristic_tree_has_its_depth_s_share_of_the_budget() -> None:
     policy, text = Heuristic(TreeConfig(budget=64, max_depth=8)), Text([0.3, 0.3, 0.3], seed=0)
     sizes = []
     for reached in (True, True, False, False):
-        tree = policy.grow(grow_tree, text.expand, 8, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 8)).tree
         sizes.append(len(tree))
         policy.observe(outcome(tree, int(tree.depths.max()) if reached else 0, 0.0, 1.0))
     assert sizes == [40, 56, 64, 56], "of depths 5, 7, 8 and 7 of 8"
     narrow = Heuristic(TreeConfig(budget=9, max_depth=8))
-    assert len(narrow.grow(grow_tree, text.expand, 8, no_signals, 1).tree) == 5, "room for one path"
+    assert len(narrow.grow(tree_of(text.expand, 8)).tree) == 5, "room for one path"
 
 
 def test_the_heuristic_depth_stays_between_one_and_the_tree_s() -> None:
     policy, text = Heuristic(TreeConfig(budget=9, max_depth=9)), Text([0.9], seed=0)
     depths = []
     for reached in [False] * 6 + [True] * 6:
-        tree = policy.grow(grow_chain, text.expand, 9, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 9, search=grow_chain)).tree
         depths.append(len(tree))
         policy.observe(outcome(tree, len(tree) if reached else 0, 0.0, 1.0))
         policy.observe(outcome(DraftTree.empty(), 0, 0.0, 1.0))  # nothing was drafted: no news
     assert depths == [5, 4, 3, 2, 1, 1, 1, 3, 5, 7, 9, 9]
-    assert len(policy.grow(grow_chain, text.expand, 9, no_signals, 1).tree) == 9
-    assert len(policy.grow(grow_chain, text.expand, 4, no_signals, 1).tree) == 4, "no room for more"
+    assert len(policy.grow(tree_of(text.expand, 9, search=grow_chain)).tree) == 9
+    assert len(policy.grow(tree_of(text.expand, 4, search=grow_chain)).tree) == 4, (
+        "no room for more"
+    )
     assert Heuristic(TreeConfig(budget=3, max_depth=3))._depth == 3
 
 
@@ -296,7 +312,7 @@ def test_the_oracle_keeps_to_depth_and_text() -> None:
     policy = Oracle(TreeConfig(budget=8, max_depth=4, policy="oracle"), [0] * 6)
     lengths = []
     for limit in (9, 2, 9):
-        grown = policy.grow(grow_chain, text.expand, limit, no_signals, 1).tree
+        grown = policy.grow(tree_of(text.expand, limit, search=grow_chain)).tree
         lengths.append(len(grown))
         policy.observe(outcome(grown, 1, 0.0, 1.0))
     assert lengths == [4, 2, 3], "the third ends at its first wrong token"
@@ -309,7 +325,7 @@ def clock_of(config: TreeConfig, seconds: Seconds, chances: list[float], count: 
     tokens, clock, drafted = 0, 0.0, []
     for _ in range(count):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, config.max_depth, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, config.max_depth)).tree
         accepted = text.accepted(tree)
         draft_s = seconds(len(tree) + 1, text.steps) - seconds(len(tree) + 1, 0)
         spent = seconds(len(tree) + 1, text.steps)
@@ -342,7 +358,7 @@ def test_drafting_goes_on_again_where_the_machine_has_changed() -> None:
     for iteration in range(500):
         steps_s = 2.0 if iteration < 100 else 0.01
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, COST.max_depth, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, COST.max_depth)).tree
         spent = seconds(len(tree) + 1, text.steps)
         policy.observe(outcome(tree, text.accepted(tree), steps_s * text.steps, spent))
         drafted.append(len(tree) > 0)
@@ -372,7 +388,7 @@ def test_trees_fill_the_blocks_that_a_gpu_multiplies() -> None:
     policy, text = Cost(tree_config, IterationCost(prior)), Text([0.7, 0.2], seed=6)
     for _ in range(40):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, 32, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 32)).tree
         rows.append(len(tree) + 1)
         draft_s = 0.001 * text.steps
         total_s = block_s * -(-rows[-1] // 128) + draft_s
@@ -397,7 +413,7 @@ def test_where_no_tree_pays_there_is_none(row_s: float, chances: list[float], mo
     trees, spent_s, tokens = 0, 0.0, 0
     for _ in range(200):
         text.steps = 0
-        tree = policy.grow(grow_tree, text.expand, 16, no_signals, 1).tree
+        tree = policy.grow(tree_of(text.expand, 16)).tree
         accepted = text.accepted(tree)
         total_s = 1.0 + row_s * len(tree) + 0.01 * text.steps
         policy.observe(outcome(tree, accepted, 0.01 * text.steps, total_s))

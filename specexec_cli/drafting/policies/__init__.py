@@ -7,12 +7,13 @@ from importlib import import_module
 from specexec_cli.drafting.policies.registry import (
     POLICIES,
     BudgetPolicy,
+    NextTree,
     PolicyEntry,
     policies_for,
     policy,
 )
 
-__all__ = ["POLICIES", "BudgetPolicy", "PolicyEntry", "policies_for", "policy"]
+__all__ = ["POLICIES", "BudgetPolicy", "NextTree", "PolicyEntry", "policies_for", "policy"]
 
 # the files, in the order of help texts and error lines
 for _file in ("fixed", "heuristic", "disco", "cost", "oracle"):

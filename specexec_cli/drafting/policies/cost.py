@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
-from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.policies.registry import NextTree, policy
 from specexec_cli.drafting.rests import Rests
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
     from specexec_cli.drafting.iteration_cost import IterationCost
-    from specexec_cli.drafting.policies.registry import Signals
-    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+    from specexec_cli.drafting.search import Floats, Frontier, SearchResult
 
 # The budget over the sizes of the first trees that are grown where nothing is known of what rows
 # cost, so that there is a comparison.
@@ -52,14 +51,12 @@ class Cost:
     _PROBED = (1.5, 0.5, 1.2)  # by being so many times as large as seems right
 
     def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
-        self.texts = 1  # that the pass goes on with: each gets a token whatever the trees are
-        self.root_steps = 1  # draft steps for the root's children; 0 where they are known
         self._tree = tree
         self._cost = cost
         self._accepted = self._expected = self._PRIOR  # running sums
         self._caught = 0.7  # share of an expanded node's probability that its best child has
         self._iteration = self._steps = 0
-        self._pending = 1
+        self._texts = self._pending = 1  # of the pass, see NextTree
         self._prompt_s = 0.0  # what rows of prompts take in this pass, whatever the tree
         self._probing = False  # this tree tries a step and nodes more than seem to pay
         self._probed = False  # and has tried the step
@@ -74,9 +71,7 @@ class Cost:
     def _trust(self) -> float:
         return self._accepted / self._expected
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
+    def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy; the search is the best-first one."""
         import numpy as np
         from specexec_kernels import cpu_jit
@@ -84,21 +79,20 @@ class Cost:
         from specexec_cli.drafting.search import SearchResult
 
         self._compilations = cpu_jit.compilations()
-        before = np.array([float(self.texts), float(max(self.texts, pending))])
+        self._texts, self._pending = next_tree.texts, next_tree.pending
+        before = np.array([float(self._texts), float(max(self._texts, self._pending))])
         plain_s, pending_s = self._cost.seconds(before, 0).tolist()
         self._prompt_s = pending_s - plain_s
         if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
-        self._pending = pending
-        self._steps, self._drawn = self.root_steps, None
+        self._steps, self._drawn = next_tree.root_steps, None
         self._iteration += 1
         self._probing, self._probed = self._iteration % self._PROBE == 0, False
-        depth = min(max_depth, self._tree.max_depth)
-        result = search(expand, self._tree, depth, self)
+        result = next_tree.found(self._tree, self)
         self._tree_expects = float(np.exp(result.tree.log_probs).sum())
         if len(result.tree):
             _, rate = self._best(result.tree.log_probs, self._steps)
-            self._doubted = rate * plain_s < self.texts
+            self._doubted = rate * plain_s < self._texts
         return result
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
@@ -148,7 +142,7 @@ class Cost:
         expected = self._trust * np.cumsum(np.exp(falling))
         rows = self._pending + np.arange(1.0, most + 1.0)
         # a tree that rides with a prompt has to be worth its own time, not the prompt's as well
-        rates = (self.texts + expected) / (self._cost.seconds(rows, steps) - self._prompt_s)
+        rates = (self._texts + expected) / (self._cost.seconds(rows, steps) - self._prompt_s)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
@@ -162,9 +156,9 @@ class Cost:
 
         if cpu_jit.compilations() > self._compilations:
             return
-        if step.pending_rows > self.texts + (_PROMPT_ROWS if self.texts > 1 else 0):
+        if step.pending_rows > self._texts + (_PROMPT_ROWS if self._texts > 1 else 0):
             return
-        tokens = 1.0 + self._trust * self._tree_expects / self.texts
+        tokens = 1.0 + self._trust * self._tree_expects / self._texts
         self._rests.observe(step, tokens, self._doubted)
         if step.tree_nodes == 0:
             return

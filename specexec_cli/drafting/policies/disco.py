@@ -9,16 +9,16 @@ drafting/classifier.py is the classifier, lab/training.py makes it.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.policies.registry import NextTree, policy
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
     from specexec_cli.drafting.classifier import Classifier
-    from specexec_cli.drafting.policies.registry import Signals
-    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+    from specexec_cli.drafting.search import Floats, Frontier, SearchResult
 
 
 @policy(
@@ -36,13 +36,12 @@ class Disco:
         self._classifier = classifier
         self._generated = 0  # tokens: a new generation has a new object
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
+    def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy."""
-        self._signals = signals
-        depth = min(max_depth, self._tree.max_depth, self._classifier.max_length)
-        return search(expand, self._tree, depth, self)
+        assert next_tree.signals is not None, "several texts never share a pass under this policy"
+        self._signals = next_tree.signals
+        depth = min(next_tree.max_depth, self._classifier.max_length)
+        return replace(next_tree, max_depth=depth).found(self._tree, self)
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
         """Whether the nodes about to be expanded are likely enough to be accepted."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.policies.registry import NextTree, policy
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
-    from specexec_cli.drafting.policies.registry import Signals
-    from specexec_cli.drafting.search import Expand, Search, SearchResult
+    from specexec_cli.drafting.search import SearchResult
 
 
 @policy("fixed", help="all of it")
@@ -20,11 +19,9 @@ class Fixed:
     def __init__(self, tree: TreeConfig) -> None:
         self._tree = tree
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
+    def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy."""
-        return search(expand, self._tree, min(max_depth, self._tree.max_depth), None)
+        return next_tree.found(self._tree)
 
     def observe(self, step: StepResult) -> None:
         """See BudgetPolicy; a fixed size learns nothing."""

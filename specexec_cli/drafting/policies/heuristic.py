@@ -10,12 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.policies.registry import NextTree, policy
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
-    from specexec_cli.drafting.policies.registry import Signals
-    from specexec_cli.drafting.search import Expand, Search, SearchResult
+    from specexec_cli.drafting.search import SearchResult
 
 
 @policy("heuristic", help="deeper after a tree accepted whole")
@@ -28,14 +27,11 @@ class Heuristic:
         self._tree = tree
         self._depth = min(self._START, tree.max_depth)
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
+    def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy."""
         full = self._tree
         budget = full.budget * self._depth // full.max_depth  # room for one path at least
-        tree = replace(full, budget=budget, max_depth=self._depth)
-        return search(expand, tree, min(max_depth, self._depth), None)
+        return next_tree.found(replace(full, budget=budget, max_depth=self._depth))
 
     def observe(self, step: StepResult) -> None:
         """See BudgetPolicy; a tree counts as accepted whole where its deepest level was reached."""

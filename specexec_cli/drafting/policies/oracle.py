@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
-from specexec_cli.drafting.policies.registry import policy
+from specexec_cli.drafting.policies.registry import NextTree, policy
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
-    from specexec_cli.drafting.policies.registry import Signals
-    from specexec_cli.drafting.search import Expand, Floats, Frontier, Search, SearchResult
+    from specexec_cli.drafting.search import Floats, Frontier, SearchResult
 
 
 @policy(
@@ -35,11 +34,9 @@ class Oracle:
         self._tree = tree
         self._continuation = list(continuation)
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
+    def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy; the search is one of single paths."""
-        return search(expand, self._tree, min(max_depth, self._tree.max_depth), self)
+        return next_tree.found(self._tree, self)
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
         """Whether the path's last token is right, as all before it were."""

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 from specexec_cli.drafting.sources import SOURCES
 
 if TYPE_CHECKING:
+    from specexec_cli.config import TreeConfig
     from specexec_cli.core import StepResult
-    from specexec_cli.drafting.search import Expand, Floats, Ints, Search, SearchResult
+    from specexec_cli.drafting.search import Expand, Floats, Ints, Search, SearchResult, Worth
 
     # ids of expanded nodes (n,) -> their children's 10 highest probabilities, falling, and the
     # entropy of all in nats (n, 11)
@@ -31,21 +32,29 @@ if TYPE_CHECKING:
 Need = Literal["classifier", "cost", "continuation"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextTree:
+    """What a policy grows the next tree with, and the pass that is to verify it."""
+
+    search: Search  # the method's own
+    expand: Expand  # the draft model
+    max_depth: int  # longest path that could still be committed, in tokens
+    # What the draft model said of expanded nodes; None where several texts share the pass.
+    signals: Signals | None = None
+    pending: int = 1  # committed rows that the pass carries besides the tree
+    texts: int = 1  # texts of the pass, each of which gets a token whatever the tree is
+    root_steps: int = 1  # draft steps for the root's children: 0 where they are known
+
+    def found(self, tree: TreeConfig, worth: Worth | None = None) -> SearchResult:
+        """The tree of these settings at most; see search.Worth for what ends it before."""
+        return self.search(self.expand, tree, min(self.max_depth, tree.max_depth), worth)
+
+
 class BudgetPolicy(Protocol):
     """Grows each tree to the size it finds right, and learns from what became of it."""
 
-    def grow(
-        self, search: Search, expand: Expand, max_depth: int, signals: Signals, pending: int
-    ) -> SearchResult:
-        """The next tree, of at most the budget and depth that were given.
-
-        Args:
-            search: the method's own.
-            expand: the draft model.
-            max_depth: longest path that could still be committed.
-            signals: what the draft model said of nodes that were expanded.
-            pending: committed rows that the pass will carry besides the tree.
-        """
+    def grow(self, next_tree: NextTree) -> SearchResult:
+        """The next tree, of at most the budget and depth that the policy was made with."""
 
     def observe(self, step: StepResult) -> None:
         """What the last tree brought and cost."""
