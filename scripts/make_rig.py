@@ -43,7 +43,7 @@ from specexec_kernels.packing import BITS
 
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
-from specexec_cli.offload.store import ITEM_BYTES
+from specexec_cli.offload.checkpoint import ITEM_BYTES
 
 SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",

@@ -30,8 +30,9 @@ from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.skeleton import build_skeleton
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.resident import read_tensors
-from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.tiers import spread_order
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.verifier import LocalTarget

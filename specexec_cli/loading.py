@@ -30,10 +30,10 @@ from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import check_same_tokenizer, load_tokenizer
 from specexec_cli.offload import link
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.disk_probe import probe_ssd
 from specexec_cli.offload.link import prepare_cuda
 from specexec_cli.offload.link_probe import probe_link
-from specexec_cli.offload.store import Checkpoint
 from specexec_cli.planning.chosen_models import ChosenPair, choose_pair
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
 from specexec_cli.planning.machine import Setting, Site, host_rate, known_rates

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specexec_cli.offload.store import TensorRange, read_header
+from specexec_cli.offload.checkpoint import TensorRange
+from specexec_cli.offload.store import read_header
 
 Layers = list[list[list[TensorRange]]]
 LAYERS, EXPERTS = 3, 5

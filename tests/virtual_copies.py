@@ -16,9 +16,9 @@ from pathlib import Path
 from virtual_time import Hardware, VirtualDevice, virtual_time
 
 from specexec_cli.config import Tier
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.slabs import COPY_BYTES, SWITCH_S
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.planning.tiers import spread_order
 
 BLOCK_BYTES = 4096

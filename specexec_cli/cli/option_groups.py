@@ -24,7 +24,7 @@ from specexec_cli.config import (
     Overlap,
     SamplingConfig,
 )
-from specexec_cli.drafting.policies import policies_for
+from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import ConfigError, nearest
 from specexec_cli.planning.request import Request, TreeRequest
 

@@ -16,7 +16,8 @@ from specexec_cli.config import (
     Method,
     OffloadMode,
 )
-from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.policies import POLICIES
+from specexec_cli.drafting.sources import policies_for
 from specexec_cli.planning.request import MOST_SLOTS
 
 _COMMON, _OUTPUT = "Common", "Output"

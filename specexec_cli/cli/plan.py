@@ -15,7 +15,7 @@ from specexec_cli.device import gpus
 from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.plan import advise
 from specexec_cli.errors import ConfigError
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import SizedModel
 from specexec_cli.planning.draft_choice import check_own_copy, with_best_draft
 from specexec_cli.planning.expected_speed import (

@@ -23,7 +23,7 @@ from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.pass_rows import PassRows, embeddable
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,9 +18,9 @@ from specexec_cli.models.binding import Binding
 from specexec_cli.models.expert_mlp import ExpertWeights, PerExpert, Routing, RowSums
 from specexec_cli.models.pass_context import PassContext
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.expert_files import ExpertTensors
 from specexec_cli.offload.experts import Batch
-from specexec_cli.offload.store import TensorRange
 
 
 class ExpertSource(Protocol):

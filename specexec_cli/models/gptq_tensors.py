@@ -18,8 +18,8 @@ from specexec_kernels.packing import unpack_rows
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.gptq_config import Notice, QuantConfig, QuantSpec
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.resident import read_tensors
-from specexec_cli.offload.store import Checkpoint
 
 _SAMPLED_LINEARS = 8  # the first linears, by which format v1 or v2 is recognized
 _SCALE_DTYPES = ("F16", "BF16", "F32")

@@ -8,13 +8,13 @@ import torch
 
 from specexec_cli.config import Tier
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.expert_device import DeviceExperts
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.mixture import MixtureStream
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
 
 

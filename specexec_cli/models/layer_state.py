@@ -13,14 +13,13 @@ LAYER_STATES under the name that transformers' configs give such layers in `laye
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import PretrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specexec_cli.models.pass_rows import PassRows
@@ -193,15 +192,3 @@ class ModelState(Cache):
     def nbytes(self) -> int:
         """Bytes allocated for all layers."""
         return sum(layer.nbytes for layer in self.layers)
-
-
-StateKind = Callable[[PretrainedConfig], LayerState]
-
-# states other than keys and values, by the layer's name in `layer_types` of transformers' configs
-LAYER_STATES: dict[str, StateKind] = {}
-
-
-def state_kind(config: PretrainedConfig, index: int) -> StateKind | None:
-    """The constructor of a layer's state; None if the layer keeps keys and values."""
-    layer_types = getattr(config, "layer_types", None)
-    return LAYER_STATES.get(layer_types[index]) if layer_types is not None else None

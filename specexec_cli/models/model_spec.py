@@ -11,7 +11,7 @@ from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

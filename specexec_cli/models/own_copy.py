@@ -18,7 +18,8 @@ from filelock import Timeout
 from specexec_cli.catalog.own_copies import PARTIAL, lock_of
 from specexec_cli.errors import CheckpointError, ConfigError, NotFetchedError
 from specexec_cli.models.quantize import Progress, plan_quantization, write_quantized
-from specexec_cli.offload.store import Checkpoint, read_checkpoint, read_config
+from specexec_cli.offload.checkpoint import Checkpoint, read_config
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.low_bits import GROUP_SIZE, own_folder
 
 Notice = Callable[[str], None]

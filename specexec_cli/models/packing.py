@@ -24,9 +24,9 @@ from specexec_cli.guarded import read_json
 from specexec_cli.models.gptq_config import Notice
 from specexec_cli.models.gptq_tensors import GptqTensors
 from specexec_cli.models.packed_linear import QuantizedLinear
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
 from specexec_cli.offload.resident import TORCH_DTYPES, read_tensors
-from specexec_cli.offload.store import Checkpoint, TensorRange
 
 _MOST_LOADED_BYTES = 4_000_000  # several times the largest tensor that choosing a format reads
 _MODELOPT_FILE = "hf_quant_config.json"

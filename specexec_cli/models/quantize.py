@@ -35,8 +35,8 @@ from specexec_cli.errors import (
 from specexec_cli.models.calibration_text import run_calibration
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.skeleton import build_skeleton, load_config
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.offload.resident import read_tensors
-from specexec_cli.offload.store import Checkpoint, TensorRange
 from specexec_cli.offload.writer import SHARD_BYTES, CheckpointWriter, NewTensor
 from specexec_cli.planning.low_bits import quantization_keys
 

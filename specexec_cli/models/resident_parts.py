@@ -15,10 +15,10 @@ from specexec_cli.models.head import Head
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.models.skeleton import Skeleton
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.link import CudaLink
 from specexec_cli.offload.reader import lay_out
 from specexec_cli.offload.slabs import COPY_BYTES
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import read_tensors
 from specexec_cli.offload.upload import upload
 from specexec_cli.planning.built_sizes import path_of, text_decoder

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.stored_names import StoredNames
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.gguf_checkpoint import GgufCheckpoint
-from specexec_cli.offload.store import Checkpoint
 
 
 @dataclass(frozen=True, slots=True)

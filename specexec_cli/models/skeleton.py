@@ -20,7 +20,7 @@ from specexec_cli.catalog.architectures import ARCHITECTURES, known_config, refu
 from specexec_cli.errors import CheckpointError, OutOfMemoryError
 from specexec_cli.models import attention
 from specexec_cli.models.expert_mlp import PerExpert, per_expert
-from specexec_cli.models.layer_state import LAYER_STATES
+from specexec_cli.models.layer_states import LAYER_STATES
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.modelling_code import attends_by_interface
 from specexec_cli.models.own_bits import use_own_bits
@@ -29,7 +29,7 @@ from specexec_cli.models.packing import Packing, replace_linears
 from specexec_cli.models.restored import Restored, restore
 from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
-from specexec_cli.offload.store import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import (
     decoder_layers,
     empty_model,

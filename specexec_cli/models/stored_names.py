@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 # one expert's linear, in model types whose usual checkpoints have all experts in one tensor

@@ -24,7 +24,8 @@ from specexec_cli.models.expert_mlp import PerExpert
 from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
 from specexec_cli.models.layer_sources import open_experts, open_source
-from specexec_cli.models.layer_state import ModelState, state_kind
+from specexec_cli.models.layer_state import ModelState
+from specexec_cli.models.layer_states import state_kind
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
 from specexec_cli.models.packing import read_packing
@@ -38,10 +39,10 @@ from specexec_cli.models.resident_parts import (
 )
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
 from specexec_cli.models.skeleton import Skeleton, build_skeleton
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
 from specexec_cli.offload.link import prepare_cuda, use_device
-from specexec_cli.offload.store import Checkpoint
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.planning.built_sizes import chosen_experts
 from specexec_cli.planning.placement import converts_tables

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models.stored_names import Conversion, StoredNames
-from specexec_cli.offload.store import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import own_tensors, text_paths, text_tensors
 
 # a tensor of one expert, by PerExpert's names

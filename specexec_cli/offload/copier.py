@@ -18,10 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from specexec_cli.config import Tier
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Extent, Layout, Notice, Progress, as_range
 from specexec_cli.offload.slabs import ALIGNED_BYTES, IN_FLIGHT, READ_SLABS, SWITCH_S
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.stream import LayerStream
 from specexec_cli.offload.uplink import Uplink, copy_error
 

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from specexec_cli.config import Tier
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.link import Link
 from specexec_cli.offload.reader import Layout, Notice, Progress, lay_out, once
 from specexec_cli.offload.resident import views
 from specexec_cli.offload.slabs import ALIGNED_BYTES, COPY_BYTES
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.upload import device_buffer, upload
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.expert_reads import Part, Read, follows, join, scattered
 from specexec_cli.offload.reader import (
     BLOCK_BYTES,
@@ -22,7 +23,6 @@ from specexec_cli.offload.reader import (
     once,
 )
 from specexec_cli.offload.resident import open_files, views
-from specexec_cli.offload.store import TensorRange
 
 
 class ExpertTensors(dict[str, Tensor]):

@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor
 
 from specexec_cli.errors import StreamError
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.expert_files import ExpertFiles, ExpertTensors
 from specexec_cli.offload.expert_queue import ReadQueue
 from specexec_cli.offload.expert_reads import GAP_BYTES, Read
@@ -30,7 +31,6 @@ from specexec_cli.offload.expert_slots import SlotTable
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import PIECE_BYTES, Notice
 from specexec_cli.offload.resident import as_blob, check_free
-from specexec_cli.offload.store import TensorRange
 
 READER_THREADS = 4  # experts are small; the disks that were tried gave the same rate with 1 to 8
 _MEND = "Stream whole layers instead: `offload='ssd'`"

@@ -12,7 +12,7 @@ from typing import Any
 from specexec_cli.gguf.config import gguf_config
 from specexec_cli.gguf.container import GgufFile, GgufTensor, read_gguf
 from specexec_cli.gguf.names import Restoration, translate
-from specexec_cli.offload.store import Checkpoint, TensorRange
+from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 
 
 @dataclass(frozen=True)

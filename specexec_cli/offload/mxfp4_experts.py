@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.offload.store import TensorRange
+from specexec_cli.offload.checkpoint import TensorRange
 
 _FUSED = re.compile(
     r"(?P<stem>(?P<block>.+\.experts)\.(?P<linear>gate_up|down)_proj)_(?P<leaf>blocks|scales|bias)"

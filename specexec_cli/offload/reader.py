@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.store import TensorRange
+from specexec_cli.offload.checkpoint import TensorRange
 
 BLOCK_BYTES = 4096  # offsets, lengths and addresses of O_DIRECT reads are multiples of it
 MAX_GAP_BYTES = 256 << 10  # reading through a smaller gap is cheaper than another request

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specexec_cli.device import format_bytes, free_ram_bytes
 from specexec_cli.errors import OutOfMemoryError
+from specexec_cli.offload.checkpoint import ITEM_BYTES, TensorRange
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import (
     READER_THREADS,
@@ -22,7 +23,6 @@ from specexec_cli.offload.reader import (
     lay_out,
     once,
 )
-from specexec_cli.offload.store import ITEM_BYTES, TensorRange
 
 TORCH_DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.memory import HugeBuffer
 from specexec_cli.offload.reader import (
     PIECE_BYTES,
@@ -39,7 +40,6 @@ from specexec_cli.offload.resident import (
     read_tensors,
     views,
 )
-from specexec_cli.offload.store import TensorRange
 
 __all__ = ["LayerStream", "read_tensors"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.store import ITEM_BYTES, TensorRange
+from specexec_cli.offload.checkpoint import ITEM_BYTES, TensorRange
 
 SHARD_BYTES = 4_000_000_000  # most bytes of tensors in one file, unless one tensor is larger
 _PIECE_BYTES = 16 << 20

@@ -16,7 +16,8 @@ from specexec_cli.catalog.registry import PairEntry, Registry, load_registry
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX, TreeConfig
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import ConfigError, NotFetchedError, UnknownModelError
-from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.low_bits import own_bits, own_config
 from specexec_cli.planning.request import Request
 from specexec_cli.planning.sizes import ModelBytes, architecture_bytes, checkpoint_bytes

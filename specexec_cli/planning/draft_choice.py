@@ -16,7 +16,7 @@ from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import AUTO_DRAFT, SELF, SUFFIX
 from specexec_cli.errors import ConfigError, SpecexecError
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.expected_speed import predicted
 from specexec_cli.planning.machine import Site
 from specexec_cli.planning.request import Request

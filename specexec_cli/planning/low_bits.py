@@ -16,7 +16,7 @@ from specexec_cli.catalog.own_copies import copies_folder
 from specexec_cli.config import SELF, SELF_DRAFTS
 from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 
 GROUP_SIZE = 64  # inputs that share a scale and a zero point
 

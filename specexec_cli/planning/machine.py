@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from specexec_cli.device import GpuInfo, free_ram_bytes, gpus
 from specexec_cli.errors import ConfigError
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.measured_rates import (
     FlopsByRows,
     LayerCost,

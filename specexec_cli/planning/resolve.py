@@ -14,7 +14,7 @@ from typing import cast
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import DTYPE_BYTES, DtypeName, Tier, TreeConfig
 from specexec_cli.device import cpu_info
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.chosen_models import ChosenPair, SizedModel, choose_pair, models_of
 from specexec_cli.planning.machine import Machine, Setting, Site
 from specexec_cli.planning.memory import BLOCK_ROWS, DoesNotFitError, Work, prompt_rows

@@ -14,7 +14,7 @@ from typing import Any
 
 from specexec_cli.catalog.architectures import ARCHITECTURES, known_config
 from specexec_cli.config import DTYPE_BYTES
-from specexec_cli.offload.store import Checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.planning.built_sizes import built
 from specexec_cli.planning.config_values import check_counts, part
 from specexec_cli.planning.layer_shapes import (

@@ -24,10 +24,10 @@ from specexec_cli.drafting.calibration import Reliability
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import ForestDrafter
 from specexec_cli.drafting.iteration_cost import CostModel
-from specexec_cli.drafting.policies import POLICIES, policies_for
+from specexec_cli.drafting.policies import POLICIES
 from specexec_cli.drafting.protocols import SessionDrafter
 from specexec_cli.drafting.sampled import SampledDrafter
-from specexec_cli.drafting.sources import SOURCES, DraftSetup
+from specexec_cli.drafting.sources import SOURCES, DraftSetup, policies_for
 from specexec_cli.errors import ConfigError
 from specexec_cli.loading import Notice, Prepared
 from specexec_cli.models.pass_rows import PassRows, embeddable

@@ -32,7 +32,8 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
-from specexec_cli.offload.store import Checkpoint, read_checkpoint
+from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.masks import verification_rows
 
 

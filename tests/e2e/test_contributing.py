@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -32,11 +33,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from specexec_cli.catalog import architectures, packed_formats
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.core import DraftTree, StepResult
-from specexec_cli.drafting import sources
-from specexec_cli.drafting.policies import POLICIES, policies_for, registry
-from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.drafting.policies import POLICIES, registry
+from specexec_cli.drafting.sources import SOURCES, policies_for
+from specexec_cli.drafting.sources import registry as sources
 from specexec_cli.errors import CheckpointError, ConfigError
-from specexec_cli.models.layer_state import LAYER_STATES
+from specexec_cli.models.layer_states import LAYER_STATES
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
 from specexec_cli.session import Session, TextSession
@@ -94,7 +95,8 @@ def test_the_example_of_an_architecture(tmp_path: Path) -> None:
 
 def test_the_example_of_a_policy() -> None:
     name = added_by("policy", POLICIES)
-    assert policies_for("specexec")[-1] == policies_for("beam")[-1] == name
+    assert policies_for("specexec") == ("fixed", name, "heuristic", "disco", "cost")
+    assert policies_for("beam") == ("fixed", name, "heuristic", "disco")
     assert name not in policies_for("chain")
     with Session.open(pair="demo", device="cpu") as session:
         plain = tokens_of(session, method="autoregressive")
@@ -106,22 +108,51 @@ def test_the_example_of_a_policy() -> None:
             session.generate("x", tree=tree, method="chain")
 
 
-def test_help_shows_the_example_of_a_policy() -> None:
-    """In a process of its own: help texts are made when the command line is imported."""
-    code = (
-        f"exec({example('policy')!r})\n"
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the packages that has the examples as files, and nothing else that is new."""
+    folder = tmp_path_factory.mktemp("house")
+    for package in ("specexec_cli", "kernels/specexec_kernels"):
+        copy = folder / Path(package).name
+        shutil.copytree(ROOT / package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "models.toml", folder)
+    for name, file in {
+        "policy": "specexec_cli/drafting/policies/half.py",
+        "draft source": "specexec_cli/drafting/sources/lookup.py",
+        "layer state": "specexec_cli/models/layer_states/running_sum.py",
+    }.items():
+        (folder / file).write_text(example(name))
+    return folder
+
+
+def run_in(house: Path, code: str) -> str:
+    """What a program prints that imports the copy, which is gone before lines are counted."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=house,
+        env={**environ, "PYTHONPATH": str(house)},
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_help_shows_the_example_of_a_policy(house: Path) -> None:
+    shown = run_in(
+        house,
         "from typer.testing import CliRunner\n"
         "from specexec_cli.cli.main import app\n"
         "for command in ('generate', 'bench'):\n"
         "    asked = [command, '--help-all']\n"
         "    print(CliRunner().invoke(app, asked, env={'COLUMNS': '900'}).output)\n"
-        "print(CliRunner().invoke(app, ['generate', 'x', '--policy', 'hal']).exception)\n"
+        "print(CliRunner().invoke(app, ['generate', 'x', '--policy', 'hal']).exception)\n",
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "cost (as much as pays in tokens/s; the budget is then twice" in done.stdout
-    assert "unless given), half (half of it). auto is" in done.stdout
-    assert "fixed, heuristic, disco, cost, half: how much of the budget a tree uses" in done.stdout
-    assert "not one of auto, fixed, heuristic, disco, cost, half. Did you mean" in done.stdout
+    assert "fixed (all of it), half (half of it), heuristic (deeper after" in shown
+    assert "fixed, half, heuristic, disco, cost: how much of the budget a tree uses" in shown
+    assert "not one of auto, fixed, half, heuristic, disco, cost. Did you mean" in shown
+
+
+def test_the_example_of_a_layer_state_is_found(house: Path) -> None:
+    code = "from specexec_cli.models.layer_states import LAYER_STATES; print(LAYER_STATES)"
+    assert "'linear_attention': <class 'specexec_cli.models.layer_states.r" in run_in(house, code)
 
 
 @pytest.mark.parametrize("broken", [False, True])
@@ -208,10 +239,8 @@ def read_anew(target: LocalTarget, tokens: list[int]) -> torch.Tensor:
     return target.verify(tokens, DraftTree.empty())[-1]
 
 
-def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:
-    """In a process of its own: help texts are made when the command line is imported."""
+def test_bench_measures_the_example_of_a_draft_source(house: Path, tmp_path: Path) -> None:
     code = (
-        f"exec({example('draft source')!r})\n"
         "from typer.testing import CliRunner\n"
         "from specexec_cli.cli.main import app\n"
         "print(CliRunner().invoke(app, ['bench', '--help'], env={'COLUMNS': '900'}).output)\n"
@@ -220,8 +249,7 @@ def test_bench_measures_the_example_of_a_draft_source(tmp_path: Path) -> None:
         " '--device', 'cpu', '--quiet'])\n"
         "print('RESULT', done.output, done.exception)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    shown, _, result = done.stdout.partition("RESULT")
+    shown, _, result = run_in(house, code).partition("RESULT")
     assert re.search(r"specinfer, beam, beam-pruned, .*lookup, dsi", shown)
     assert "lookup 4" in result, result
 

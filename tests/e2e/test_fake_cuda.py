@@ -30,7 +30,8 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import resident_parts
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
-from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.offload.checkpoint import TensorRange
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.masks import verification_rows
 

@@ -28,8 +28,8 @@ from toys import classifier
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.drafting.policies import policies_for
 from specexec_cli.drafting.search import ROOT
+from specexec_cli.drafting.sources import policies_for
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.shared_cache import SharedCache

@@ -25,7 +25,7 @@ from specexec_cli.decoding.autoregressive import autoregressive
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.dsi.engine import ModelTarget
-from specexec_cli.models import layer_state
+from specexec_cli.models import layer_states
 from specexec_cli.models.layer_state import Ints, LayerState
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
@@ -117,7 +117,7 @@ def summing(monkeypatch: pytest.MonkeyPatch) -> None:
         return self.o_proj(torch.tanh(sums)), None
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
-    monkeypatch.setitem(layer_state.LAYER_STATES, _KIND, RunningSum)
+    monkeypatch.setitem(layer_states.LAYER_STATES, _KIND, RunningSum)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.offload.store import Checkpoint, read_checkpoint, read_header
+from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.store import read_checkpoint, read_header
 from specexec_cli.offload.stream import LayerStream
 
 SIZES = {"U8": 1, "BF16": 2, "F32": 4, "I64": 8}

@@ -20,10 +20,10 @@ from virtual_time import DeadlockError, Hardware, VirtualTime, virtual_time
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import StreamError
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.copier import Copier
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.slabs import IN_FLIGHT, SWITCH_S
-from specexec_cli.offload.store import TensorRange
 
 PIECE = 8192
 RATE = 1e6  # bytes a second

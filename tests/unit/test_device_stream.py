@@ -19,10 +19,11 @@ from torch import Tensor
 from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import memory
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.link import CudaLink, Link
 from specexec_cli.offload.slabs import FINE_PARTS, IN_FLIGHT, SLAB_BYTES
-from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.machine import Machine
 from specexec_cli.planning.memory import Work
 from specexec_cli.planning.sizes import ModelBytes

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specexec_cli.offload import expert_queue
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.expert_files import ExpertFiles
 from specexec_cli.offload.expert_queue import LIKELY, ReadQueue
 from specexec_cli.offload.expert_scores import ExpertScores, Floats
 from specexec_cli.offload.expert_slots import SlotTable
 from specexec_cli.offload.reader import BLOCK_BYTES
-from specexec_cli.offload.store import TensorRange
 
 KEYS = [layer * EXPERTS + expert for layer in (0, 2) for expert in range(EXPERTS)]
 

@@ -19,9 +19,10 @@ from safetensors.torch import save_file
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import read_gguf
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.gguf_checkpoint import read_gguf_checkpoint
 from specexec_cli.offload.resident import read_tensors
-from specexec_cli.offload.store import TensorRange, read_checkpoint, read_header
+from specexec_cli.offload.store import read_checkpoint, read_header
 
 MUTANTS = 1000
 HANGS_S = 60.0  # far more than a tiny file takes on any machine

@@ -20,8 +20,8 @@ from specexec_cli.core import GenerationStats, StepResult
 from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.policies import policies_for
 from specexec_cli.drafting.rests import Rests
+from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
 from specexec_cli.planning import placement
 from specexec_cli.session import Session, TextSession

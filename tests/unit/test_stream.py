@@ -15,7 +15,8 @@ from torch import Tensor
 from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
 from specexec_cli.offload import reader, resident
-from specexec_cli.offload.store import TensorRange, read_checkpoint
+from specexec_cli.offload.checkpoint import TensorRange
+from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import LayerStream, read_tensors
 
 LAYERS = 5

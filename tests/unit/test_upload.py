@@ -16,8 +16,8 @@ from torch import Tensor
 
 from specexec_cli.errors import StreamError
 from specexec_cli.offload import memory
+from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.reader import lay_out
-from specexec_cli.offload.store import TensorRange
 from specexec_cli.offload.upload import upload
 
 PIECE = 64 << 10

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pkgutil import iter_modules
 
 from specexec_cli.drafting.policies.registry import (
     POLICIES,
     BudgetPolicy,
     NextTree,
     PolicyEntry,
-    policies_for,
     policy,
 )
 
-__all__ = ["POLICIES", "BudgetPolicy", "NextTree", "PolicyEntry", "policies_for", "policy"]
+__all__ = ["POLICIES", "BudgetPolicy", "NextTree", "PolicyEntry", "policy"]
 
-# the files, in the order of help texts and error lines
-for _file in ("fixed", "heuristic", "disco", "cost", "oracle"):
-    import_module(f"{__name__}.{_file}")
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")

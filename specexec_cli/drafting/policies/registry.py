@@ -4,7 +4,7 @@ A policy decides how large the next draft tree should be. It changes how many to
 and what that costs, never which tokens: those are the target's own draws.
 
 Each policy is one file of this package with a class below the decorator `policy`. Help texts, the
-words that the option takes, and the checks of which method it suits follow from there. The command
+words that the option takes, and the checks of which method it suits follow from it. The command
 line reads them before anything else is loaded, so the files import numpy, and rooms that do, inside
 functions or for type checking alone.
 """
@@ -14,9 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
-
-from specexec_cli.drafting.sources import SOURCES
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 if TYPE_CHECKING:
     from specexec_cli.config import TreeConfig
@@ -72,7 +70,13 @@ class PolicyEntry:
 
 
 _table: dict[str, PolicyEntry] = {}
-POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(_table)
+POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(_table)  # in the order of help texts
+
+
+def _place(entry: PolicyEntry) -> tuple[int, str]:
+    """Policies that need nothing come first; among those of one need, the name decides."""
+    return (None, *get_args(Need)).index(entry.needs), entry.name
+
 
 _Policy = TypeVar("_Policy", bound=type[Any])
 
@@ -93,18 +97,10 @@ def policy(
     def register(made: _Policy) -> _Policy:
         if name in _table:
             raise ValueError(f"policy '{name}' is registered twice")
-        _table[name] = PolicyEntry(name, help, methods, needs, made)
+        entry = PolicyEntry(name, help, methods, needs, made)
+        entries = sorted((*_table.values(), entry), key=_place)
+        _table.clear()
+        _table.update({each.name: each for each in entries})
         return made
 
     return register
-
-
-def policies_for(method: str) -> tuple[str, ...]:
-    """The names of the policies that can size a method's trees."""
-    if method not in SOURCES:  # it drafts nothing
-        return ()
-    return tuple(
-        entry.name
-        for entry in POLICIES.values()
-        if entry.methods is None or method in entry.methods
-    )

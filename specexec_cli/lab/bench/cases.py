@@ -14,8 +14,7 @@ from specexec_cli.config import (
     SamplingConfig,
     TreeConfig,
 )
-from specexec_cli.drafting.policies import policies_for
-from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 
 BASELINE: BenchMethod = "autoregressive"

@@ -10,8 +10,8 @@ import typer
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
-from specexec_cli.drafting.policies import POLICIES, policies_for
-from specexec_cli.drafting.sources import SOURCES
+from specexec_cli.drafting.policies import POLICIES
+from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError
 
 if TYPE_CHECKING:

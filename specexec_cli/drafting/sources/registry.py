@@ -1,0 +1,86 @@
+"""The registry of draft sources: every way to come by draft trees, under its method's name.
+
+A source is a function below the decorator `draft_source`, in any file of this package, that makes a
+drafter. The methods that `bench` knows, their help and checks, and which policies suit them follow
+from there. The command line reads the names before anything is loaded, so what a source needs is
+imported inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from specexec_cli.drafting.policies import POLICIES
+
+if TYPE_CHECKING:
+    from specexec_cli.config import TreeConfig
+    from specexec_cli.drafting.learned import Learned
+    from specexec_cli.drafting.protocols import Committed, SessionDrafter
+    from specexec_cli.models.streamed import StreamedModel
+    from specexec_cli.sampling import Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSetup:
+    """What a drafter may be made of."""
+
+    model: StreamedModel | None  # the draft model, where there is one
+    sampler: Sampler  # settings of the first generation; configure() brings later ones
+    tree: TreeConfig
+    target_vocab_size: int
+    learned: Learned  # about the pair, by all generations so far
+    shared: Committed | None = None  # the target, where the draft model may read its cache rows
+    slots: int = 0  # cache rows that memory is planned for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSource:
+    """One way to come by draft trees."""
+
+    name: str  # of the method
+    make: Callable[[DraftSetup], SessionDrafter]
+    one_path: bool  # a chain, sized by a speculation length in the place of budget and depth
+    # Drawn from the draft model's distribution, and verified by rejection sampling: the text has
+    # the target's distribution, but is not that of autoregressive decoding with the same seed.
+    drawn: bool
+    needs_model: bool  # a draft model
+
+
+_table: dict[str, DraftSource] = {}
+SOURCES: Mapping[str, DraftSource] = MappingProxyType(_table)
+
+_Make = Callable[[DraftSetup], "SessionDrafter"]
+
+
+def draft_source(
+    name: str, *, one_path: bool = False, drawn: bool = False, needs_model: bool = True
+) -> Callable[[_Make], _Make]:
+    """Registers the function below as a source; see DraftSource for the arguments.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+
+    def register(make: _Make) -> _Make:
+        if name in _table:
+            raise ValueError(f"draft source '{name}' is registered twice")
+        _table[name] = DraftSource(
+            name=name, make=make, one_path=one_path, drawn=drawn, needs_model=needs_model
+        )
+        return make
+
+    return register
+
+
+def policies_for(method: str) -> tuple[str, ...]:
+    """The names of the policies that can size a method's trees."""
+    if method not in SOURCES:  # it drafts nothing
+        return ()
+    return tuple(
+        entry.name
+        for entry in POLICIES.values()
+        if entry.methods is None or method in entry.methods
+    )

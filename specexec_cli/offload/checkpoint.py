@@ -1,0 +1,109 @@
+"""What a checkpoint is: tensor name -> file, offsets, dtype, shape; and its config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.guarded import read_json
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRange:
+    """One tensor's place on disk."""
+
+    name: str
+    path: Path
+    dtype: str  # safetensors' name, a key of ITEM_BYTES
+    shape: tuple[int, ...]
+    start: int  # absolute file offset of the first byte
+    stop: int  # absolute file offset behind the last byte
+
+    @property
+    def n_bytes(self) -> int:
+        return self.stop - self.start
+
+    def rows(self, first: int, count: int) -> TensorRange:
+        """Some rows of the tensor as a tensor of their own, (count, last dimension).
+
+        Args:
+            first: the first row, counted over all leading dimensions together.
+        """
+        row_bytes = self.shape[-1] * ITEM_BYTES[self.dtype]
+        start = self.start + first * row_bytes
+        name = f"{self.name}[{first}:{first + count}]"
+        shape = (count, self.shape[-1])
+        return TensorRange(name, self.path, self.dtype, shape, start, start + count * row_bytes)
+
+
+@dataclass(frozen=True)
+class Checkpoint(Mapping[str, TensorRange]):
+    """All tensors of a checkpoint folder by name, and its config.json."""
+
+    folder: Path
+    tensors: dict[str, TensorRange]
+
+    def __getitem__(self, name: str) -> TensorRange:
+        return self.tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(tensor.n_bytes for tensor in self.tensors.values())
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold the tensors, in the order of their names."""
+        return sorted({tensor.path for tensor in self.tensors.values()})
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """config.json as it is on disk, read at the first use.
+
+        Raises:
+            CheckpointError: it is missing or not a JSON object.
+        """
+        return read_config(self.folder)
+
+    @property
+    def config_path(self) -> Path:
+        """The file that `config` comes from, for messages."""
+        return self.folder / "config.json"
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The object in a checkpoint folder's config.json.
+
+    Raises:
+        CheckpointError: it is missing or not a JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json: give the folder of a checkpoint")
+    try:
+        value = read_json(path)
+    except (ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is not a JSON object ({error}): download it again"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} is not a JSON object (it is a {type(value).__name__}): download it again"
+        )
+    return value
