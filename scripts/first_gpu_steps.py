@@ -167,7 +167,7 @@ def growth_step(slots: int = STEP_SLOTS) -> list[Check]:
         prompt = session.encode(text)[: slots - 88]
         found = tokens(session, prompt, TREE, 120)
         drafter = session._drafter  # type: ignore[attr-defined]
-        found_slots = drafter._state.zeroed_capacity
+        found_slots = drafter.rows.state.zeroed_capacity
     return [
         Check("slots of the draft model's cache", found_slots > slots, str(found_slots),
               f"more than {slots}"),

@@ -182,8 +182,8 @@ class Batch:
             if not isinstance(seat.drafter, ModelDrafter):
                 continue
             assert isinstance(other.drafter, ModelDrafter)
-            common = common_prefix(other.drafter.tokens, prompt)
-            if common > common_prefix(seat.drafter.tokens, prompt):
+            common = common_prefix(other.drafter.rows.tokens, prompt)
+            if common > common_prefix(seat.drafter.rows.tokens, prompt):
                 seat.drafter.copy_rows(other.drafter, common)
 
     def _draft(self, parts: Sequence[_Part]) -> None:

@@ -1,4 +1,4 @@
-"""The drafter of SpecExec's paper: nodes are ranked by the draft model's probabilities alone.
+"""The scores of SpecExec's paper: nodes are ranked by the draft model's probabilities alone.
 
 Equations 2 to 5 of appendix A, arXiv:2406.02532, know neither the temperature of the target's
 sampling nor its noise, and nothing is learned from what was accepted. The authors' code
@@ -13,15 +13,15 @@ import numpy as np
 from specexec_kernels import dispatch
 from torch import Tensor
 
-from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.search import Floats, Frontier, Ints
+from specexec_cli.drafting.tree_scores import TreeScores
 
 
-class AsPrintedDrafter(ModelDrafter):
-    """A draft model whose log-probabilities are the scores."""
+class PrintedScores(TreeScores):
+    """The draft model's own log-probabilities."""
 
-    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        # Unlike its base it keeps no utilities, so that commit() has nothing to learn from.
+    def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """See TreeScores; no utilities are noted, so that there is nothing to learn from."""
         count = min(width, logits.shape[-1])
         log_probs, tokens = dispatch.log_softmax_topk(logits.float(), count)
         # a draft model whose logits are not numbers proposes nothing

@@ -93,9 +93,9 @@ class Forest:
             if isinstance(drafter, ModelDrafter) and drafter.begin(context, 1) >= 1
         ]
         if begun and self._model is not None:
-            self._model.forward_together([drafter.rows_of(_root()) for drafter in begun])
+            self._model.forward_together([drafter.rows.rows_of(_root()) for drafter in begun])
             for drafter in begun:
-                drafter.fed()
+                drafter.rows.ran(_root())
 
     def grow(self, saplings: Sequence[Sapling], pending: int) -> list[DraftTree]:
         """A tree for each text; a text whose drafting fails gets none and keeps the error.
@@ -178,7 +178,7 @@ class _Growth:
     def _run(self, parts: Sequence[tuple[int, Frontier]], width: int) -> list[tuple[Floats, Ints]]:
         """The children of each text's own nodes."""
         asked = [(self._saplings[text].drafter, part) for text, part in parts]
-        rows = [each.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
+        rows = [each.rows.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
         logits = iter(self._model.forward_together(rows) if self._model is not None else ())
         found = []
         for (drafter, part), (text, _) in zip(asked, parts, strict=True):

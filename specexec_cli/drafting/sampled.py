@@ -15,10 +15,12 @@ from torch import Tensor
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.scoring import signals
-from specexec_cli.drafting.search import Floats, Frontier, Ints
+from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints
+from specexec_cli.drafting.tree_scores import TreeScores
 from specexec_cli.sampling import Sampler, uniforms
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_walk
@@ -96,24 +98,31 @@ class SampledChildren:
         return rejection_walk(tree, draws, logits, sampler, context, limit, eos_ids)
 
 
+class SampledScores(TreeScores):
+    """The probabilities of children that are drawn."""
+
+    def __init__(
+        self, rows: DraftRows, sampler: Sampler, tree: TreeConfig, learned: Learned
+    ) -> None:
+        super().__init__(rows, sampler, tree, learned)
+        self.sampled = SampledChildren(sampler)
+
+    def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
+        """See TreeScores; a tree's first frontier is its root."""
+        if frontier.ids[0] == ROOT:
+            self.sampled.reset()
+        with torch.no_grad():
+            return self.sampled.children(frontier, logits, self._rows.context, width)
+
+    def signals(self, ids: Ints) -> Floats:
+        """What policies read of expanded nodes; see policies.Signals."""
+        return self.sampled.signals(ids)
+
+
 class SampledDrafter(ModelDrafter):
     """A draft model that draws its trees."""
 
-    def configure(
-        self,
-        sampler: Sampler,
-        tree: TreeConfig,
-        learned: Learned | None = None,
-        continuation: Sequence[int] = (),
-    ) -> None:
-        """See SessionDrafter."""
-        super().configure(sampler, tree, learned, continuation)
-        self._sampled = SampledChildren(sampler)
-
-    def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
-        """A tree drawn from the draft model; see ModelDrafter.grow."""
-        self._sampled.reset()
-        return super().grow(context, max_depth, pending)
+    scores: SampledScores
 
     def walk(
         self,
@@ -125,11 +134,4 @@ class SampledDrafter(ModelDrafter):
         eos_ids: Collection[int],
     ) -> Accepted:
         """What a pass over the last tree commits; see SampledChildren.walk."""
-        return self._sampled.walk(tree, logits, sampler, context, limit, eos_ids)
-
-    def _signals(self, ids: Ints) -> Floats:
-        return self._sampled.signals(ids)
-
-    def _children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        with torch.no_grad():
-            return self._sampled.children(frontier, logits, self._context, width)
+        return self.scores.sampled.walk(tree, logits, sampler, context, limit, eos_ids)

@@ -81,7 +81,7 @@ class Batched:
         drafter, session = self._seats[0].drafter, self._session
         if drafter is None:
             return None
-        model = drafter.model if isinstance(drafter, ModelDrafter) else None
+        model = drafter.rows.model if isinstance(drafter, ModelDrafter) else None
         return Forest(model, session.pair.tree, self._slots, session.learned)
 
     def submit(self, request: TextRequest) -> Running:

@@ -199,7 +199,7 @@ def test_own_rows_of_a_shared_cache_equal_a_fresh_prefill(
     grow, compared, kept = drafter.grow, [], []
 
     def grow_and_compare(*arguments: object) -> object:
-        kept.append(drafter._kept is not None)
+        kept.append(drafter.rows.kept is not None)
         grown = grow(*arguments)  # type: ignore[arg-type]
         compared.append(_compare_own_rows(drafter, target, 0.05 if overlap else 0.0))
         return grown
@@ -221,18 +221,18 @@ def _compare_own_rows(drafter: ModelDrafter, target: LocalTarget, share: float) 
     Args:
         share: of a row's largest number, by which it may differ.
     """
-    cache, nodes = drafter._state, drafter._rows._nodes
+    cache, nodes = drafter.rows.state, drafter.rows.tree._nodes
     assert isinstance(cache, SharedCache)
-    shared, context = cache.layers[0].shared, list(drafter._context)
+    shared, context = cache.layers[0].shared, list(drafter.rows.context)
     assert context[:shared] == list(target.tokens)
-    if drafter.tokens != context:  # at the end of the text no tree was wanted
+    if drafter.rows.tokens != context:  # at the end of the text no tree was wanted
         return 0
     assert cache.length == len(context) + len(nodes)
     for slot in (ROOT, *range(len(nodes))):
         fresh = SharedCache(target.state)
         fresh.share(shared)
-        tokens = [*context[shared:], *drafter._rows.path(slot)]
-        drafter.model.forward(PassRows.chain(tokens, shared), fresh, [])
+        tokens = [*context[shared:], *drafter.rows.tree.path(slot)]
+        drafter.rows.model.forward(PassRows.chain(tokens, shared), fresh, [])
         place = len(context) - shared + slot  # ROOT is -1: the last committed token
         for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
             for part in ("keys", "values"):

@@ -108,7 +108,7 @@ class Bench:
         assert text.seat.target.tokens == text.context[: len(text.seat.target.tokens)]
         pairs = [(text.seat.target.tokens, text.seat.target._state)]
         if text.seat.drafter is not None:  # which may hold another text's still
-            pairs.append((text.seat.drafter.tokens, text.seat.drafter._state))
+            pairs.append((text.seat.drafter.rows.tokens, text.seat.drafter.rows.state))
         for tokens, cache in pairs:
             expected = [(token, at) for at, token in enumerate(tokens)]
             assert cache.slots == expected  # type: ignore[attr-defined]

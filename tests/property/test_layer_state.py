@@ -197,8 +197,8 @@ def test_what_was_found_ahead_follows_the_committed_path(
     child = int(grown.parents[below])
     tokens = [int(grown.tokens[child]), int(grown.tokens[below])]
     drafter.commit([child], tokens)
-    assert drafter._kept is not None
-    kept = {drafter._kept.path(slot) for slot in drafter._kept.utilities}
+    assert drafter.rows.kept is not None
+    kept = {drafter.rows.kept.path(slot) for slot in drafter.rows.kept.utilities}
     drafter.grow([*context, *tokens], 8)
     fresh = ModelDrafter(models[1], sampler, tree, models[0].vocab_size)
     fresh.grow([*context, *tokens], 8)
@@ -210,7 +210,7 @@ def test_what_was_found_ahead_follows_the_committed_path(
 
 def scored(drafter: ModelDrafter) -> dict[tuple[int, ...], Tensor]:
     """What the draft model says behind each path that it was asked about."""
-    rows = drafter._rows
+    rows = drafter.rows.tree
     return {rows.path(slot): utilities for slot, utilities in rows.utilities.items()}
 
 

@@ -139,8 +139,8 @@ class Conversation:
         target, drafter = self.session._target, self.session._drafter
         assert_fresh(target.model, target._state, target.tokens)
         if drafter is not None:
-            drafter._state.crop(len(drafter.tokens))  # behind them is what was found ahead
-            assert_fresh(drafter.model, drafter._state, drafter.tokens)
+            drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
+            assert_fresh(drafter.rows.model, drafter.rows.state, drafter.rows.tokens)
 
 
 def sample(found: Sequence[Point], all_of: Sequence[str], every: int) -> list[Point]:
@@ -204,7 +204,7 @@ def test_a_session_on_the_cpu(
 
 @pytest.mark.parametrize(
     ("kind", "every", "seen"),
-    [(NoMemory, 17, ["drafter.py"]), (Interruption, 61, ["drafter.py", "tree_rows.py"])],
+    [(NoMemory, 17, ["tree_scores.py"]), (Interruption, 61, ["drafter.py", "tree_rows.py"])],
 )
 def test_drafting_that_goes_on_while_a_pass_waits(
     sessions: tuple[TextSession, TextSession],
@@ -346,5 +346,5 @@ def test_a_session_on_a_gpu(
         conversation.begin()
         conversation.say(PROMPT)
         assert session._drafter is not None
-        assert session._drafter._state.zeroed_capacity > 14, "fourteen slots have been outgrown"
+        assert session._drafter.rows.state.zeroed_capacity > 14, "fourteen slots have been outgrown"
         break_everywhere(conversation, kind, all_of, every, seen)

@@ -33,12 +33,15 @@ def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) 
 
     But for nodes that were found ahead: the next passes look at them through their masks.
     """
-    ahead = drafter._kept
-    for tokens, cache in ((target.tokens, target._state), (drafter.tokens, drafter._state)):
+    ahead = drafter.rows.kept
+    for tokens, cache in (
+        (target.tokens, target._state),
+        (drafter.rows.tokens, drafter.rows.state),
+    ):
         assert tokens == context[: len(tokens)]
         slots = cache.slots  # type: ignore[attr-defined]
         assert slots[: len(tokens)] == [(token, at) for at, token in enumerate(tokens)]
-        whole = ahead is not None and cache is drafter._state
+        whole = ahead is not None and cache is drafter.rows.state
         assert len(slots) - len(tokens) == (len(ahead) if ahead is not None and whole else 0)
         assert (len(tokens) < len(context)) != whole, "or else the last token is run again"
 
@@ -109,7 +112,7 @@ def test_an_interrupted_generation_leaves_usable_caches(
     toy = ToyLM(model, order=64)
     target = slot_target(toy, waits=waits)
     drafter = slot_drafter(NoisyCopy(toy, 1, 0.5), sampling, tree)
-    failing: SlotToy = (target if in_target else drafter).model  # type: ignore[assignment]
+    failing: SlotToy = target.model if in_target else drafter.rows.model  # type: ignore[assignment]
     forward, count = failing.forward, 0
 
     def interrupted(rows, cache, logit_rows):
@@ -148,15 +151,15 @@ def test_a_tree_grown_from_what_was_found_ahead_is_the_tree_there_would_be(
     passes: list[tuple[int, int]] = []
 
     def compared(context: list[int], max_depth: int, pending: int = 1) -> DraftTree:
-        fresh, before = slot_drafter(draft, sampling, tree), drafter.model.passes  # type: ignore[attr-defined]
-        fresh._scorer.trust = drafter._scorer.trust
-        kept, found = drafter._kept, grow(drafter, context, max_depth, pending)
+        fresh, before = slot_drafter(draft, sampling, tree), drafter.rows.model.passes  # type: ignore[attr-defined]
+        fresh.scores.scorer.trust = drafter.scores.scorer.trust
+        kept, found = drafter.rows.kept, grow(drafter, context, max_depth, pending)
         expected = fresh.grow(context, max_depth, pending)
         assert dict(zip(paths_of(found), found.log_probs, strict=True)) == dict(
             zip(paths_of(expected), expected.log_probs, strict=True)
         )
         if kept is not None and max_depth >= 1:
-            passes.append((drafter.model.passes - before, fresh.model.passes))  # type: ignore[attr-defined]
+            passes.append((drafter.rows.model.passes - before, fresh.rows.model.passes))  # type: ignore[attr-defined]
         return found
 
     drafter.grow = compared  # type: ignore[method-assign]

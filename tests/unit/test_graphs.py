@@ -39,9 +39,9 @@ def opened(folder: Path, device: str = "cpu") -> StreamedModel:
 def drafter_of(model: StreamedModel, stepping: bool) -> ModelDrafter:
     drafter = ModelDrafter(model, Sampler(SamplingConfig()), TREE, model.vocab_size)
     if not stepping:
-        drafter._steps = None
+        drafter.rows.steps = None
     elif model.device.type == "cpu":  # on a GPU that is the drafter's own choice
-        drafter._steps = StepRunner(model, drafter._state, capture=False)
+        drafter.rows.steps = StepRunner(model, drafter.rows.state, capture=False)
     return drafter
 
 
@@ -77,9 +77,9 @@ def test_steps_draft_the_same_trees(
     with_steps, without = opened(tmp_path), opened(tmp_path)
     stepping = drafter_of(with_steps, stepping=True)
     assert_same_trees(stepping, drafter_of(without, stepping=False), rounds=4)
-    assert stepping._state.capacity == 112
-    assert stepping._steps is not None
-    buckets = set(stepping._steps._steps)
+    assert stepping.rows.state.capacity == 112
+    assert stepping.rows.steps is not None
+    buckets = set(stepping.rows.steps._steps)
     assert {1, 8} <= buckets, "a bonus token and a batch of five have buckets of their own"
 
 
@@ -120,12 +120,12 @@ def test_an_aborted_step_leaves_the_cache_as_it_was(tmp_path: Path) -> None:
 
 def assert_goes_on(stepping: ModelDrafter, context: list[int]) -> None:
     """The tree of a new drafter, and a cache as after a prefill."""
-    fresh = drafter_of(stepping.model, stepping=False)
+    fresh = drafter_of(stepping.rows.model, stepping=False)
     ours, expected = stepping.grow(context, 6), fresh.grow(context, 6)
     assert ours.tokens.tolist() == expected.tokens.tolist()
     assert ours.parents.tolist() == expected.parents.tolist()
     stepping.commit([0], [int(ours.tokens[0]), 1])
-    assert_fresh(stepping.model, stepping._state, stepping.tokens)
+    assert_fresh(stepping.rows.model, stepping.rows.state, stepping.rows.tokens)
 
 
 def out_of_memory(*args: object) -> Tensor:
@@ -167,7 +167,7 @@ def test_buffers_that_cannot_double(
         with pytest.raises(torch.OutOfMemoryError):
             stepping.grow(context, 6)
     assert made == at + 1
-    assert {layer.keys.numel() for layer in stepping._state.layers} == {0}
+    assert {layer.keys.numel() for layer in stepping.rows.state.layers} == {0}
     assert_goes_on(stepping, context)
 
 
@@ -180,8 +180,8 @@ def test_steps_are_gone_before_their_buffers_are(
     stepping, context = drafter_of(opened(tmp_path), stepping=True), random_tokens(40)
     stepping.grow(context[:5], 6)
     stepping.commit([], [context[5]])
-    assert stepping._steps is not None
-    assert stepping._steps._steps
+    assert stepping.rows.steps is not None
+    assert stepping.rows.steps._steps
     grow = SlotCache.grow_zeroed
 
     def interrupted(cache: SlotCache, capacity: int) -> None:
@@ -197,7 +197,7 @@ def test_steps_are_gone_before_their_buffers_are(
 
 def assert_graphs_draft_the_same_trees(folder: Path, rounds: int) -> None:
     stepping = drafter_of(opened(folder, "cuda"), stepping=True)
-    assert stepping._steps is not None
+    assert stepping.rows.steps is not None
     plain = drafter_of(opened(folder, "cuda"), stepping=False)
     assert_same_trees(stepping, plain, rounds)
 
@@ -233,15 +233,15 @@ def test_a_step_uploads_once(name: str, tmp_path: Path, monkeypatch: pytest.Monk
 
     with fake_cuda():
         stepping = drafter_of(opened(tmp_path, "cuda"), stepping=True)
-        assert stepping._steps is not None
+        assert stepping.rows.steps is not None
         stepping.grow(random_tokens(9), 6)
-        length = stepping._state.length
+        length = stepping.rows.state.length
         with monkeypatch.context() as patch:
             patch.setattr(fake, "_perform", noted)
             for tokens, wanted in (([5, 6, 7], [0, 2]), ([8], [0])):
-                rows = PassRows.chain(tokens, stepping._state.length)
-                assert stepping._steps.forward(rows, wanted).shape[0] == len(wanted)
-        assert stepping._state.length == length + 4
+                rows = PassRows.chain(tokens, stepping.rows.state.length)
+                assert stepping.rows.steps.forward(rows, wanted).shape[0] == len(wanted)
+        assert stepping.rows.state.length == length + 4
     assert [len(shape) for shape in uploads] == [1, 1]
 
 
@@ -269,7 +269,7 @@ def test_experts_are_picked_by_python_so_no_graph_can_hold_them(name: str, tmp_p
     save_checkpoint(tmp_path, architecture(name))
     with fake_cuda():
         drafter = drafter_of(opened(tmp_path, "cuda"), stepping=True)
-        assert drafter._steps is None
+        assert drafter.rows.steps is None
         assert len(drafter.grow(random_tokens(9), 6)) == TREE.budget
 
 
@@ -292,7 +292,7 @@ def test_a_capture_that_fails(
     save_checkpoint(tmp_path, architecture("llama"))
     with fake_cuda():
         stepping, context = drafter_of(opened(tmp_path, "cuda"), stepping=True), random_tokens(9)
-        assert stepping._steps is not None
+        assert stepping.rows.steps is not None
         here, run = torch.cuda.current_stream(), graphs._Step.run
 
         def fails_in_captures(step: graphs._Step) -> None:
@@ -307,9 +307,9 @@ def test_a_capture_that_fails(
                     stepping.grow(context, 6)
                 assert "\n" not in str(found.value)
                 assert torch.cuda.current_stream() is here
-                assert not stepping._steps._steps
+                assert not stepping.rows.steps._steps
         assert_goes_on(stepping, context)
-        assert stepping._steps._steps
+        assert stepping.rows.steps._steps
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

@@ -127,11 +127,11 @@ def test_the_draft_model_s_cache(model: StreamedModel, temperature: float) -> No
         tokens = [*tree.tokens[path].tolist(), int(rng.integers(0, 64))]
         drafter.commit(path, tokens)
         context += tokens
-        assert drafter.tokens == context[: len(drafter.tokens)]
-        assert_fresh(model, drafter._state, drafter.tokens)
+        assert drafter.rows.tokens == context[: len(drafter.rows.tokens)]
+        assert_fresh(model, drafter.rows.state, drafter.rows.tokens)
     drafter.grow(random_tokens(8, seed=9), 5)  # another prompt altogether
     drafter.commit([], [3])
-    assert_fresh(model, drafter._state, random_tokens(8, seed=9))
+    assert_fresh(model, drafter.rows.state, random_tokens(8, seed=9))
 
 
 def test_compaction_by_the_kernel_of_a_gpu(
@@ -179,7 +179,7 @@ def test_the_draft_model_s_cache_after_an_aborted_search(
     assert again.tokens.tolist() == expected.tokens.tolist()
     assert again.parents.tolist() == expected.parents.tolist()
     drafter.commit([0], [int(again.tokens[0]), 1])
-    assert_fresh(model, drafter._state, drafter.tokens)
+    assert_fresh(model, drafter.rows.state, drafter.rows.tokens)
 
 
 @settings(max_examples=150, deadline=None)

@@ -94,8 +94,8 @@ def test_turns_are_those_of_plain_decoding(
     assert session.stats.verify_s > session.stats.draft_hidden_s
     drafter = session._drafter
     assert_fresh(session._target.model, session._target._state, session._target.tokens)
-    drafter._state.crop(len(drafter.tokens))  # behind them is what was found ahead
-    assert_fresh(drafter.model, drafter._state, drafter.tokens)
+    drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
+    assert_fresh(drafter.rows.model, drafter.rows.state, drafter.rows.tokens)
 
 
 @pytest.mark.usefixtures("late")
@@ -218,11 +218,11 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
             assert sum(step.draft_hidden_s for step in decoded) > 0.0
             steps[-1] += [(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded]
             assert_fresh(target.model, target._state, target.tokens)
-            own_slots = drafter._state.length - (len(target.tokens) if shares else 0)
+            own_slots = drafter.rows.state.length - (len(target.tokens) if shares else 0)
             assert own_slots <= 2 * TREE.budget + 1 or not shares
         if device.type == "cuda":
-            assert drafter._steps is not None
-            assert drafter._steps._steps, "steps were captured"
+            assert drafter.rows.steps is not None
+            assert drafter.rows.steps._steps, "steps were captured"
         target.close()
     assert steps[0] == steps[1]
     assert trees[0] == trees[1]
@@ -250,9 +250,9 @@ def test_turns_of_a_target_that_drafts_for_itself(
         assert conversation(session, TREE, SamplingConfig()) == plain
         drafter, target = session._drafter, session._target
         # its cache is the target's, and a little behind it
-        assert [layer._first for layer in drafter._state.layers] == list(target.state.layers)
+        assert [layer._first for layer in drafter.rows.state.layers] == list(target.state.layers)
         work = session._decision.work
-        assert drafter._state.layers[0].keys.shape[2] <= work.draft_slots + 1
+        assert drafter.rows.state.layers[0].keys.shape[2] <= work.draft_slots + 1
         assert work.draft_slots < work.slots / 2
         assert work.shares_cache
         assert session.stats.draft_hidden_s > 0.0

@@ -9,27 +9,31 @@ from specexec_cli.drafting.sources.registry import DraftSetup, draft_source
 if TYPE_CHECKING:
     from specexec_cli.drafting.protocols import SessionDrafter
     from specexec_cli.drafting.search import Search
+    from specexec_cli.drafting.tree_scores import MakeScores
 
 
-def _searched(setup: DraftSetup, search: Search) -> SessionDrafter:
-    """Trees that a search finds in what the draft model says."""
+def _searched(
+    setup: DraftSetup, search: Search, scores: MakeScores | None = None
+) -> SessionDrafter:
+    """Trees that a search finds in what the draft model says, scored as in TreeScores."""
     from specexec_cli.drafting.drafter import ModelDrafter
+    from specexec_cli.drafting.tree_scores import TreeScores
 
     assert setup.model is not None, "the session has seen to it"
     return ModelDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots,
+        setup.shared, setup.slots, scores or TreeScores,
     )  # fmt: skip
 
 
 def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
     """Trees of that shape whose tokens are drawn from the draft model's distribution."""
-    from specexec_cli.drafting.sampled import SampledDrafter
+    from specexec_cli.drafting.sampled import SampledDrafter, SampledScores
 
     assert setup.model is not None, "the session has seen to it"
     return SampledDrafter(
         setup.model, setup.sampler, setup.tree, setup.target_vocab_size, search, setup.learned,
-        setup.shared, setup.slots,
+        setup.shared, setup.slots, SampledScores,
     )  # fmt: skip
 
 
@@ -44,14 +48,10 @@ def _specexec(setup: DraftSetup) -> SessionDrafter:
 @draft_source("specexec-paper")
 def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
     """SpecExec as it is printed: draft probabilities alone, and rounds (arXiv:2406.02532)."""
-    from specexec_cli.drafting.as_printed import AsPrintedDrafter
+    from specexec_cli.drafting.as_printed import PrintedScores
     from specexec_cli.drafting.search import grow_in_rounds
 
-    assert setup.model is not None, "the session has seen to it"
-    return AsPrintedDrafter(
-        setup.model, setup.sampler, setup.tree, setup.target_vocab_size, grow_in_rounds,
-        setup.learned, setup.shared, setup.slots,
-    )  # fmt: skip
+    return _searched(setup, grow_in_rounds, PrintedScores)
 
 
 @draft_source("chain", one_path=True, drawn=True)
