@@ -6,35 +6,21 @@ no free seat wait in the order in which they were asked for.
 
 from __future__ import annotations
 
-import threading
 import time
-import traceback
-from collections import Counter, deque
 from dataclasses import dataclass, replace
 
 from specexec_cli.core import GenerationStats, PassProgress, StepResult
 from specexec_cli.decoding.batch import Batch, BatchText
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.drafting.forest import Forest
-from specexec_cli.engine.text import (
-    EngineFailedError,
-    EngineFigures,
-    Finish,
-    QueueFullError,
-    Running,
-    TextRequest,
-    lasting,
-)
+from specexec_cli.engine.queued import Cancelled, QueuedEngine, tell_bug
+from specexec_cli.engine.text import Running, TextRequest, lasting
 from specexec_cli.errors import SpecexecError, clear_shortage
 from specexec_cli.models.text import TextStream
 from specexec_cli.planning.memory import nodes_of_a_text
 from specexec_cli.sampling import Sampler
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import GenerationRequest, count_step, with_text
-
-
-class _Cancelled(Exception):
-    """Raised by the layer callback: nobody wants what the pass would bring."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +32,7 @@ class _Text:
     stream: TextStream
 
 
-class Batched:
+class Batched(QueuedEngine[GenerationRequest]):
     """Runs up to `slots` texts at once in a thread of its own.
 
     The session must be used by nobody else until the engine is closed.
@@ -60,93 +46,43 @@ class Batched:
 
     def __init__(self, session: LocalSession, *, slots: int, most_waiting: int) -> None:
         self._session = session
-        self._slots = slots
-        self._most_waiting = most_waiting
         self._seats = session.seats(slots)
         self._model = self._seats[0].target.model
-        self._batch = Batch(self._forest(), self._seats)
-        self._queue: deque[tuple[Running, GenerationRequest]] = deque()
+        self._batch = Batch(self._forest(slots), self._seats)
         self._texts: list[_Text] = []  # under way, the oldest first
-        self._closed = self._failed = False
-        self._changed = threading.Condition()  # guards these four and the counts
-        self._ended: Counter[Finish] = Counter()
         self._passes = self._tokens = 0
-        self._failing: str | None = None
         self._began = (0.0, 0)  # time and bytes streamed at the first layer of the pass
         self._model.on_layer = self._on_layer
-        self._thread = threading.Thread(target=self._run, name="specexec-engine", daemon=True)
-        self._thread.start()
+        super().__init__(slots=slots, most_waiting=most_waiting)
 
-    def _forest(self) -> Forest | None:
+    def _forest(self, slots: int) -> Forest | None:
         drafter, session = self._seats[0].drafter, self._session
         if drafter is None:
             return None
         model = drafter.rows.model if isinstance(drafter, ModelDrafter) else None
-        return Forest(model, session.pair.tree, self._slots, session.learned)
+        return Forest(model, session.pair.tree, slots, session.learned)
 
-    def submit(self, request: TextRequest) -> Running:
-        """See Engine.submit."""
+    def _checked(self, request: TextRequest) -> GenerationRequest:
         session = self._session
-        checked = session.checked(
+        return session.checked(
             request.prompt, request.generation, sampling=request.sampling, tree=session.pair.tree,
             method=session.method, continuation=[], constraint=request.constraint,
             top_logprobs=request.top_logprobs,
         )  # fmt: skip
-        running = Running(request)
-        with self._changed:
-            if self._failed:
-                raise EngineFailedError(
-                    "an error of specexec itself has ended the engine, and its log has the "
-                    "traceback: start the server again"
-                )
-            if self._closed:
-                raise QueueFullError("the server is shutting down")
-            self._drop_cancelled()
-            if len(self._queue) >= self._most_waiting + self._slots - len(self._texts):
-                raise QueueFullError(
-                    f"{len(self._queue)} texts are waiting already, as many as may: try again later"
-                )
-            self._queue.append((running, checked))
-            self._changed.notify_all()
-        return running
 
-    def figures(self) -> EngineFigures:
-        """See Engine.figures."""
-        with self._changed:
-            return EngineFigures(
-                slots=self._slots,
-                running=len(self._texts),
-                waiting=len(self._queue),
-                most_waiting=self._most_waiting,
-                passes=self._passes,
-                generated_tokens=self._tokens,
-                bytes_streamed=self._model.bytes_streamed,
-                texts=dict(self._ended),
-                failed=self._failed,
-                failing=self._failing,
-            )
+    def _under_way(self) -> list[Running]:
+        return [text.running for text in self._texts]
+
+    def _counts(self) -> tuple[int, int, int]:
+        return self._passes, self._tokens, self._model.bytes_streamed
+
+    def _leave(self, running: Running) -> None:
+        self._texts = [text for text in self._texts if text.running is not running]
 
     def close(self) -> None:
         """See Engine.close."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
+        super().close()
         self._model.on_layer = lambda index: None
-
-    def _run(self) -> None:
-        try:
-            self._serve()
-        except Exception as error:  # a bug of ours; nobody must wait for ever
-            traceback.print_exc()
-            with self._changed:
-                self._closed = self._failed = True
-                waiting = [running for running, _ in self._queue]
-                self._queue.clear()
-            for running in waiting:
-                running.end("failed", error)
-            for text in list(self._texts):
-                self._end(text, "failed", error)
 
     def _serve(self) -> None:
         while True:
@@ -155,26 +91,15 @@ class Batched:
             with self._changed:
                 self._changed.wait_for(lambda: self._queue or self._texts or self._closed)
                 self._drop_cancelled()
-                gone = [text for text in self._texts if self._closed or text.running.cancelled]
-            for text in gone:
-                self._end(text, "cancelled")
+                gone = [each for each in self._under_way() if self._closed or each.cancelled]
+            for running in gone:
+                self._end(running, "cancelled")
             if self._closed:
                 return
             self._admit()
             if self._texts:
                 self._session.quiet.begin()
                 self._pass()
-
-    def _drop_cancelled(self) -> None:
-        """Makes room in the queue: what nobody waits for any more ends there."""
-        kept: deque[tuple[Running, GenerationRequest]] = deque()
-        for running, request in self._queue:
-            if self._closed or running.cancelled:
-                self._ended["cancelled"] += 1
-                running.end("cancelled")
-            else:
-                kept.append((running, request))
-        self._queue = kept
 
     def _admit(self) -> None:
         """Gives free seats to those that have waited longest."""
@@ -186,7 +111,7 @@ class Batched:
                 try:
                     self._texts.append(self._begun(running, request))
                 except Exception as error:
-                    _tell_bug(error)
+                    tell_bug(error)
                     self._ended["failed"] += 1
                     running.end("failed", error)
 
@@ -216,13 +141,13 @@ class Batched:
         try:
             with clear_shortage("it ran out while tokens were drafted or chosen"):
                 outcomes = self._batch.step([text.batched for text in texts])
-        except _Cancelled:
+        except Cancelled:
             return
         except Exception as error:
-            _tell_bug(error)
+            tell_bug(error)
             self._failing = lasting(error)
             for text in texts:
-                self._end(text, "failed", error)
+                self._end(text.running, "failed", error)
             return
         self._passes += 1
         self._failing = None
@@ -233,13 +158,13 @@ class Batched:
             text.running.stats.experts_held += (held - held_before) // len(carried)
         for text, outcome in zip(texts, outcomes, strict=True):
             if isinstance(outcome, SpecexecError):
-                self._end(text, "failed", outcome)
+                self._end(text.running, "failed", outcome)
             elif outcome is not None:
                 try:
                     self._deliver(text, outcome)
                 except Exception as error:
-                    _tell_bug(error)
-                    self._end(text, "failed", error)
+                    tell_bug(error)
+                    self._end(text.running, "failed", error)
 
     def _deliver(self, text: _Text, plain: StepResult) -> None:
         running, batched, count = text.running, text.batched, len(plain.tokens)
@@ -251,19 +176,13 @@ class Batched:
         self._tokens += len(step.tokens)
         running.put(step)
         if step.finish_reason is not None:
-            self._end(text, step.finish_reason)
-
-    def _end(self, text: _Text, finish: Finish, error: Exception | None = None) -> None:
-        with self._changed:
-            self._texts.remove(text)
-            self._ended[finish] += 1
-        text.running.end(finish, error)
+            self._end(text.running, step.finish_reason)
 
     def _on_layer(self, index: int) -> None:
         """Tells everybody how far the pass is; leaves one that nobody waits for any more."""
         texts = self._texts
         if self._closed or (texts and all(text.running.cancelled for text in texts)):
-            raise _Cancelled
+            raise Cancelled
         now, streamed = time.perf_counter(), self._model.bytes_streamed
         if index == 0:
             self._began = now, streamed
@@ -276,9 +195,3 @@ class Batched:
                 bytes_per_s=(streamed - began_bytes) / (now - began_s) if index else 0.0,
                 draft_nodes=text.batched.seat.target.tree_nodes,
             )
-
-
-def _tell_bug(error: Exception) -> None:
-    """Shows what is a bug of ours: it ends the texts that it concerns, and not the engine."""
-    if not isinstance(error, SpecexecError):
-        traceback.print_exception(error)
