@@ -1,5 +1,5 @@
-"""The lab: benchmarks, the papers' tables, simulations and training, beside the program itself.
+"""The lab: benchmarks, the papers' tables, simulations and training, apart from the program itself.
 
-Nothing outside this package imports it. Its commands join the command line through the entry points
-`specexec.commands` of pyproject.toml, as those of any other package can.
+Nothing outside this package imports it. Its commands are added to the command line by the entry
+points `specexec.commands` in pyproject.toml, as any other package's commands can be.
 """

@@ -1,11 +1,11 @@
-"""Trains the classifier of the policy disco, and says what it is worth beside fixed lengths.
+"""Trains the classifier of the policy disco, and compares it with fixed lengths.
 
-All of it happens on texts that the target has written: the draft model reads along (teacher
-forcing), and a drafted token is accepted if it is the text's own. As long as a draft is accepted
-its prefix is the text's, so what a chain of any length would have met from any position on is
-known exactly, and a policy's latency is counted, not sampled (Mamou et al., arXiv:2405.04304,
-appendix D.1). Once an iteration ends with its first wrong token, the next begins behind it: so an
-oracle's iterations meet every token of a text once.
+Both use texts that the target has written. The draft model reads along (teacher forcing), and a
+drafted token is accepted if it is the text's own. As long as drafts are accepted, the draft model's
+prefix is the text's. So the result of a chain of any length from any position is known exactly, and
+a policy's latency is counted, not sampled (Mamou et al., arXiv:2405.04304, appendix D.1). When an
+iteration ends with its first wrong token, the next one begins after that token, so an oracle's
+iterations meet every token of a text once.
 """
 
 from __future__ import annotations
@@ -24,64 +24,65 @@ from torch import nn
 from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.search import Floats, Ints
 
-LONGEST = 32  # drafts that are looked at
-_LENGTHS = (2, 4, 8, 16, LONGEST)  # of which one is the classifier's maximum
+LONGEST = 32  # longest chains that are considered
+_LENGTHS = (2, 4, 8, 16, LONGEST)  # possible maxima for the classifier's chains
 _THRESHOLDS = np.arange(0.02, 1.0, 0.02)
 _HIDDEN = 64
-STEPS = 600  # of Adam, over all examples at once
+STEPS = 600  # training steps of Adam, each over all examples
 
 Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of the target as the draft model saw it, one entry per token."""
+    """The draft model's predictions along a text of the target, one entry per token."""
 
     signals: Floats  # (n, 11) see scoring.signals
     accepted: Bools  # (n,) the draft model's first choice was the token
-    # (n,) 1 - TV(draft, target), TV being the total variation distance of the two distributions
+    # (n,) 1 - TV(draft, target), where TV is the total variation distance of the two distributions
     # over the vocabulary
     conformity: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What the two models take on this machine, in seconds."""
+    """The seconds that the two models take on this machine."""
 
-    target_s: float  # a target pass
-    draft_s: float  # a draft step
+    target_s: float  # seconds of a target pass
+    draft_s: float  # seconds of a draft step
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Policies on the same texts. Seconds are per token.
+    """The results of several policies on the same texts. Seconds are per token.
 
-    F1 is of 'the next token is accepted', of each token once: as an oracle's iterations meet it.
+    F1 scores the prediction 'the next token is accepted', once for each token, as an oracle's
+    iterations meet it.
     """
 
     plain_s: float  # without drafting
     static_length: int
     static_s: float
-    static_5_s: float  # with five draft tokens always, the paper's other static length
+    static_5_s: float  # with always five draft tokens, the paper's other static length
     heuristic_s: float  # with transformers' schedule, the paper's dynHeur
     disco_s: float
     oracle_s: float
     static_f1: float
     disco_f1: float
-    always_f1: float  # of saying yes to every token
-    oracle_length: float  # accepted tokens of an oracle's iteration: the mean (table 2)
+    always_f1: float  # F1 of predicting acceptance for every token
+    oracle_length: float  # mean accepted tokens in an oracle's iteration (table 2)
     oracle_deviation: float
-    # of each text: seconds with the static length, with the classifier, and tokens
+    # for each text: seconds with the static length, seconds with the classifier, and tokens
     by_text: Sequence[tuple[float, float, int]]
 
     @property
     def gain(self) -> float:
-        """Latency saved over the static length, as a share of the latter's (table 5)."""
+        """The latency saved, as a share of the latency with the static length (table 5)."""
         return 1.0 - self.disco_s / self.static_s
 
     @property
     def gain_over_heuristic(self) -> float:
-        """Latency saved over the dynamic heuristic, likewise."""
+        """The latency saved, as a share of the latency with the dynamic heuristic."""
         return 1.0 - self.disco_s / self.heuristic_s
 
 
@@ -89,9 +90,10 @@ _Item = TypeVar("_Item")
 
 
 def split(items: Sequence[_Item], seed: int) -> tuple[list[_Item], list[_Item], list[_Item]]:
-    """Random parts to train, to validate and to test on: three fifths, one fifth and one fifth.
+    """Random parts for training, validation and tests: three fifths, one fifth and one fifth.
 
-    Source: "randomly selected samples" (appendix B; table 3 has 500, 80 and 80). At least five.
+    There must be at least five items.
+    Source: "randomly selected samples" (appendix B; table 3 has 500, 80 and 80).
     """
     order = random.Random(seed).sample(range(len(items)), len(items))
     fifth = len(items) // 5
@@ -100,7 +102,7 @@ def split(items: Sequence[_Item], seed: int) -> tuple[list[_Item], list[_Item], 
 
 
 def examples(texts: Sequence[Text]) -> tuple[Floats, Floats]:
-    """What the classifier learns from: features (n, FEATURES), and conformity (n,).
+    """The classifier's training examples: features (n, FEATURES), and conformity (n,).
 
     One example per token of a text: the draft model reads the text and drafts one token at each
     position (appendix D.1).
@@ -114,12 +116,12 @@ def examples(texts: Sequence[Text]) -> tuple[Floats, Floats]:
 def train(
     features: Floats, conformity: Floats, progress: Callable[[], None] = lambda: None
 ) -> dict[str, Floats]:
-    """The classifier's tensors; the same for the same examples.
+    """Trains the classifier; returns its tensors, which are the same for the same examples.
 
     It predicts "the conformity between" the two models "by employing cross-entropy loss with" the
-    total variation distance (section 4). Read here: the cross-entropy between the classifier's
-    probability C and the conformity 1 - TV, which is how likely rejection sampling accepts a token,
-    -(1 - TV) log C - TV log(1 - C).
+    total variation distance (section 4). We take this as the cross-entropy between the classifier's
+    probability C and the conformity 1 - TV (the probability that rejection sampling accepts a
+    token): -(1 - TV) log C - TV log(1 - C).
     """
     mean, deviation = features.mean(axis=0), features.std(axis=0)
     scale = 1.0 / np.maximum(deviation, 1e-6)
@@ -147,7 +149,7 @@ def train(
 
 
 def tune(tensors: dict[str, Floats], texts: Sequence[Text], costs: Costs) -> Classifier:
-    """The threshold and maximum with the least latency on these texts."""
+    """The classifier with the threshold and maximum that have the least latency on these texts."""
     any_one = Classifier(tensors, 0.0, LONGEST)
     chances = [_chances(any_one, text) for text in texts]
     best = (np.inf, 0.0, 1)
@@ -166,15 +168,15 @@ def best_static(texts: Sequence[Text], costs: Costs) -> int:
 def evaluate(
     classifier: Classifier, static_length: int, texts: Sequence[Text], costs: Costs
 ) -> Evaluation:
-    """The classifier beside a fixed length, no drafting, and the oracle.
+    """Compares the classifier with a fixed length, no drafting, and the oracle.
 
     Args:
-        static_length: the best one of other texts, as the classifier's threshold is.
+        static_length: the best length on other texts, on which the threshold was chosen too.
     """
     chances = [_chances(classifier, text) for text in texts]
     lengths = [_lengths(c, classifier.threshold, classifier.max_length) for c in chances]
-    # The oracle drafts no wrong token: its passes and draft steps in figure 3, 27 and 129, add up
-    # to the text, a token each.
+    # The oracle drafts no wrong token: in figure 3 its 27 passes and 129 draft steps give one token
+    # each, which add up to the text.
     oracle = [_runs(text) for text in texts]
     iterations = np.concatenate([oracle_lengths(text) for text in texts])
     accepted = np.concatenate([text.accepted for text in texts])
@@ -209,16 +211,17 @@ def latency(texts: Sequence[Text], lengths: Sequence[Ints], costs: Costs) -> flo
     """Seconds per token of decoding the texts with chains.
 
     Args:
-        lengths: per text (n,), tokens drafted if an iteration begins at a position.
+        lengths: for each text (n,), the tokens to draft if an iteration begins at a position.
     """
     return _counted(texts, lambda number, at: int(lengths[number][at]), costs)
 
 
 def heuristic_latency(texts: Sequence[Text], costs: Costs) -> float:
-    """The same with the dynamic heuristic (section 4, dynHeur SL).
+    """Seconds per token with chains of the dynamic heuristic's length (section 4, dynHeur SL).
 
-    Its length goes on from text to text: two more after a draft that was accepted whole, one less
-    otherwise, from five on. Source: the schedule "heuristic" of transformers' GenerationConfig.
+    The length begins at five, grows by two after a chain that was accepted completely, shrinks by
+    one otherwise, and is kept from text to text.
+    Source: the schedule "heuristic" of transformers' GenerationConfig.
     """
     length = 5
 
@@ -235,11 +238,11 @@ def _counted(
     costs: Costs,
     told: Callable[[bool], None] = lambda whole: None,
 ) -> float:
-    """Seconds per token.
+    """Seconds per token of decoding the texts with chains.
 
     Args:
-        wanted: (number of the text, position) -> tokens that an iteration would draft there.
-        told: whether what was drafted was accepted whole.
+        wanted: (number of the text, position) -> tokens to draft there.
+        told: called after each iteration with whether all drafted tokens were accepted.
     """
     passes = steps = tokens = 0
     for number, text in enumerate(texts):
@@ -255,8 +258,8 @@ def iterations(text: Text, wanted: Callable[[int], int]) -> Iterator[tuple[int, 
     """Decodes a text with chains: yields drafted and accepted tokens of each iteration.
 
     Args:
-        wanted: position -> tokens to draft there. Fewer are where the text ends: its last token is
-            never drafted, since the pass gives it for free.
+        wanted: position -> tokens to draft there. Fewer are drafted near the end of the text: its
+            last token is never drafted, because the pass gives it as bonus token.
     """
     runs, at = _runs(text), 0
     while at < len(runs):
@@ -267,13 +270,13 @@ def iterations(text: Text, wanted: Callable[[int], int]) -> Iterator[tuple[int, 
 
 
 def f1(predicted: Bools, true: Bools) -> float:
-    """The F1 score of the positive class; 0 where nothing is found."""
+    """The F1 score of the positive class; 0 without a true positive."""
     hits = float((predicted & true).sum())
     return 2.0 * hits / max(float(predicted.sum() + true.sum()), 1.0)
 
 
 def _runs(text: Text) -> Ints:
-    """(n,) how many tokens from each position on would be accepted in a row."""
+    """(n,) number of tokens, from each position on, that would be accepted in a row."""
     runs = np.zeros(len(text.accepted) + 1, dtype=np.int64)
     for at in range(len(text.accepted) - 1, -1, -1):
         runs[at] = runs[at + 1] + 1 if text.accepted[at] else 0
@@ -287,12 +290,12 @@ def _static(texts: Sequence[Text], length: int) -> list[Ints]:
 def oracle_lengths(text: Text) -> Ints:
     """(iterations,) accepted tokens of each iteration of an oracle (section 3, table 2, figure 5).
 
-    Each iteration goes to the first wrong token, in whose place stands the target's own.
+    Each iteration goes on to the first wrong token, which the target's own token replaces.
     """
     depths = _oracle_depths(text)
     ends = np.flatnonzero(~text.accepted)
     found = depths[ends] - 1
-    if len(text.accepted) and text.accepted[-1]:  # the text ends within an iteration
+    if len(text.accepted) and text.accepted[-1]:  # the last iteration has no wrong token
         found = np.append(found, depths[-1])
     return np.asarray(found, dtype=np.int64)
 
@@ -300,19 +303,20 @@ def oracle_lengths(text: Text) -> Ints:
 def by_normalized_index(lengths: Sequence[Ints], width: float) -> tuple[list[float], list[float]]:
     """Mean oracle lengths over the normalized index of the iteration (appendix A, figures 4, 6).
 
-    Of a text with n iterations the i-th, from 0, has the index i / (n - 1); a text with one has 0.
+    In a text with n iterations, iteration i (from 0) has the index i / (n - 1); a single iteration
+    has index 0.
 
     Args:
-        lengths: oracle_lengths of each text.
-        width: of a bucket of indices.
+        lengths: the oracle_lengths of each text.
+        width: width of a bucket of indices.
     Returns:
-        Where each bucket begins that has a length, and the mean of its lengths.
+        the beginning of each bucket that has lengths, and the mean of its lengths.
     """
     buckets: dict[int, list[int]] = {}
     for found in lengths:
         last = max(len(found) - 1, 1)
         for i, length in enumerate(found.tolist()):
-            # a share of 1 belongs to the last bucket; the small number is for rounding
+            # index 1 belongs to the last bucket; the small number is against rounding errors
             bucket = min(int(i / last / width + 1e-9), round(1.0 / width) - 1)
             buckets.setdefault(bucket, []).append(length)
     ordered = sorted(buckets.items())
@@ -320,7 +324,7 @@ def by_normalized_index(lengths: Sequence[Ints], width: float) -> tuple[list[flo
 
 
 def _oracle_depths(text: Text) -> Ints:
-    """(n,) how far into an oracle's iteration each token is met, from 1."""
+    """(n,) each token's place in its oracle iteration, from 1."""
     depths = np.zeros(len(text.accepted), dtype=np.int64)
     for at in range(len(depths)):
         depths[at] = depths[at - 1] + 1 if at and text.accepted[at - 1] else 1
@@ -328,19 +332,19 @@ def _oracle_depths(text: Text) -> Ints:
 
 
 def _features(text: Text) -> Floats:
-    """(n, FEATURES): the signals, and the position from the beginning of the generation, from 1."""
+    """(n, FEATURES): the signals, and the token's position in the generation, from 1."""
     return np.column_stack([text.signals, np.arange(1.0, len(text.accepted) + 1)])
 
 
 def _chances(classifier: Classifier, text: Text) -> Floats:
-    """(n,) how likely the classifier finds it that each token is accepted."""
+    """(n,) the classifier's probability that each token is accepted."""
     return classifier.probabilities(_features(text))
 
 
 def _lengths(chances: Floats, threshold: float, longest: int) -> Ints:
-    """(n,) tokens drafted from each position on: to the first doubtful one, that one included."""
+    """(n,) tokens drafted from each position on, up to and including the first doubtful one."""
     lengths = np.zeros(len(chances), dtype=np.int64)
-    to_doubt = 0  # tokens from here to the next doubtful one, that one included
+    to_doubt = 0  # tokens from here up to and including the next doubtful one
     for at in range(len(chances) - 1, -1, -1):
         to_doubt = 1 if chances[at] < threshold else to_doubt + 1
         lengths[at] = min(to_doubt, longest)

@@ -1,7 +1,7 @@
-"""One adapter per dataset: a record becomes a prompt in the form the papers used.
+"""Adapters, one for each dataset: they turn a record into a prompt in the form the papers used.
 
-A chat prompt is put into the target's own chat template; templates that a file was written with
-(and the malformed ones of SpecExec's OpenAssistant sample) are taken off first.
+Chat prompts get the target's own chat template. Templates that a file already contains (such as the
+malformed ones in SpecExec's OpenAssistant sample) are removed first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Message = tuple[str, str]  # role (user or assistant), text
 
 
 class RecordError(Exception):
-    """What is wrong with a record."""
+    """A record that cannot be read; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Prompt:
     """A text to continue, or a conversation to answer."""
 
     id: str
-    messages: tuple[Message, ...]  # of a raw prompt: one, by the user
+    messages: tuple[Message, ...]  # a raw prompt has one message, by the user
     chat: bool
 
     @property
@@ -32,24 +32,24 @@ class Prompt:
         return "\n\n".join(text for _, text in self.messages)
 
 
-# (record, its number) -> a prompt, or None where the record is not one
+# (record, its number) -> a prompt, or None if the record is to be skipped
 Adapt = Callable[[Any, int], Prompt | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Where a dataset is found and how it is read."""
+    """The places of a dataset and the function that reads its records."""
 
     name: str
     adapt: Adapt
-    files: tuple[str, ...]  # usual names in a data folder
+    files: tuple[str, ...]  # the dataset's usual file names in a data folder
     hub: tuple[str, ...]  # arguments of datasets.load_dataset
     split: str
-    parts: bool = False  # whether the hub has splits to train, to validate and to test on
+    parts: bool = False  # whether the hub has splits for training, validation and tests
 
 
 def raw(name: object, text: str) -> Prompt:
-    """A text to continue."""
+    """A prompt whose text is to be continued."""
     if not isinstance(text, str):
         raise RecordError(f"the prompt is {type(text).__name__}, not text")
     if not text.strip():
@@ -58,7 +58,7 @@ def raw(name: object, text: str) -> Prompt:
 
 
 def chat(name: object, *turns: str) -> Prompt:
-    """A conversation whose turns alternate, the user's first and last."""
+    """A prompt of alternating turns; the user has the first and the last."""
     messages = tuple(
         ("assistant" if number % 2 else "user", raw(name, turn).text.strip())
         for number, turn in enumerate(turns)
@@ -67,7 +67,7 @@ def chat(name: object, *turns: str) -> Prompt:
 
 
 def _open_assistant(record: Any, number: int) -> Prompt | None:
-    """SpecExec's sample: [id, text] in a Llama-2 template with broken tags; or OASST1's rows."""
+    """Reads SpecExec's sample ([id, text], Llama-2 template with broken tags) or OASST1's rows."""
     if isinstance(record, Mapping):
         if record["role"] != "prompter" or record.get("parent_id") is not None:
             return None
@@ -82,7 +82,7 @@ def _open_assistant(record: Any, number: int) -> Prompt | None:
 
 
 def _mt_bench(record: Any, number: int) -> Prompt:
-    """First turns: FastChat's question file, the hub's, or SpecExec's without its template."""
+    """The first turn, from FastChat's questions, the hub, or SpecExec's file with a template."""
     if isinstance(record, Mapping) and "turns" in record:
         return chat(record.get("question_id", number), record["turns"][0])
     if isinstance(record, Mapping):
@@ -92,7 +92,7 @@ def _mt_bench(record: Any, number: int) -> Prompt:
 
 
 def _long_text(record: Any, number: int) -> Prompt | None:
-    """WikiText-2 and C4: heads of articles, to continue. Lines too short for one are left out."""
+    """WikiText-2 and C4: beginnings of articles to continue. Too short lines are skipped."""
     if not isinstance(record, Mapping):
         name, text = record
         return raw(name, text)
@@ -101,27 +101,27 @@ def _long_text(record: Any, number: int) -> Prompt | None:
 
 
 def _human_eval(record: Any, number: int) -> Prompt:
-    """The prompt as it is: DSI, appendix B.2, and DISCO, appendix B.2."""
+    """The unchanged prompt, as in DSI, appendix B.2, and DISCO, appendix B.2."""
     return raw(record["task_id"], record["prompt"])
 
 
 def _mbpp(record: Any, number: int) -> Prompt:
-    """The task and one test: DSI, figure 2, and DISCO, figure 7.
+    """The task and one test, as in DSI, figure 2, and DISCO, figure 7.
 
-    The quotation marks are part of the prompt, as in the evaluation harness that both follow:
-    code models read a docstring.
+    The quotation marks are part of the prompt, which code models read as a docstring. Both papers
+    follow an evaluation harness that does the same.
     """
     task, test = record.get("text") or record["prompt"], record["test_list"][0]
     return raw(record.get("task_id", number), f'"""{task}\n{test}\n"""')
 
 
 def _cnn_dailymail(record: Any, number: int) -> Prompt:
-    """DSI, figure 3, and DISCO, figure 8; the quotation marks there are Python's."""
+    """The prompt of DSI, figure 3, and DISCO, figure 8, without those figures' Python quotes."""
     return raw(record.get("id", number), f"Summarize:\n{record['article']}\nSummary:\n")
 
 
 def _alpaca(record: Any, number: int) -> Prompt:
-    """DSI, figures 4 and 5, and DISCO, figures 9 and 10: Stanford Alpaca's own form."""
+    """Stanford Alpaca's own prompt, as in DSI, figures 4 and 5, and DISCO, figures 9 and 10."""
     given = (record.get("input") or "").strip()
     head = "Below is an instruction that describes a task"
     head += ", paired with an input that provides further context. " if given else ". "
@@ -132,7 +132,7 @@ def _alpaca(record: Any, number: int) -> Prompt:
 
 
 def any_record(record: Any, number: int) -> Prompt:
-    """A text, an [id, text] pair, or an object with a usual field."""
+    """Reads a text, an [id, text] pair, or an object with a usual field."""
     if isinstance(record, str):
         return raw(number, record)
     if isinstance(record, Sequence) and len(record) == 2:

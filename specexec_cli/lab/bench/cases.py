@@ -1,4 +1,4 @@
-"""The cross-product of a bench: methods, trees and temperatures. Torch-free."""
+"""The cases of a bench: all combinations of methods, trees and temperatures. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError, nearest
 
 BASELINE: BenchMethod = "autoregressive"
-DISTRIBUTED: tuple[BenchMethod, ...] = ("dsi", DSI_REJECTION)  # of a session with workers
+DISTRIBUTED: tuple[BenchMethod, ...] = ("dsi", DSI_REJECTION)  # methods that need workers
 
 
 def methods() -> tuple[BenchMethod, ...]:
-    """What can be measured, the baseline first."""
+    """All methods that can be measured, the baseline first."""
     return (BASELINE, *SOURCES, *DISTRIBUTED)
 
 
 def is_chain(method: BenchMethod) -> bool:
-    """Whether it drafts one path, sized by a speculation length."""
+    """Whether a method drafts one path, whose size is the speculation length."""
     return method in SOURCES and SOURCES[method].one_path
 
 
 def same_distribution(method: BenchMethod) -> bool:
-    """Whether its text has the target's distribution alone; all others' is the baseline's own."""
+    """Whether a method's text only shares the target's distribution, not the baseline's tokens."""
     return method == DSI_REJECTION or (method in SOURCES and SOURCES[method].drawn)
 
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """How dsi runs, as its session was opened."""
+    """The settings of an open session of the method dsi."""
 
-    sp: int  # target servers
+    sp: int  # SP degree: target servers at once
     lookahead: int
-    place: str  # their devices, or the Ray cluster
-    more_drafts: tuple[str, ...] = ()  # models beside the pair's own draft model
+    place: str  # the workers' devices, or the Ray cluster
+    more_drafts: tuple[str, ...] = ()  # draft models besides the pair's own
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One cell of the cross-product."""
+    """One combination of method, tree and sampling."""
 
     method: BenchMethod
     tree: TreeConfig | None  # None for the baseline, and for dsi
     sampling: SamplingConfig
     max_tokens: int
-    workers: Workers | None = None  # of dsi
+    workers: Workers | None = None  # only for dsi
 
     @property
     def label(self) -> str:
@@ -69,7 +69,7 @@ class Case:
         return f"{variant(self.settings())} {self.tree.budget}{size}"
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides the result, for the row and its key; the seed is the row's."""
+        """Everything that decides the result, for the row and its key, except the row's seed."""
         sampling = asdict(self.sampling)
         del sampling["seed"]
         drafts = self.tree or self.workers
@@ -78,10 +78,10 @@ class Case:
 
 
 def variant(settings: Mapping[str, Any]) -> str:
-    """The method's name, and every setting of its trees that is not the default.
+    """The method's name and all of its tree's settings that are not the default.
 
     Args:
-        settings: Case.settings.
+        settings: the result of Case.settings().
     """
     words = [settings["method"]]
     if settings.get("policy", "fixed") != "fixed":
@@ -99,17 +99,17 @@ def variant(settings: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """What a bench measures: every combination of these values, one list per option."""
+    """The values that a bench combines, one list per option."""
 
     methods: Sequence[str]
-    budgets: Sequence[int]  # empty: the recommended tree's
-    depths: Sequence[int]  # likewise
-    lengths: Sequence[int]  # of chains: draft tokens per iteration
+    budgets: Sequence[int]  # empty: the recommended tree's budget
+    depths: Sequence[int]  # empty: the recommended tree's depth
+    lengths: Sequence[int]  # speculation lengths of chains
     scorings: Sequence[DraftScoring] = ("noise",)
-    policies: Sequence[str] = ("fixed",)  # a method passes over those that cannot size its trees
+    policies: Sequence[str] = ("fixed",)  # a method skips policies that cannot size its trees
     calibrated: Sequence[bool] = (True,)
-    past: Sequence[bool] = (False,)  # other methods than specexec's have no such nodes
-    overlap: Sequence[Overlap] = ("off",)  # nor do they draft beside a pass
+    past: Sequence[bool] = (False,)  # only for specexec
+    overlap: Sequence[Overlap] = ("off",)  # only for specexec
     sampling: Sequence[SamplingConfig]
     max_tokens: int
     baseline_tokens: int
@@ -132,12 +132,12 @@ class Grid:
             raise ConfigError("`max_tokens` and `baseline_tokens` must be 1 or more")
 
     def cases(self, recommended: TreeConfig, workers: Workers | None = None) -> list[Case]:
-        """Every combination once, the baseline of each sampling first.
+        """Every combination once, with each sampling's baseline first.
 
         Args:
-            workers: of dsi, where it is among the methods.
+            workers: the settings of dsi, if it is among the methods.
         Raises:
-            ConfigError: a tree that cannot be.
+            ConfigError: a combination is no possible tree.
         """
         found: dict[Case, None] = {}
         for sampling in self.sampling:
@@ -176,7 +176,7 @@ class Grid:
             ]
         trees = []
         for budget in self.budgets or (recommended.budget,):
-            # a depth that was not given yields to the budget, as in `generate`
+            # a recommended depth is cut to the budget, as in `generate`
             depths = self.depths or (min(recommended.max_depth, max(budget, 1)),)
             trees += [replace(recommended, budget=budget, max_depth=depth) for depth in depths]
         return trees

@@ -1,7 +1,8 @@
-"""How much of the target's probability the draft's k likeliest tokens cover (SpecExec, 5.1).
+"""Measures how much target probability the draft model's k likeliest tokens have (SpecExec, 5.1).
 
-It bounds what any draft tree can reach: a node's children can only be right if the target's mass
-lies on the tokens the draft ranks first. The target's own k likeliest tokens are the upper bound.
+This coverage bounds the success of any draft tree: a node's children can only be right if the
+target's probability is on the tokens that the draft model ranks first. The coverage by the target's
+own k likeliest tokens is the upper bound.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """Means over positions, one entry per k."""
+    """Target probability of the k likeliest tokens, averaged over positions; one entry per k."""
 
     top_k: tuple[int, ...]
-    draft_mass: tuple[float, ...]  # of the target's probability, on the draft's top k
-    target_mass: tuple[float, ...]  # on its own top k
+    draft_mass: tuple[float, ...]  # target probability of the draft model's top k
+    target_mass: tuple[float, ...]  # target probability of the target's own top k
     positions: int
 
 
 def covered(target_logits: Tensor, draft_logits: Tensor, ranks: Sequence[int]) -> Tensor:
-    """Mass of each row's target distribution on the draft's first tokens.
+    """Target probability, row by row, of the draft model's k likeliest tokens.
 
     Args:
-        target_logits, draft_logits: (rows, vocab), the draft's vocabulary at most as large.
+        target_logits, draft_logits: (rows, vocab); the draft model's vocabulary may be smaller.
         ranks: values of k.
     Returns:
         (rows, len(ranks)) float32
@@ -47,10 +48,10 @@ def covered(target_logits: Tensor, draft_logits: Tensor, ranks: Sequence[int]) -
 
 
 def check_settings(sampling: SamplingConfig, ranks: Sequence[int]) -> None:
-    """Checks settings of measure_coverage, before time is spent on opening models.
+    """Checks the settings of measure_coverage before models are opened, which takes time.
 
     Raises:
-        ConfigError: a temperature of 0, at which the target has no distribution; bad ranks.
+        ConfigError: the temperature is 0, so that the target has no distribution, or ranks are bad.
     """
     if sampling.temperature == 0.0:
         raise ConfigError("coverage needs `temperature` above 0: greedy text has no distribution")
@@ -65,7 +66,7 @@ def measure_coverage(
     max_tokens: int,
     ranks: Sequence[int],
 ) -> Coverage:
-    """Coverage at the positions of texts that the target writes itself."""
+    """Measures coverage at all positions of texts that the target writes."""
     draft_sum, target_sum, positions = [0.0] * len(ranks), [0.0] * len(ranks), 0
     for prompt in prompts:
         generation = GenerationConfig(max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""Prompts by dataset name or file. An adapter turns one record into a prompt; it is one entry.
+"""Loads prompts by dataset name or from a file; adapters turn records into prompts.
 
 `--dataset NAME` looks for the dataset's usual file in the data folder, then asks the `datasets`
 package; `--dataset NAME=FILE` reads a file as that dataset; `--dataset FILE` reads any file whose
@@ -26,7 +26,7 @@ DATASET_NAMES = (BUILT_IN, *ADAPTERS)
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Some prompts and where they are from."""
+    """Prompts and their source."""
 
     name: str
     source: str  # file or hub id
@@ -34,7 +34,7 @@ class Dataset:
 
     @property
     def sha256(self) -> str:
-        """A digest of ids and messages: results are compared where it is the same."""
+        """A digest of ids and messages; only results with equal digests are compared."""
         content = [[prompt.id, prompt.chat, prompt.messages] for prompt in self.prompts]
         return hashlib.sha256(json.dumps(content, ensure_ascii=False).encode()).hexdigest()
 
@@ -47,18 +47,18 @@ def load_dataset(
     part: str | None = None,
     seed: int | None = None,
 ) -> Dataset:
-    """Prompts of a dataset: the first `count`, or as many at random.
+    """Loads prompts of a dataset: the first `count`, or `count` at random.
 
-    A hub's dataset is streamed, not downloaded whole.
+    A dataset on the hub is streamed, not downloaded completely.
 
     Args:
         reference: NAME, FILE or NAME=FILE.
-        data_folder: where a NAME's file is looked for.
-        part: split of a dataset on the hub; its adapter's unless told.
-        seed: the prompts are drawn by it, each as likely as any other; of a hub's dataset as far
-            as a buffer of 10,000 rows holds.
+        data_folder: the folder in which a NAME's file is looked for.
+        part: split of a dataset on the hub; None is the adapter's.
+        seed: None takes the first prompts. With a seed all prompts are equally likely; those of a
+            hub's dataset only within a buffer of 10,000 rows.
     Raises:
-        ConfigError: unknown, missing, malformed (with the line) or empty.
+        ConfigError: the dataset is unknown, missing, empty or malformed; the message has the line.
     """
     name, equals, file = reference.partition("=")
     if equals and name in ADAPTERS:
@@ -80,7 +80,7 @@ def load_dataset(
 
 
 def _built_in(count: int, seed: int | None) -> Dataset:
-    """Prompts that the demo pair was not trained on, code and questions by turns."""
+    """Prompts that the demo pair was not trained on; code and questions alternate."""
     path = Path(__file__).parents[2] / "demo" / "heldout_prompts.json"
     prompts = list(_adapted(read_records(path), any_record))
     kinds = ([p for p in prompts if not p.chat], [p for p in prompts if p.chat])
@@ -107,7 +107,7 @@ def _by_name(
         rows = datasets.load_dataset(*adapter.hub, split=part or adapter.split, streaming=True)
         if seed is not None:
             rows = rows.shuffle(seed=seed, buffer_size=10_000)
-    except Exception as error:  # the package raises what the hub, the disk or a script raises
+    except Exception as error:  # the package may raise any error of the hub, a disk or a script
         raise ConfigError(f"cannot load dataset '{adapter.name}' from the hub: {error}") from error
     source = f"hub: {'/'.join(adapter.hub)}"
     records = ((f"{source}, row {number}", row) for number, row in enumerate(rows, start=1))
@@ -135,7 +135,7 @@ def _adapted(records: Iterable[tuple[str, Any]], adapt: Any) -> Iterator[Prompt]
 
 
 def _chosen(prompts: Iterator[Prompt], count: int, seed: int | None) -> list[Prompt]:
-    """The first `count`, or as many at random, where there is a seed; all where there are fewer."""
+    """The first `count` prompts, or `count` random ones with a seed; all if there are fewer."""
     if seed is None:
         return list(islice(prompts, count))
     every = list(prompts)

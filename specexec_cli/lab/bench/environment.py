@@ -1,4 +1,4 @@
-"""What a result needs beside it to be believed: commit, versions, hardware, how bytes were read."""
+"""Records the circumstances of a result: commit, versions, hardware, and how bytes were read."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The source tree's commit, '-dirty' where files were changed; None outside a checkout."""
+    """The source tree's commit, with '-dirty' if files were changed; None outside a checkout."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -64,10 +64,10 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def link(session: TextSession) -> dict[str, Any]:
-    """How fast the weights can come at best, measured now, and how they come.
+    """Measures how fast weights can be streamed at best, and says how they are streamed.
 
     Raises:
-        StreamError: the disk fails.
+        StreamError: the disk cannot be read.
     """
     from specexec_cli.catalog.hub import fetch
     from specexec_cli.models.arithmetic_probe import probe_memory
@@ -93,8 +93,8 @@ def link(session: TextSession) -> dict[str, Any]:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Lets the process's peaks begin anew, where the system offers it (Linux)."""
-    # where it does not, the peak is that of the process so far: never less than the run's own
+    """Resets the process's peak memory, where the system allows it (Linux)."""
+    # elsewhere the peak is the whole process's, which is never less than the run's
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     if device.startswith("cuda"):

@@ -1,7 +1,7 @@
-"""What DSI's analysis asks of a pair: TTFT and TPOT of both models, and the acceptance rate.
+"""Measures a pair for DSI's analysis: TTFT and TPOT of both models, and the acceptance rate.
 
 Source: Timor et al., arXiv:2405.14105, section 4, "Experiments with LLMs": 50 prompts of a dataset
-are drawn uniformly at random; of each 20 tokens are timed and 256 are compared.
+are drawn uniformly at random; 20 tokens of each are timed, and 256 are compared.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _WARMUP_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """One model alone: seconds, means over the prompts, and the text of each prompt by its id."""
+    """One model's mean seconds over all prompts, and its texts."""
 
-    ttft_s: float  # to the first token
-    tpot_s: float  # per token behind it
-    texts: Mapping[str, tuple[int, ...]]
+    ttft_s: float  # seconds to the first token
+    tpot_s: float  # seconds per later token
+    texts: Mapping[str, tuple[int, ...]]  # prompt id -> tokens
 
 
 def measure_model(
@@ -39,11 +39,11 @@ def measure_model(
     match_tokens: int,
     done: Callable[[], None],
 ) -> ModelTimes:
-    """Times and texts of the session's target, which decodes without any draft.
+    """Times the session's target, which decodes without drafts.
 
     Args:
-        prompts: those that leave the model no room for a text are passed over.
-        timed_tokens: the first so many tokens of a text are timed, 2 or more.
+        prompts: the prompts; those that leave no room for a text are skipped.
+        timed_tokens: number of a text's first tokens that are timed, 2 or more.
         match_tokens: length of the texts, at least timed_tokens.
         done: called after each prompt.
     Raises:
@@ -72,7 +72,7 @@ def measure_model(
 def _decode(
     session: TextSession, prompt: BenchPrompt, sampling: SamplingConfig, tokens: int
 ) -> tuple[list[int], list[float]]:
-    """The tokens, and the seconds after which each was there; the cache is empty at the start."""
+    """Decodes with an empty cache; returns the tokens and the seconds after which each came."""
     session.forget()
     text: list[int] = []
     ends: list[float] = []
@@ -89,7 +89,7 @@ def _decode(
 
 
 def mean_matches(target: ModelTimes, draft: ModelTimes) -> float:
-    """n: tokens up to the first that differs, averaged over the prompts of both.
+    """Mean number n of equal first tokens, over the prompts that both models have continued.
 
     Raises:
         ConfigError: no prompt fits both models.
@@ -102,5 +102,5 @@ def mean_matches(target: ModelTimes, draft: ModelTimes) -> float:
 
 
 def acceptance_rate(matches: float) -> float:
-    """1 - 1 / (1 + n), the rate whose geometric distribution accepts n drafts on average."""
+    """1 - 1 / (1 + n): at this acceptance rate, n drafts are accepted in a row on average."""
     return 1 - 1 / (1 + matches)

@@ -1,6 +1,6 @@
-"""The field's numbers, from the steps of one generation and over many. Knows no model.
+"""Computes the field's metrics from the steps of one generation, and over many generations.
 
-What each time includes is in TIMING, which every result carries.
+TIMING says what each time includes; every result contains it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from specexec_cli.core import GenerationStats, StepResult
 
-# Written beside the numbers, so that none is read as something else.
+# stored beside the numbers, so that none is misread
 TIMING: Mapping[str, str] = {
     "tokens_per_s": "generated tokens over wall time; prefill and first pass included",
     "ttft_s": "to the end of the first pass: prefill of the prompt and verification of one tree",
@@ -27,7 +27,7 @@ TIMING: Mapping[str, str] = {
     "peak_ram_bytes": "of the process during the run, models included",
 }  # fmt: skip
 
-# Metrics of a run that are averaged over runs; None where a run has no such number.
+# metrics of a run that are averaged over runs; a run may lack some (None)
 AVERAGED = (
     "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
     "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "draft_hidden_s", "verify_s",
@@ -40,12 +40,12 @@ Metrics = dict[str, float | int | None]
 
 
 def improvement_factor(acceptance: float, length: int, cost_ratio: float) -> float:
-    """Speedup of a chain over plain decoding that theory expects.
+    """The theoretical speedup of a chain over plain decoding.
 
     Args:
-        acceptance: probability that a draft token that is tested is kept; `token_acceptance_rate`.
+        acceptance: probability that a tested draft token is accepted; `token_acceptance_rate`.
         length: draft tokens per iteration.
-        cost_ratio: time of a draft pass over that of a target pass.
+        cost_ratio: time of a draft pass divided by the time of a target pass.
     Source: Leviathan et al., arXiv:2211.17192, theorem 3.8.
     """
     committed: float = sum(acceptance**i for i in range(length + 1))
@@ -59,14 +59,14 @@ def run_metrics(
     link_bytes_per_s: float | None,
     is_chain: bool,
 ) -> Metrics:
-    """Numbers of one generation.
+    """The metrics of one generation.
 
     Args:
-        link_bytes_per_s: what the probe measured, for the shares of it.
-        is_chain: whether acceptance rates mean something.
+        link_bytes_per_s: the probed rate of the link, of which metrics state shares.
+        is_chain: whether the drafts were chains, for which acceptance rates are defined.
     """
     passes = stats.target_passes
-    asked = stats.experts_asked  # 0 where no experts come one by one
+    asked = stats.experts_asked  # 0 unless experts come one by one
     bytes_per_pass = stats.bytes_streamed / passes
     streams = link_bytes_per_s is not None and stats.bytes_streamed > 0
     link_share = roofline_share = None
@@ -104,7 +104,7 @@ def run_metrics(
 
 
 def _chain_counts(steps: Sequence[StepResult]) -> tuple[int, int, int]:
-    """Draft tokens accepted, proposed, and tested: those behind a rejection are not tested."""
+    """Counts accepted, proposed and tested draft tokens; those after a rejection are not tested."""
     accepted = proposed = tested = 0
     for step in steps:
         kept = sum(step.drafted)
@@ -115,9 +115,9 @@ def _chain_counts(steps: Sequence[StepResult]) -> tuple[int, int, int]:
 
 
 def ratio_and_error(parts: Sequence[float], wholes: Sequence[float]) -> tuple[float, float]:
-    """The sum of `parts` over that of `wholes`, and its standard error; infinite for one sample.
+    """The sum of `parts` over that of `wholes`, and its standard error (infinite for one sample).
 
-    Error by linearisation of a ratio of sums: with r the ratio and n samples,
+    The error comes from linearising a ratio of sums: with r the ratio and n samples,
     sqrt(n / (n - 1) * sum((part - r * whole)^2)) / sum(wholes) (Cochran, Sampling Techniques,
     section 2.11, without the correction for finite populations).
     """
@@ -132,14 +132,14 @@ def ratio_and_error(parts: Sequence[float], wholes: Sequence[float]) -> tuple[fl
 def paired_difference(
     one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]
 ) -> tuple[float, float]:
-    """The ratio of `one` less that of `other`, and its standard error; infinite for one sample.
+    """The ratio of `one` minus that of `other`, and its standard error (infinite for one sample).
 
-    What the samples have in common, such as a prompt that is easy for both, is no part of the
-    error. By linearisation: with e the difference of both samples' (part - ratio * whole) / mean
-    whole, it is sqrt(sum(e^2) / (n (n - 1))) (Cochran, Sampling Techniques, section 6.3).
+    The error excludes what both have in common, such as a prompt that is easy for both. It comes
+    from linearising: with e the difference of both samples' (part - ratio * whole) / mean whole, it
+    is sqrt(sum(e^2) / (n (n - 1))) (Cochran, Sampling Techniques, section 6.3).
 
     Args:
-        one, other: (part, whole) of each sample, in the same order; the longer one is cut off.
+        one, other: (part, whole) of each sample, in the same order; the longer list is cut.
     """
     count = min(len(one), len(other))
     ratios, rests = [], []
@@ -169,7 +169,7 @@ def spread(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
-    """Linear interpolation between the sorted samples."""
+    """A quantile, by linear interpolation between the sorted samples."""
     ordered = sorted(samples)
     at = share * (len(ordered) - 1)
     low = math.floor(at)

@@ -1,9 +1,9 @@
-"""Rows of the papers' tables, shown beside ours where the pair is the same.
+"""Rows of the papers' tables, shown beside our rows of the same pair.
 
-Copied from the texts: SpecExec, arXiv:2406.02532v3, tables 1 to 4, and DISCO, arXiv:2405.04304,
-tables 1 to 4 (its table 5 follows from table 1). The one table of DSI, arXiv:2405.14105v1, is in
-simulate/table.py, where it is simulated. The papers print names of models, not repositories: those
-here are the repositories of models.toml, and the usual ones where it has none.
+Copied from SpecExec, arXiv:2406.02532v3, tables 1 to 4, and DISCO, arXiv:2405.04304, tables 1 to 4
+(its table 5 follows from table 1). The only table of DSI, arXiv:2405.14105v1, is in
+simulate/table.py, which simulates it. The papers print names of models, not repositories. Here are
+the repositories of models.toml, or the usual ones of models that it does not have.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PaperRow:
     hardware: str
     target: str  # hub id
     # The tables write 'Llama2-7b / 70b GPTQ', and appendix C says that the 7B draft model is
-    # quantized too: both may be meant, so both are the row's.
+    # quantized too. It is unclear which is meant, so a row lists both draft models.
     drafts: tuple[str, ...]
     dataset: str  # by its adapter's name
     temperature: float
@@ -48,11 +48,11 @@ class PaperRow:
     budget: int
     generation_rate: float  # tokens per target pass
     tokens_per_s: float
-    speedup: float  # over autoregressive decoding from the same place
+    speedup: float  # over autoregressive decoding with the same offloading
 
     @property
     def source(self) -> str:
-        """Where it is printed."""
+        """The table in which the row is printed."""
         return f"SpecExec, table {self.table}"
 
 
@@ -64,7 +64,7 @@ def _rows(
     dataset: str,
     *printed: tuple[float, Literal["SX", "SI"], int, float, float, float],
 ) -> list[PaperRow]:
-    """Rows of one pair and dataset: (t, method, budget, generation rate, tok/s, speedup)."""
+    """Rows of one pair and dataset, from (t, method, budget, generation rate, tok/s, speedup)."""
     methods = {"SX": "specexec", "SI": "specinfer"}
     return [
         PaperRow(table, hardware, target, drafts, dataset, t, methods[name], k, rate, speed, gain)
@@ -114,7 +114,7 @@ ROWS: tuple[PaperRow, ...] = (
 
 
 def rows_for(target: str, draft: str | None, device: str = "") -> list[PaperRow]:
-    """Published rows of a pair, by hub ids; those of the same hardware first.
+    """The published rows of a pair, given by hub ids; rows of the same hardware come first.
 
     Args:
         device: the name that the machine gives its GPU, such as 'NVIDIA GeForce RTX 4090'.
@@ -125,33 +125,33 @@ def rows_for(target: str, draft: str | None, device: str = "") -> list[PaperRow]
 
 @dataclass(frozen=True, slots=True)
 class DiscoRow:
-    """What DISCO's paper prints of one dataset; temperature 0, one A100 with 80 GB."""
+    """The numbers that DISCO's paper prints for one dataset; temperature 0, one A100 with 80 GB."""
 
     dataset: str  # by its adapter's name
     target: str  # hub id
     draft: str
-    samples: tuple[int | None, int | None, int]  # table 3: to train, to validate, to test on
-    # Table 1, milliseconds per token; static_5: five draft tokens always; static_best: the length
-    # that is best on the validation set.
+    samples: tuple[int | None, int | None, int]  # table 3: for training, validation and tests
+    # Table 1, milliseconds per token. static_5 always drafts five tokens; static_best drafts the
+    # length that is best on the validation set.
     target_ms: float
     heuristic_ms: float
     static_5_ms: float
     static_best_ms: float
     disco_ms: float
     oracle_ms: float
-    oracle_length: float  # table 2: mean draft tokens of the oracle, and their deviation
+    oracle_length: float  # table 2: the oracle's mean draft tokens, and below their deviation
     oracle_deviation: float
-    f1_static: float | None = None  # table 4; none of HumanEval, which has no validation set
+    f1_static: float | None = None  # table 4; None for HumanEval, which has no validation set
     f1_disco: float | None = None
 
     @property
     def gain(self) -> float:
-        """Table 5's improvement of latency over the best static length, a share of the latter."""
+        """The latency saved, as a share of the latency of the best static length (table 5)."""
         return 1.0 - self.disco_ms / self.static_best_ms
 
     @property
     def gain_over_heuristic(self) -> float:
-        """Table 5's improvement of latency over the dynamic heuristic."""
+        """The latency saved, as a share of the dynamic heuristic's latency (table 5)."""
         return 1.0 - self.disco_ms / self.heuristic_ms
 
 
@@ -171,5 +171,5 @@ DISCO_ROWS = (
 
 
 def disco_rows_for(target: str, draft: str) -> list[DiscoRow]:
-    """DISCO's rows of a pair, by hub ids."""
+    """DISCO's rows of a pair, given by hub ids."""
     return [row for row in DISCO_ROWS if (row.target, row.draft) == (target, draft)]

@@ -1,7 +1,7 @@
-"""Random prompts to train, to validate and to test on: from a dataset's own splits, if it has any.
+"""Draws random prompts for training, validation and tests, from a dataset's own splits if any.
 
-Source: DISCO, arXiv:2405.04304, appendix B and table 3. MBPP and CNN-DM have the three splits;
-HumanEval has none to train on; of Alpaca, which has one, the parts are disjoint.
+Source: DISCO, arXiv:2405.04304, appendix B and table 3. MBPP and CNN-DM have all three splits.
+HumanEval has none for training. Alpaca has only one split, of which disjoint parts are taken.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from specexec_cli.lab.bench.adapters import ADAPTERS, Prompt
 from specexec_cli.lab.bench.datasets import Dataset, load_dataset
 
 PARTS = ("train", "validation", "test")
-Counts = tuple[int, int, int]  # prompts of each part
+Counts = tuple[int, int, int]  # number of prompts in each part
 
 _EVERY = 1 << 20
-# MBPP's splits by task: README of google-research/mbpp; 1 to 10 are for prompts of examples
+# MBPP's splits by task number: README of google-research/mbpp; tasks 1 to 10 serve as examples
 _MBPP = {"train": range(601, 975), "validation": range(511, 601), "test": range(11, 511)}
 
 
 def load_parts(
     reference: str, *, data_folder: Path, counts: Counts, seed: int, at_most: bool = False
 ) -> dict[str, Dataset]:
-    """The parts of a dataset, by the names of PARTS.
+    """Draws the parts of a dataset, by the names of PARTS.
 
     Args:
-        reference: NAME, FILE or NAME=FILE, as load_dataset takes it.
-        counts: prompts of each part; a part of none is left empty.
-        seed: the same one chooses the same prompts.
-        at_most: where the dataset has fewer, all of them is no error: of each split what it has,
-            and without splits of its own in these proportions.
+        reference: NAME, FILE or NAME=FILE, as in load_dataset.
+        counts: number of prompts in each part; a part of 0 is empty.
+        seed: equal seeds choose equal prompts.
+        at_most: whether fewer prompts are no error. A dataset with splits then gives what each
+            split has; one without gives all its prompts, in the proportions of `counts`.
     Raises:
-        ConfigError: as load_dataset, and where there are too few.
+        ConfigError: as in load_dataset, or if there are too few prompts.
     """
     pools, source, name = _pools(reference, data_folder, counts, seed)
     found = {}
@@ -42,10 +42,10 @@ def load_parts(
     if at_most:
         available = [len(pools[part]) for part in PARTS]
         train, validation, test = map(min, counts, available)
-        # where they share one pool, in their proportions
+        # parts that share one pool keep their proportions
         counts = scaled(counts, available[0]) if len(shuffled) == 1 else (train, validation, test)
     for part, count in zip(PARTS, counts, strict=True):
-        pool = shuffled[id(pools[part])]  # parts may share one: what is taken is gone
+        pool = shuffled[id(pools[part])]  # may be shared, so taken prompts are removed below
         if len(pool) < count:
             raise ConfigError(
                 f"dataset {name} has {len(pool)} prompts left for its part '{part}', not {count}"
@@ -58,7 +58,7 @@ def load_parts(
 def _pools(
     reference: str, data_folder: Path, counts: Counts, seed: int
 ) -> tuple[Mapping[str, list[Prompt]], str, str]:
-    """What each part is drawn from, where it is from, and the dataset's name."""
+    """The pool of prompts for each part, their source, and the dataset's name."""
     adapter = ADAPTERS.get(reference)
     on_hub = adapter is not None and not any(
         (data_folder / file).is_file() for file in adapter.files
@@ -85,7 +85,7 @@ def _pools(
 
 
 def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]] | None:
-    """MBPP's own splits; None of a file that has not all of it."""
+    """MBPP's own splits; None if a split has no prompts in this file."""
     parts = {
         part: [prompt for prompt in prompts if prompt.id.isdigit() and int(prompt.id) in tasks]
         for part, tasks in _MBPP.items()
@@ -94,7 +94,7 @@ def _by_task(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]] | None:
 
 
 def scaled(counts: Counts, most: int) -> Counts:
-    """Parts in the same proportions, of `most` prompts together at most."""
+    """Scales the counts down, in the same proportions, to at most `most` prompts together."""
     total = sum(counts)
     if most >= total:
         return counts

@@ -1,4 +1,4 @@
-"""The papers' figures from results, with matplotlib (the `plots` extra)."""
+"""Draws the papers' figures from results, with matplotlib (the `plots` extra)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _METHOD_STYLE = {
 def draw_all(
     summaries: Sequence[Summary], coverages: Sequence[Row], folder: Path, form: str
 ) -> list[Path]:
-    """Draws every figure that the results have numbers for.
+    """Draws every figure for which the results have numbers.
 
     Args:
         form: png or svg.
@@ -53,7 +53,7 @@ def draw_all(
 
 
 def _panels(summaries: Sequence[Summary]) -> list[list[Summary]]:
-    """What belongs into one figure: all but method and tree is the same."""
+    """Groups summaries for figures: those of a group differ only in method and tree."""
     panels: dict[str, list[Summary]] = {}
     for summary in summaries:
         case, environment = summary["case"], summary["environment"]
@@ -63,7 +63,7 @@ def _panels(summaries: Sequence[Summary]) -> list[list[Summary]]:
 
 
 def new_figure(title: str, height: float = _SIZE[1]) -> tuple[Any, Any]:
-    """A figure of these columns' width, and its axes.
+    """A new figure of the usual width, and its axes.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -89,7 +89,7 @@ _SPEED: tuple[str, str] = ("tokens_per_s", "tokens per second, prefill included"
 
 
 def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label: str) -> Any:
-    """One line per method over its budget (speculation length, for chains), p20 to p80 shaded."""
+    """Draws a line for each method over its budget (or speculation length), shaded p20 to p80."""
     figure, axes = new_figure(title)
     budgets: set[int] = set()
     drafted = [s for s in summaries if s["case"]["method"] in _METHOD_STYLE]
@@ -125,7 +125,7 @@ def _against_budget(summaries: Sequence[Summary], title: str, metric: str, label
 
 
 def _time_split(summaries: Sequence[Summary], title: str) -> Any:
-    """Seconds per generated token: drafting, streaming at the link's best, the rest of a pass."""
+    """Draws seconds per token: drafting, streaming at the link's best rate, rest of the passes."""
     figure, axes = new_figure(title, 1.2 + 0.25 * len(summaries))
     parts: dict[str, list[float]] = {"draft": [], "stream at the link's rate": [],
                                      "rest of the passes": [], "other": []}  # fmt: skip
@@ -153,7 +153,7 @@ def _time_split(summaries: Sequence[Summary], title: str) -> Any:
 
 
 def _coverage(rows: Sequence[Row]) -> Any:
-    """SpecExec's figure 2: the target's probability on the k likeliest draft tokens."""
+    """Draws SpecExec's figure 2: the target probability of the k likeliest draft tokens."""
     figure, axes = new_figure("Probability of the target covered by the k likeliest tokens")
     ranks: set[int] = set()
     for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Labels for --policy disco: what a draft model says along texts of the target, and is it right."""
+"""Collects labels for --policy disco: a draft model's predictions along texts of the target."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from specexec_cli.drafting.search import Floats
     from specexec_cli.session import TextSession
 
-_DIGITS = 6  # kept of the signals, so that a text read back is the text collected
+_DIGITS = 6  # decimals kept of signals, so that a text read from the file equals the collected one
 
 
 class LabelsFile:
-    """One line per text; what is there is not collected again. A line torn by a crash is dropped.
+    """The file of labels, one line per text. Texts in it are not collected again.
+
+    A line that a crash has cut off is dropped.
 
     Raises:
-        ConfigError: a line that is none of ours.
+        ConfigError: a line of the file is not a label.
     """
 
     def __init__(self, path: Path) -> None:
@@ -61,7 +63,7 @@ class LabelsFile:
         return self._texts[key]
 
     def add(self, key: str, text: Text) -> None:
-        """Keeps a text at once: an interrupt loses the one under way alone."""
+        """Writes a text at once, so that an interrupt only loses the text under way."""
         record = {"key": key, "signals": text.signals.tolist(),
                   "accepted": text.accepted.tolist(),
                   "conformity": text.conformity.tolist()}  # fmt: skip
@@ -78,7 +80,7 @@ def collect(
     max_tokens: int,
     labels: LabelsFile,
 ) -> Iterator[Text]:
-    """One text per prompt, those in the file first of all from there."""
+    """Collects one text for each prompt, or takes it from the file if it is there."""
     for prompt in prompts:
         settings: list[Any] = [prompt.tokens, repr(sampling), max_tokens]
         key = hashlib.sha256(json.dumps(settings).encode()).hexdigest()
@@ -106,10 +108,11 @@ def conformities(target_logits: Tensor, draft_logits: Tensor) -> Floats:
     """1 - TV of two models' distributions over the vocabulary, row by row.
 
     TV is half the sum of |draft - target| (DISCO, arXiv:2405.04304, section 4), so 1 - TV is the
-    sum of the smaller of both. Tokens that the draft model lacks have no probability there.
+    sum over tokens of the smaller probability. Tokens that the draft model lacks have draft
+    probability 0.
 
     Args:
-        target_logits, draft_logits: (rows, vocab), the draft's vocabulary at most as large.
+        target_logits, draft_logits: (rows, vocab); the draft model's vocabulary may be smaller.
     Returns:
         (rows,) between 0 and 1.
     """
@@ -119,7 +122,7 @@ def conformities(target_logits: Tensor, draft_logits: Tensor) -> Floats:
 
 
 def measure_costs(session: TextSession, prompt: BenchPrompt, tokens: int = 24) -> Costs:
-    """Seconds of a target pass and of a draft step, in chains of four."""
+    """Measures the seconds of a target pass and of a draft step, with chains of four tokens."""
     tree = TreeConfig(budget=4, max_depth=4, batch=1)
     steps = list(
         session.generate(
@@ -127,7 +130,7 @@ def measure_costs(session: TextSession, prompt: BenchPrompt, tokens: int = 24) -
             generation=GenerationConfig(max_tokens=tokens),
         )
     )  # fmt: skip
-    drafted = [step for step in steps[1:] if step.tree_nodes]  # the first carries the prompt
+    drafted = [step for step in steps[1:] if step.tree_nodes]  # the first pass runs the prompt
     if not drafted:
         raise ConfigError("the text of the first prompt is too short to measure costs on: name "
                           "them with `target_ms` and `draft_ms`")  # fmt: skip

@@ -1,4 +1,4 @@
-"""Records of a data file: JSON, JSON lines, either of them gzipped, or Parquet."""
+"""Reads the records of a data file: JSON or JSON lines, also gzipped, or Parquet."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 from specexec_cli.errors import ConfigError
 from specexec_cli.guarded import parse_json
 
-# Keys under which an object may hold the list of records.
+# keys under which a JSON object may hold the list of records
 _LIST_KEYS = ("data", "rows", "prompts", "examples")
 
 
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields (where it is, record), for messages that name the place.
+    """Yields (place, record); the place is for error messages.
 
     Raises:
-        ConfigError: the file cannot be read, or a line of it is not JSON.
+        ConfigError: the file cannot be read, or one of its lines is not JSON.
     """
     if path.suffix == ".parquet":
         yield from _parquet(path)
@@ -39,13 +39,13 @@ def _text(path: Path) -> str:
         return (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except (OSError, EOFError) as error:  # also gzip.BadGzipFile
+    except (OSError, EOFError) as error:  # gzip.BadGzipFile is an OSError
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot read the dataset {path}: {reason}") from error
 
 
 def _is_one_document(text: str) -> bool:
-    """Whether a file that is not called .jsonl holds one JSON value; a list always does."""
+    """Whether a file not named .jsonl holds one JSON value; a list is always taken as one."""
     if not text.startswith("{"):
         return True
     first_line, _, rest = text.partition("\n")

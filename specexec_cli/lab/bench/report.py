@@ -1,4 +1,4 @@
-"""Results compared: tables, coverage, the papers' rows beside ours, and figures."""
+"""Reports results: tables, coverage, the papers' rows beside ours, and figures."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def make_report(
     figure_format: str,
     width: int | None = None,
 ) -> tuple[str, list[Path]]:
-    """The report's text, and the figures that were drawn.
+    """Writes a report; returns its text and the paths of the figures.
 
     Args:
-        figures: folder to draw into, or None.
-        width: columns of the terminal that tables are for, or None.
+        figures: folder for figures, or None for no figures.
+        width: columns of the terminal for tables, or None for any width.
     Raises:
-        ConfigError: a file that cannot be read, no result in any of them, or no matplotlib.
+        ConfigError: a file cannot be read, there is no result, or matplotlib is not installed.
     """
     rows = [row for path in paths for row in read_results(path)]
     if not rows:
@@ -68,7 +68,7 @@ def _machine_readable(
 
 
 def _origin(row: Row) -> str:
-    """Where a result comes from, for the notes."""
+    """The origin of a result, for the notes."""
     config, environment = row["config"], row["environment"]
     hardware = environment["hardware"]
     devices = ", ".join(hardware["gpus"]) or f"{hardware['cpu']}, {hardware['cores']} cores"
@@ -85,7 +85,7 @@ def coverage_row(
     max_tokens: int,
     found: Coverage,
 ) -> Row:
-    """A coverage measurement as a row of the results file."""
+    """The row of the results file for a coverage measurement."""
     config = row_config(session, dataset)
     case = {
         "temperature": sampling.temperature, "max_tokens": max_tokens, "seed": sampling.seed,
@@ -107,7 +107,7 @@ def coverage_row(
 
 
 def coverage_table(rows: Sequence[Row], form: str, width: int | None = None) -> str:
-    """Mass of the target's distribution by k: on the draft's first tokens, and on its own."""
+    """A table of target probability by k: of the draft's first tokens and of the target's own."""
     header = ["pair", "temp", "k", "draft's top k", "target's top k"]
     cells = [
         [row["config"]["pair"], f"{row['case']['temperature']:g}", str(k), f"{d:.1%}", f"{t:.1%}"]
@@ -124,7 +124,7 @@ def coverage_table(rows: Sequence[Row], form: str, width: int | None = None) -> 
 def _beside_papers(summaries: Sequence[Summary], form: str, width: int | None) -> list[str]:
     """The papers' rows of our pairs and ours, one table per pair and device."""
     parts = []
-    # macro averages are what the program of SpecExec's authors prints
+    # macro averages, as printed by the program of SpecExec's authors
     header = ["from", "method", "data", "temp", "budget", "tok/pass macro", "micro", "tok/s macro",
               "speedup"]  # fmt: skip
     pairs: dict[tuple[str, str | None, str], list[Summary]] = {}

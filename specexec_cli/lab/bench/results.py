@@ -1,4 +1,4 @@
-"""The results file: one JSON object per line, appended as each run ends, so none is lost."""
+"""The results file: one JSON object per line, appended when a run ends, so that none is lost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Row = dict[str, Any]
 
 
 def row_config(session: TextSession, dataset: Dataset) -> dict[str, Any]:
-    """What a row says of the models, the machine and the prompts it was measured with.
+    """The part of a row that names models, machine and prompts.
 
     A model is named by its weights, since a repository may hold several GGUF files.
     """
@@ -36,16 +36,16 @@ def row_config(session: TextSession, dataset: Dataset) -> dict[str, Any]:
 
 
 def row_key(parts: Mapping[str, Any]) -> str:
-    """Identifies a run by everything that decides it; a finished one is not run again."""
+    """A key for a run, made of everything that decides it; finished runs are not repeated."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
 def read_results(path: Path) -> list[Row]:
-    """Every row, the last one of each key; a line torn by a crash at the very end is left out.
+    """All rows, only the last for each key; a last line that a crash has cut off is left out.
 
     Raises:
-        ConfigError: the file cannot be read, or a line is not a result; names the line.
+        ConfigError: the file cannot be read, or a line is not a result; the message names the line.
     """
     try:
         text = path.read_text("utf-8")
@@ -60,7 +60,7 @@ def read_results(path: Path) -> list[Row]:
         try:
             row = parse_json(line)
         except ValueError as error:
-            if number == len(lines):  # no newline behind it: it was being written
+            if number == len(lines):  # without a line break: writing it was interrupted
                 break
             raise ConfigError(f"{path}, line {number}: not JSON: {error}") from error
         if wrong := problems(row):
@@ -70,7 +70,7 @@ def read_results(path: Path) -> list[Row]:
 
 
 class ResultsFile:
-    """Appends rows; knows the keys that are there."""
+    """Appends rows to the file, and knows the keys of all its rows."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -82,7 +82,7 @@ class ResultsFile:
             raise ConfigError(f"cannot write results to {path}: {error.strerror}") from error
 
     def _mend_torn_line(self) -> None:
-        """Ends the file at its last whole line, so that the next row does not join a torn one."""
+        """Cuts the file after its last whole line, so that the next row begins on a new line."""
         with self.path.open("ab+") as file:
             file.seek(0)
             whole, newline, tail = file.read().rpartition(b"\n")
@@ -96,10 +96,10 @@ class ResultsFile:
                 file.write(b"\n")
 
     def append(self, row: Row) -> None:
-        """Writes one row through to the file.
+        """Writes one row and flushes it to the file.
 
         Raises:
-            ConfigError: the disk refuses it.
+            ConfigError: the row cannot be written.
         """
         wrong = problems(row)
         assert not wrong, wrong

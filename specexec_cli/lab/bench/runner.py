@@ -28,15 +28,15 @@ WARMUP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class BenchPrompt:
-    """A prompt as the target's tokens."""
+    """A prompt, encoded as the target's tokens."""
 
     id: str
     tokens: tuple[int, ...]
-    form: str  # chat: in the model's own template; raw: as it is
+    form: str  # "chat": in the model's own template; "raw": unchanged
 
     @property
     def sha256(self) -> str:
-        """The digest by which the results file knows the prompt again."""
+        """The digest by which the results file identifies the prompt."""
         return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()
 
 
@@ -51,14 +51,14 @@ class Run:
 
     @property
     def seed(self) -> int:
-        """Repeats differ by seed; cases of one repeat share it, so their texts can be compared."""
+        """The repeat's seed, which all cases share, so that their texts can be compared."""
         return self.case.sampling.seed + self.repeat
 
 
 def encode_prompts(
     session: TextSession, dataset: Dataset, max_tokens: int
 ) -> tuple[list[BenchPrompt], list[str]]:
-    """The dataset's prompts as tokens, and the ids of those too long for the context window.
+    """The dataset's prompts as tokens, and the ids of prompts too long for the context window.
 
     Raises:
         ConfigError: every prompt is too long.
@@ -86,8 +86,10 @@ def encode_prompts(
 def interleaved(
     cases: Sequence[Case], sets: Sequence[tuple[Dataset, Sequence[BenchPrompt]]], repeats: int
 ) -> Iterator[Run]:
-    """Every run; cases take turns at each prompt and the first turn goes around, so that a
-    machine that becomes slower or faster in the middle does so for all of them."""
+    """All runs, in an order that treats all cases alike if the machine's speed changes.
+
+    At each prompt the cases take turns, and each prompt begins with the next case.
+    """
     turn = 0
     for repeat in range(repeats):
         for dataset, prompts in sets:
@@ -102,7 +104,7 @@ class Bench:
     """Measures runs in one session and appends them to a results file.
 
     Args:
-        distributed: the session of the method dsi, where it is measured too.
+        distributed: the session of the method dsi, if dsi is measured too.
     """
 
     def __init__(
@@ -118,12 +120,12 @@ class Bench:
         self._results = results
         self._env = env
         self._link = link
-        # no case learns from another; warm-up runs are short, and of the same case
+        # Each case learns only from its own runs, warm-up included.
         self._learned: dict[tuple[Any, ...], Learned] = {}
-        self._texts: dict[tuple[str, Case, int], list[int]] = {}  # of the baseline
+        self._texts: dict[tuple[str, Case, int], list[int]] = {}  # the baseline's texts
 
     def key(self, run: Run) -> str:
-        """Identifies the run in the results file."""
+        """The run's key in the results file."""
         return row_key(
             {
                 "config": row_config(self._session, run.dataset),
@@ -135,14 +137,14 @@ class Bench:
         )
 
     def warm_up(self, cases: Sequence[Case], prompt: BenchPrompt, rounds: int) -> None:
-        """Generates a few tokens with every case; what it teaches is all that is kept."""
+        """Generates a few tokens with every case; only what the drafters learn is kept."""
         for _ in range(rounds):
             for case in cases:
                 short = replace(case, max_tokens=min(WARMUP_TOKENS, case.max_tokens))
                 self._generate(short, prompt, case.sampling.seed)
 
     def measure(self, runs: Sequence[Run], done: Callable[[Row], None]) -> list[Row]:
-        """Runs what is not in the results file yet; `done` is told of each row that was run."""
+        """Runs all runs that the results file lacks; `done` is called with each new row."""
         rows = []
         for run in runs:
             row = self._results.rows.get(self.key(run))
@@ -179,7 +181,7 @@ class Bench:
         )
 
     def _continuation(self, case: Case, prompt: BenchPrompt, seed: int) -> list[int]:
-        """The text that the oracle must know, by the baseline."""
+        """The text that the policy oracle must know, written by the baseline."""
         if case.tree is None or case.tree.policy != "oracle":
             return []
         baseline = replace(case, method=BASELINE, tree=None)

@@ -1,4 +1,4 @@
-"""What a row of the results file holds, and a check of it."""
+"""The fields of a row in the results file, and a check of rows."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ SCHEMA = 1
 _NUMBER = (int, float)
 _MAYBE_NUMBER = (int, float, NoneType)
 _MAYBE_TEXT = (str, NoneType)
-_MOST = 1e18  # of any number in a row
+_MOST = 1e18  # greatest number allowed in a row
 
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """A list of numbers, or of lists of them, of a shape; -1 is any length."""
+    """A nested list of numbers with a given shape; -1 stands for any length."""
 
     shape: tuple[int, ...] = (-1,)
 
     def holds(self, value: object) -> bool:
-        """Whether a value is such a list."""
+        """Whether a value is a list of this shape."""
         try:
             numbers(value, self.shape, -_MOST, _MOST)
         except ValueError:
@@ -84,7 +84,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
 
 
 def problems(row: object) -> list[str]:
-    """What is wrong with a row; nothing, if it is a result."""
+    """The errors of a row; empty if the row is a valid result."""
     if not isinstance(row, Mapping) or row.get("kind") not in list(FIELDS):
         return [f"'kind' is not one of {', '.join(FIELDS)}"]
     found = _compare(row, FIELDS[row["kind"]], "")
@@ -92,7 +92,7 @@ def problems(row: object) -> list[str]:
         found.append(f"schema {row['schema']} is not {SCHEMA}: written by another version")
     if not found and row["kind"] == "run" and row["metrics"]["total_s"] <= 0:
         found.append("'metrics.total_s' is not above 0")
-    if not found and row["kind"] == "run":  # and what only some versions count
+    if not found and row["kind"] == "run":  # fields that only some versions write
         found += _compare(row["metrics"], dict.fromkeys(row["metrics"], _MAYBE_NUMBER), "metrics")
     return found
 

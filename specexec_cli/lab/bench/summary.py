@@ -1,4 +1,4 @@
-"""Rows of results, taken together case by case and set against the baseline."""
+"""Summarizes rows of results case by case, and compares each case with the baseline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Summary = dict[str, Any]
 
 
 def summarize(rows: Iterable[Row]) -> list[Summary]:
-    """One summary per case, in the order in which the cases first appear."""
+    """One summary for each case, in the order of the cases' first rows."""
     groups: dict[str, list[Row]] = {}
     baselines: dict[str, Row] = {}
     for row in rows:
@@ -37,7 +37,7 @@ def _case_key(row: Row) -> str:
 
 
 def _prompt_key(row: Row) -> str:
-    """What a run shares with the baseline run it is compared to."""
+    """A key that is equal for a run and the baseline run to compare it with."""
     case = {name: row["case"][name] for name in _SAMPLING if name in row["case"]}
     environment = row["environment"]
     return json.dumps(
@@ -84,7 +84,7 @@ def _summary(rows: Sequence[Row], baselines: Mapping[str, Row]) -> Summary:
 
 
 def _speedup(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any] | None:
-    """tokens_per_s over the baseline's at the same prompt, temperature and seed."""
+    """Ratios of tokens_per_s to the baseline's, for equal prompt, temperature and seed."""
     if not pairs:
         return None
     ratios = [
@@ -97,13 +97,13 @@ def _speedup(pairs: Sequence[tuple[Row, Row]]) -> dict[str, Any] | None:
 
 
 def _per(rows: Sequence[Row], name: str) -> float:
-    """Tokens of all runs together over a metric of all."""
+    """The tokens of all runs divided by the sum of a metric over all runs."""
     whole: float = sum(row["metrics"][name] for row in rows)
     return float(sum(row["metrics"]["generated_tokens"] for row in rows)) / whole
 
 
 def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float | None:
-    """What the improvement factor of Leviathan et al. expects of a chain at these costs."""
+    """The speedup of a chain by Leviathan et al.'s improvement factor, from the measured costs."""
     case = rows[0]["case"]
     rates = [row["metrics"]["token_acceptance_rate"] for row in rows]
     rates = [rate for rate in rates if rate is not None]
@@ -117,12 +117,12 @@ def _predicted(rows: Sequence[Row], pairs: Sequence[tuple[Row, Row]]) -> float |
 
 
 def _same_text(pairs: Sequence[tuple[Row, Row]]) -> dict[str, int] | None:
-    """How many runs gave the baseline's very tokens; None where the method does not promise it."""
+    """How many runs have the baseline's exact tokens; None if the method does not promise that."""
     if not pairs or (same_distribution(pairs[0][0]["case"]["method"]) and _sampled(pairs[0][0])):
         return None
     same = 0
     for ours, plain in pairs:
-        common = min(len(ours["tokens"]), len(plain["tokens"]))  # one may have been cut shorter
+        common = min(len(ours["tokens"]), len(plain["tokens"]))  # one may have a lower limit
         same += ours["tokens"][:common] == plain["tokens"][:common]
     return {"same": same, "of": len(pairs)}
 

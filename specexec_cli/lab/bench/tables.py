@@ -1,4 +1,4 @@
-"""Summaries as a table for the terminal, Markdown, CSV or JSON. Text in, text out."""
+"""Writes summaries as a table for the terminal, as Markdown, CSV or JSON; returns text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _percent(name: str) -> Callable[[Summary], str]:
 
 
 def _tokens_per_s(summary: Summary) -> str:
-    """Of all runs together, as the speedup is; the deviation is between runs."""
+    """Tokens per second of all runs together, and the standard deviation between runs."""
     return f"{summary['tokens_per_s']:.2f} ±{summary['metrics']['tokens_per_s']['sd']:.2f}"
 
 
@@ -111,10 +111,10 @@ COLUMNS: tuple[Column, ...] = (
 def render(
     summaries: Sequence[Summary], form: str, notes: Sequence[str], width: int | None = None
 ) -> str:
-    """The summaries in one of FORMATS; notes go below a table and into the JSON.
+    """Writes the summaries in one of FORMATS; notes go below a table and into the JSON.
 
     Args:
-        width: columns of the terminal that a table is for; None where lines may be of any length.
+        width: columns of the terminal for a table; None allows lines of any length.
     """
     if form == "json":
         return json.dumps(
@@ -135,7 +135,7 @@ def render(
     return "\n".join([*aligned(header, rows, width), "", *below])
 
 
-_EMPTY = ("-", "0.00", "0.0")  # a column that says nothing else is left out
+_EMPTY = ("-", "0.00", "0.0")  # a column with only these cells is left out
 
 
 def _legend() -> list[str]:
@@ -155,10 +155,10 @@ def _legend() -> list[str]:
 def aligned(
     header: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None
 ) -> list[str]:
-    """Columns padded with spaces, the first to the left and the others to the right.
+    """A table with padded columns, the first aligned to the left and the others to the right.
 
-    Where they are wider than `width`, several tables one below the other, each with the first
-    column.
+    If it is wider than `width`, the columns are divided among several tables, each of which has the
+    first column.
     """
     table = [list(header), *map(list, rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
@@ -187,7 +187,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _csv(summaries: Sequence[Summary]) -> str:
-    """One line per case, every metric's mean, sd and quantiles in SI units."""
+    """CSV with a line per case: mean, standard deviation and quantiles of metrics, in SI units."""
     lines = [_flat(summary) for summary in summaries]
     out = io.StringIO()
     writer = csv.DictWriter(out, fieldnames=list(lines[0]), lineterminator="\n")
@@ -216,5 +216,5 @@ def _flat(summary: Summary) -> dict[str, Any]:
 
 
 def width() -> int | None:
-    """Columns of the terminal that tables go to; None in a file or a pipe."""
+    """Columns of the terminal; None if the output is a file or a pipe."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,4 +1,4 @@
-"""`specexec bench`: measure methods against plain decoding, and report what was measured."""
+"""`specexec bench`: measures methods against plain decoding, and reports the results."""
 
 from __future__ import annotations
 
@@ -123,14 +123,14 @@ def bench(
 
 
 def _at_least(given: dict[str, tuple[int, int]]) -> None:
-    """Refuses a number below the least that its option takes."""
+    """Refuses numbers below the minimum of their options."""
     for flag, (value, least) in given.items():
         if value < least:
             raise ConfigError(f"{flag} must be {least} or more, not {value}")
 
 
 def _tree(session: TextSession, batch: int | None) -> TreeConfig:
-    """The tree that is recommended for the pair, with the batch that was asked for, if any."""
+    """The tree recommended for the pair, with the user's batch if one was given."""
     recommended = session.pair.tree
     return TreeConfig(
         budget=recommended.budget, max_depth=recommended.max_depth,
@@ -150,7 +150,7 @@ def _measure(
     output: str,
     quiet: bool,
 ) -> None:
-    """Runs what is missing and prints the table of all; Ctrl-C prints what there is.
+    """Runs all missing runs and prints a table of all results; after Ctrl-C, of those so far.
 
     Args:
         distributed: the session that runs cases of the method dsi.

@@ -1,4 +1,4 @@
-"""Options of `specexec bench` that are comma lists: every combination of their items is a case."""
+"""Options of `specexec bench` that take comma lists; each combination of items is a case."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ class GridOptions:
         top_k: int,
         seed: int,
     ) -> Grid:
-        """The lists taken apart, with what all cases have in common.
+        """The grid of these lists, with the settings that all cases share.
 
         Raises:
-            ConfigError: a word that an option does not take, or no number.
+            ConfigError: an item is not a word that its option takes, or not a number.
         """
         from specexec_cli.lab.bench.cases import Grid
 
@@ -131,7 +131,7 @@ def words(value: str, flag: str) -> list[str]:
     """Splits a comma-separated option such as `demo,humaneval` into its items.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the option has no item.
     """
     found = [word.strip() for word in value.split(",") if word.strip()]
     if not found:
@@ -144,10 +144,10 @@ def _chosen(value: str, flag: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def numbers(value: str, flag: str, kind: type) -> list[Any]:
-    """Splits a comma-separated option such as `1,16,64` into numbers of a kind.
+    """Splits a comma-separated option such as `1,16,64` into numbers of type `kind`.
 
     Raises:
-        ConfigError: an item is none.
+        ConfigError: an item is not a number.
     """
     found = []
     for word in value.split(","):

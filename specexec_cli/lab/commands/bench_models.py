@@ -1,4 +1,4 @@
-"""Sessions of the commands that measure: one beside another, memory planned for their prompts."""
+"""Opens the sessions of commands that measure, with memory planned for their prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measured_request(
     max_tokens: int,
     several_drafts: bool = False,
 ) -> Request:
-    """The models, with memory planned for the longest of these prompts."""
+    """A request for the models, with memory planned for the longest of these prompts."""
     prompts = [prompt for one in sets for prompt in one.prompts]
     turns = max((len(prompt.messages) for prompt in prompts), default=1)
     text = max((prompt.text for prompt in prompts), key=len, default="")
@@ -34,7 +34,7 @@ def measured_request(
 
 
 def opened(request: Request, quiet: bool) -> TextSession:
-    """A session of models that are on this machine, with a bar while it loads."""
+    """Opens a session of models on this machine, and shows a bar while they load."""
     from specexec_cli.cli.render import LoadingBar, notice
     from specexec_cli.session import open_session
 
@@ -50,7 +50,7 @@ def opened(request: Request, quiet: bool) -> TextSession:
 def open_models(
     models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
 ) -> TextSession:
-    """A session with memory planned for the longest of these prompts, and a bar while it loads."""
+    """Opens a session with memory planned for the longest prompt; shows a bar while it loads."""
     request = measured_request(models, sets, max_tokens)
     fetch_first(request, yes=models.yes, quiet=quiet)
     return opened(request, quiet)
@@ -59,10 +59,10 @@ def open_models(
 def open_distributed(
     request: Request, wanted: DsiOptions, yes: bool, quiet: bool
 ) -> tuple[TextSession, Workers]:
-    """A session of the method dsi beside the other, and how it runs.
+    """Opens a session of the method dsi besides the other one; returns it with its settings.
 
     Raises:
-        ConfigError: DSI would not pay on these devices, and nobody has said how to run it.
+        ConfigError: DSI would not pay on these devices, and the user gave no numbers for it.
     """
     from specexec_cli.lab.bench.cases import Workers
 

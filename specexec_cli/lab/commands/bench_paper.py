@@ -1,4 +1,4 @@
-"""`specexec bench paper`: one table, figure, algorithm or theorem of a paper, run here."""
+"""`specexec bench paper`: reproduces one table, figure, algorithm or theorem of a paper."""
 
 from __future__ import annotations
 
@@ -147,12 +147,12 @@ def _shown(
 
 
 def _opener(models: option_groups.MeasuredModels, opened: ExitStack, quiet: bool) -> OpenSession:
-    """Opens the pair's session, or the target's with another draft model."""
+    """A function that opens the pair's session, or one with another draft model."""
     from specexec_cli.lab.commands.bench_models import open_models
     from specexec_cli.session import TextSession
 
     def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> TextSession:
-        opened.close()  # the one before: big models fit once
+        opened.close()  # closes the last session first: two big ones would not fit into memory
         named = models if draft is None else replace(models, draft=draft)
         return opened.enter_context(open_models(named, sets, tokens, quiet))
 

@@ -1,4 +1,4 @@
-"""`specexec measure`: a pair's latencies and acceptance rate, as input of `specexec simulate`."""
+"""`specexec measure`: measures a pair's latencies and acceptance rate for `specexec simulate`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def measure(
 def _told(
     dataset: str, target: ModelTimes, draft: ModelTimes, names: tuple[str, str], matches: float
 ) -> str:
-    """The table of both models' times, and below it how well they agree."""
+    """Text: a table of both models' times, and below it their agreement."""
     from specexec_cli.lab.bench.measure import acceptance_rate
     from specexec_cli.lab.bench.tables import aligned
 
@@ -114,7 +114,7 @@ def _both(
     lengths: tuple[int, int],
     quiet: bool,
 ) -> tuple[ModelTimes, ModelTimes, dict[str, str], tuple[str, str]]:
-    """Times of target and draft model, one after the other; the target's settings; both names."""
+    """Times the target, then the draft model; also returns the target's settings and both names."""
     from specexec_cli.catalog.registry import load_registry
     from specexec_cli.cli.fetching import fetch_first
     from specexec_cli.cli.render import CountBar

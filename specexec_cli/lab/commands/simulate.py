@@ -1,4 +1,4 @@
-"""`specexec simulate`: what distributed speculation would gain, before any GPU is rented."""
+"""`specexec simulate`: predicts the gain of distributed speculation before GPUs are rented."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def dsi(
 def _methods(
     pair: FakePair, tokens: int, lookaheads: Sequence[int], sp: int, seeds: Iterable[int]
 ) -> list[dict[str, Any]]:
-    """Each method's means over the texts of these seeds; SI has its best lookahead."""
+    """Each method's mean outcome over the texts of these seeds; SI has its best lookahead."""
     from specexec_cli.lab.simulate.methods import (
         mean,
         run_autoregressive,
@@ -122,7 +122,7 @@ def _methods(
 def _print_dsi(
     rows: Sequence[dict[str, Any]], lookaheads: str, tokens: int, bound_ms: float
 ) -> None:
-    """The table of methods, and below it what its words mean."""
+    """Prints a table of methods, and below it the meaning of its words."""
     header = ("method", "lookahead", "ms/token", "over SI", "over non-SI", "target forwards",
               "servers used", "GPU-s")  # fmt: skip
     _print_table(header, [
@@ -138,10 +138,10 @@ def _print_dsi(
 
 
 def _numbers(given: dict[str, float | None], measured: Path | None) -> dict[str, float]:
-    """Each number as it was given, else as it was measured.
+    """Each number as given by the user, else from the measured file.
 
     Raises:
-        ConfigError: neither, or a file that `specexec measure` did not write.
+        ConfigError: a number is missing in both, or `specexec measure` did not write the file.
     """
     found: dict[str, float] = {}
     if measured is not None:
@@ -335,7 +335,7 @@ def _positive(**options: int) -> None:
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Columns padded to their widest cell; text to the left, the rest to the right."""
+    """Prints a table with padded columns; text is aligned to the left, numbers to the right."""
     cells = [[str(cell) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     for row in cells:

@@ -1,4 +1,4 @@
-"""`specexec train-policy`: train the classifier of --policy disco for a pair."""
+"""`specexec train-policy`: trains the classifier of --policy disco for a pair."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 _DATA = "Prompts"
-_FEWEST = 5  # texts of a dataset: three to train on, one to tune on, one to test on
+_FEWEST = 5  # fewest texts of a dataset: three for training, one for tuning, one for tests
 
 
 TargetMs = Annotated[float | None, typer.Option(help="Time of a target pass. Default: measured.")]
@@ -124,7 +124,7 @@ def _save(
     costs: Costs,
     evaluations: dict[str, Evaluation],
 ) -> None:
-    """Keeps the classifier in the pair's folder, and what it was trained on."""
+    """Saves the classifier, and a note of its training data, in the pair's folder."""
     pair = session.pair
     assert pair.draft is not None
     classifier.save(
@@ -136,7 +136,7 @@ def _save(
 
 
 def _counts(splits: str, prompts: int) -> Counts:
-    """Prompts to train, to validate and to test on."""
+    """The numbers of prompts for training, validation and tests."""
     from specexec_cli.lab.commands.bench_grid import numbers
 
     if not splits:
@@ -151,7 +151,7 @@ def _counts(splits: str, prompts: int) -> Counts:
 def _sets(
     dataset: str, transfer: str, data: Path, counts: Counts, seed: int, *, at_most: bool
 ) -> dict[str, dict[str, Dataset]]:
-    """The parts of each dataset to train on, and the last part of each one to transfer to.
+    """The parts of each dataset for training, and the test part of each dataset for transfer.
 
     Raises:
         ConfigError: a dataset has too few prompts.
@@ -179,7 +179,7 @@ def _collect(
     max_tokens: int,
     quiet: bool,
 ) -> dict[str, dict[str, list[Text]]]:
-    """The texts of each part of each dataset."""
+    """Collects the texts of each part of each dataset."""
     from specexec_cli.cli.render import CountBar
     from specexec_cli.lab.bench.policy_labels import LabelsFile, collect
 
@@ -214,7 +214,7 @@ def _costs(
 def _train(
     texts: dict[str, dict[str, list[Text]]], costs: Costs, quiet: bool
 ) -> tuple[Classifier, dict[str, Evaluation]]:
-    """Trains, tunes and tests on the parts of all datasets that are for it."""
+    """Trains, tunes and tests a classifier on the training, validation and test parts."""
     from specexec_cli.cli.render import CountBar
     from specexec_cli.lab import training
 

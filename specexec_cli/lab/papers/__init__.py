@@ -1,6 +1,6 @@
 """The papers' tables, figures, algorithms and theorems as recipes: `specexec bench paper NAME`.
 
-Each file below is the recipes of one paper; registry.py says what a recipe is.
+Each file listed below holds recipes of one paper; registry.py explains recipes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,6 @@ from specexec_cli.lab.papers.registry import RECIPES, Claim, Finding, Recipe, Se
 
 __all__ = ["RECIPES", "Claim", "Finding", "Recipe", "Setting", "Table", "recipe"]
 
-# the files, in the order of the list that `specexec bench paper` prints
+# the files of recipes, in the order in which `specexec bench paper` lists them
 for _file in ("specexec_rates", "specexec_search", "disco", "dsi"):
     import_module(f"{__name__}.{_file}")

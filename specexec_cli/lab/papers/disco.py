@@ -1,7 +1,7 @@
-"""DISCO (arXiv:2405.04304): how long drafts should be, and a classifier that says so.
+"""DISCO (arXiv:2405.04304): the best length of drafts, and a classifier that predicts it.
 
-Latencies are counted on texts of the target, at a draft step of _COST target passes. So they depend
-on the two models alone, and on no machine.
+Latencies are counted on texts of the target, with draft steps of _COST target passes. They depend
+only on the two models, not on the machine.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 _COST = 0.1
 _FIGURE_2_COST = 0.05
-_ACCEPTANCES = (0.6, 0.8, 0.9)  # figure 2 has three, which its text does not name
+_ACCEPTANCES = (0.6, 0.8, 0.9)  # figure 2 has three rates, which the paper does not name
 _LENGTHS = range(1, 31)
 _TOKENS, _SMALL_TOKENS = 128, 48
-_TRAINED_ON = {"humaneval": "mbpp"}  # by another set's texts (section 4)
+_TRAINED_ON = {"humaneval": "mbpp"}  # dataset -> the other dataset it is trained on (section 4)
 _SETS_NOTE = "the full form takes the paper's four datasets, in the parts of table 3"
-# Texts with which no part is empty: of fifths, and in the proportions of table 3.
+# fewest texts for which no part is empty: of fifths, and in the proportions of table 3
 _FEWEST, _FEWEST_FULL = 5, 9
 
-Parts = tuple[list["Text"], list["Text"], list["Text"]]  # to train, to validate, to test on
+Parts = tuple[list["Text"], list["Text"], list["Text"]]  # for training, validation and tests
 
 
 def _sets(lab: Lab) -> dict[str, Parts]:
-    """The texts of each dataset, in three random parts, of which some may be empty."""
+    """The texts of each dataset in three random parts, some of which may be empty."""
     from specexec_cli.lab.training import split
 
     tokens = lab.tokens(_TOKENS, _SMALL_TOKENS)
@@ -58,7 +58,7 @@ def _sets(lab: Lab) -> dict[str, Parts]:
     models=False,
 )
 def figure_2(lab: Lab) -> Finding:
-    """The improvement factor over speculation lengths."""
+    """Plots the improvement factor over speculation lengths."""
     from specexec_cli.lab.bench.metrics import improvement_factor
     from specexec_cli.lab.papers.draw import curves
 
@@ -91,7 +91,7 @@ def figure_2(lab: Lab) -> Finding:
 
 
 def _drawn_factor(acceptance: float, length: int, seed: int) -> float:
-    """Tokens over time of iterations whose drafts are accepted at random, one after another."""
+    """The improvement factor of simulated iterations with drafts that are accepted at random."""
     import numpy as np
 
     accepted = np.random.default_rng(seed).random((20_000, length)) < acceptance
@@ -105,7 +105,7 @@ def _drawn_factor(acceptance: float, length: int, seed: int) -> float:
     "its lengths vary much",
 )
 def figure_3(lab: Lab) -> Finding:
-    """Iterations of the longest text, by the oracle and with five draft tokens."""
+    """The iterations of the longest text, with the oracle and with five draft tokens."""
     from specexec_cli.lab.papers.draw import bars
     from specexec_cli.lab.training import iterations, oracle_lengths
 
@@ -148,7 +148,7 @@ def figure_3(lab: Lab) -> Finding:
     "3.2 (4.0), Alpaca 2.4 (2.1); figures 4 to 6: high variance, whatever the iteration",
 )
 def table_2(lab: Lab) -> Finding:
-    """Mean and deviation, histogram, and means over the normalized index of the iteration."""
+    """Oracle lengths: mean, deviation, histogram, and means by the iteration's normalized index."""
     import numpy as np
 
     from specexec_cli.lab.papers.draw import bars
@@ -192,11 +192,10 @@ def table_2(lab: Lab) -> Finding:
 
 
 def _evaluated(lab: Lab) -> dict[str, tuple[Evaluation | None, Evaluation]]:
-    """Classifiers trained, tuned and tested on random parts of the prompts.
+    """Trains, tunes and tests classifiers on random parts of the prompts.
 
     Returns:
-        By prompts, what one is worth on the part it was tuned on, if any, and on the part kept for
-        tests.
+        dataset -> the evaluation on the part for tuning, if any, and on the part for tests.
     Raises:
         ConfigError: there are too few prompts for three parts.
     """
@@ -227,10 +226,10 @@ def _evaluated(lab: Lab) -> dict[str, tuple[Evaluation | None, Evaluation]]:
 
 
 def _gain_error(found: Evaluation) -> float:
-    """The standard error of the gain over the static length, over the texts as pairs.
+    """The standard error of the gain over the static length, from texts as pairs.
 
-    That of the difference of both latencies, over the static length's: what is left out, the
-    error of the latter, is next to nothing where the gain is small.
+    It is the error of the difference of both latencies, divided by the static length's latency. The
+    error of that latency is left out, because it is negligible if the gain is small.
     """
     static = [(seconds, tokens) for seconds, _, tokens in found.by_text]
     disco = [(seconds, tokens) for _, seconds, tokens in found.by_text]
@@ -243,10 +242,10 @@ def _gain_error(found: Evaluation) -> float:
     "saves 10.3 % over the static length and 31.4 % over the dynamic heuristic (table 5)",
 )
 def table_1(lab: Lab) -> Finding:
-    """Latencies in target passes per token."""
+    """Latencies of all policies, in target passes per token."""
     rows, claims = [], []
     for name, (tuned, found) in lab.once(_evaluated).items():
-        # two texts, as the small form keeps apart, cannot tell what a few per cent are
+        # the small form tests on two texts, too few to show a gain of a few per cent
         judged, where = found, "kept apart"
         if tuned is not None and not lab.full:
             judged, where = tuned, "both were tuned on"
@@ -281,7 +280,7 @@ def table_1(lab: Lab) -> Finding:
     printed="F1 of the classifier: static .85 .76 .68, DISCO .95 .88 .77",
 )
 def table_4(lab: Lab) -> Finding:
-    """F1 on the validation set (D.2) beside that of yes to every token, each counted once."""
+    """F1 on the validation set (D.2), beside the F1 of accepting every token; tokens count once."""
     rows, claims = [], []
     for name, (found, _) in lab.once(_evaluated).items():
         if found is None:

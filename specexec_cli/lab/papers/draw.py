@@ -1,4 +1,4 @@
-"""The shapes of the papers' figures, with matplotlib (the `plots` extra)."""
+"""Draws the papers' kinds of figures, with matplotlib (the `plots` extra)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from specexec_cli.lab.bench.plots import new_figure
 
-# name of a line -> (x, y, half the height of its error bars or nothing)
+# name of a line -> (x, y, half heights of its error bars, or empty)
 Lines = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float]]]
 
 
 def curves(title: str, x_label: str, y_label: str, lines: Lines, *, doubling: bool = False) -> Any:
-    """One line per name.
+    """Draws one line per name.
 
     Args:
-        doubling: whether x doubles from mark to mark.
+        doubling: whether the x axis doubles from mark to mark.
     """
     figure, axes = new_figure(title)
     marks: set[float] = set()
@@ -38,7 +38,7 @@ def curves(title: str, x_label: str, y_label: str, lines: Lines, *, doubling: bo
 
 
 def bars(title: str, x_label: str, y_label: str, groups: Lines) -> Any:
-    """Bars of each group beside each other; errors are not drawn."""
+    """Draws the bars of all groups side by side, without errors."""
     figure, axes = new_figure(title)
     for number, (name, (x, y, _)) in enumerate(groups.items()):
         step = min((b - a for a, b in pairwise(x)), default=1.0)
@@ -58,10 +58,10 @@ def grids(
     y: tuple[str, Sequence[int]],
     grids: Mapping[str, Sequence[Sequence[float]]],
 ) -> Any:
-    """Numbered heat maps beside each other, in one range of colours.
+    """Draws heat maps with numbers side by side, with one range of colours.
 
     Args:
-        x, y: name and values of the axes; a grid has a row for each of y.
+        x, y: name and values of each axis; a grid has one row for each value of y.
     """
     figure, _ = new_figure("")
     figure.clear()

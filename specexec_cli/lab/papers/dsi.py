@@ -1,7 +1,7 @@
 """DSI (arXiv:2405.14105): speculation over several devices, in virtual time.
 
-The orchestrator is the one of --method dsi; its models are fakes that wait on a clock of their own.
-So everything here is exact, and the same on every machine.
+The orchestrator is that of --method dsi, but its models are fakes that wait on a virtual clock. So
+all results are exact, and equal on every machine.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
     from specexec_cli.lab.simulate.heatmap import Heatmap
 
-_ENOUGH = 64  # target servers: no task ever waits
+_ENOUGH = 64  # target servers, so many that no task ever waits
 _TOKENS = 50  # as in the paper's own simulation
 
 
@@ -29,7 +29,7 @@ _TOKENS = 50  # as in the paper's own simulation
     models=False,
 )
 def algorithm_1(lab: Lab) -> Finding:
-    """Two drafters of which one is wrong once, worked by hand; then random ones."""
+    """A hand-worked example of two drafters, one of which is wrong once; then random drafters."""
     wrong, right = [True, False, True, True], [True] * 4
     alone, both = _run([(wrong, 1)], 4, 3), _run([(wrong, 1), (right, 1)], 4, 3)
     rows = [["one drafter, wrong at the second token", "8", f"{alone.now():g}"],
@@ -63,7 +63,7 @@ def algorithm_1(lab: Lab) -> Finding:
 def _run(
     drafters: Sequence[tuple[Sequence[bool], float]], tokens: int, target_s: float
 ) -> VirtualWorkers:
-    """A text of drafters that are right where they are said to be, each with its latency.
+    """Runs a text with drafters that are right at given positions, each with its own latency.
 
     Raises:
         AssertionError: the tokens are not the target's.
@@ -92,10 +92,10 @@ def _run(
     models=False,
 )
 def theorems(lab: Lab) -> Finding:
-    """Random texts, text by text; means beside the bound.
+    """Checks the theorems on random texts, one by one, and their means against the bound.
 
-    Theorem 2 is asked for at lookahead 1 and at the longest one whose drafts take no longer than a
-    target pass.
+    Theorem 2 is checked at lookahead 1, and at the longest lookahead for which drafting takes no
+    longer than a target pass.
     """
     from specexec_cli.dsi.closed_forms import dsi_bound_s
     from specexec_cli.lab.simulate.clock import Latencies
@@ -149,7 +149,7 @@ def _slower_than_si(latencies: Latencies, accepted: Sequence[bool], lookahead: i
 
 
 def _beyond_theorem_2(seed: int, texts: int) -> int:
-    """Of random texts whose lookahead takes longer than a target pass, those where SI is faster."""
+    """Counts random texts with SI faster, where drafting a lookahead takes longer than a pass."""
     from specexec_cli.lab.simulate.clock import Latencies
 
     numbers = random.Random(seed)
@@ -169,7 +169,7 @@ def _heatmaps(lab: Lab, lookahead: int | None, peak: float | None) -> Finding:
     points, servers = (100 if lab.full else 20), 1000
     heatmap: Heatmap = simulated_heatmap(points, servers, lookahead)
     lowest = {panel: min(map(min, heatmap.speedups[panel])) for panel in PANELS}
-    # the panel has plain decoding where that is faster, and so cannot be below 1 itself
+    # the panel shows plain decoding where that is faster, so it is never below 1
     lowest[PANELS[2]] = min(
         1.0 / drafting_dsi_s(fraction, acceptance, servers)
         for fraction in heatmap.draft_fractions
@@ -199,8 +199,8 @@ def _heatmaps(lab: Lab, lookahead: int | None, peak: float | None) -> Finding:
     )  # fmt: skip
 
 
-# name, SI's lookahead at every point (None: its best), the most over the better of both, and what
-# is printed
+# name, SI's lookahead at every point (None: the best one), greatest speedup over the better of
+# both, and the paper's statement
 _HEATMAPS: Sequence[tuple[str, int | None, float | None, str]] = (
     ("figure-1", None, 1.6,
      "SI slower than plain decoding with slow or inaccurate drafters; DSI never slower than "
@@ -220,7 +220,7 @@ for _name, _lookahead, _peak, _printed in _HEATMAPS:
     models=False,
 )
 def table_1(lab: Lab) -> Finding:
-    """The printed rows beside what DSI gains, and beside what the published simulation counts."""
+    """The paper's rows, beside DSI's simulated gain and the counts of the published simulation."""
     from specexec_cli.lab.simulate.table import (
         PUBLISHED,
         WHY,

@@ -1,7 +1,8 @@
-"""What a recipe works with: a session that opens when it is asked for, prompts, and kept results.
+"""The tools of a recipe: a session that opens when needed, prompts, and stored results.
 
-The small form takes seconds on the demo pair and its own prompts. The full one has the paper's
-prompts and sizes, and goes on where it was stopped: every generation is a row of a results file.
+The small form of a recipe takes seconds, with the demo pair and built-in prompts. The full form has
+the paper's prompts and sizes. It can be stopped and resumed: every generation is a row of a results
+file.
 """
 
 from __future__ import annotations
@@ -23,38 +24,38 @@ if TYPE_CHECKING:
     from specexec_cli.lab.training import Text
     from specexec_cli.session import TextSession
 
-# (datasets, tokens of a text, draft model or None for the pair's own) -> a session for them
+# (datasets, most tokens of a text, draft model or None for the pair's own) -> a session for them
 OpenSession = Callable[[Sequence[Dataset], int, "str | None"], "TextSession"]
 
-_EVERY = 1 << 20  # prompts of a dataset: all of them
-_TURN = 10  # prompts between two looks at the standard error
+_EVERY = 1 << 20  # a number of prompts that stands for all of a dataset
+_TURN = 10  # prompts between two checks of the standard error
 
 _Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Committed tokens per target pass of one case.
+    """The generation rate (committed tokens per target pass) of one case.
 
-    Two averages go by that name: `micro`, all tokens over all passes, and `macro`, the mean over
-    prompts, which SpecExec's authors print (run_exp.py of yandex-research/specexec).
+    There are two averages: `micro` is all tokens over all passes; `macro` is the mean of the
+    prompts' rates, which SpecExec's authors print (run_exp.py of yandex-research/specexec).
     """
 
     micro: float
     error: float  # standard error of micro
     counts: Sequence[tuple[int, int]]  # (tokens, passes) of each prompt, in the dataset's order
-    nodes: float  # draft tokens of a pass, the mean
+    nodes: float  # mean draft tokens per pass
 
     @property
     def macro(self) -> float:
-        """The mean over prompts of each one's own rate."""
+        """The mean of the prompts' own rates."""
         return sum(tokens / passes for tokens, passes in self.counts) / len(self.counts)
 
     def __str__(self) -> str:
         return f"{self.micro:.2f} ±{self.error:.2f} micro, {self.macro:.2f} macro"
 
     def above(self, other: Rate) -> tuple[float, float]:
-        """By how much it is above another one, over the prompts of both, and the standard error."""
+        """The difference to another rate over the prompts of both, and its standard error."""
         return paired_difference(self.counts, other.counts)
 
 
@@ -62,17 +63,17 @@ class Lab:
     """One run of one recipe.
 
     Args:
-        opened: opens a session, or gives one that is open; whoever passes it closes it. One is
-            needed at a time.
-        folder: where results are kept.
+        opened: returns a session, which it may open; the caller of Lab closes it. Only one session
+            is needed at a time.
+        folder: folder for results.
         data: folder of the datasets' files.
-        most_prompts: of each dataset; None for as many as it takes.
-        most_tokens: of a text in the full form; None for as many as the recipe asks for.
-        done: told of each generation that was run.
+        most_prompts: most prompts of each dataset; None sets no limit.
+        most_tokens: most tokens of a text in the full form; None leaves it to the recipe.
+        done: called after each generation.
     """
 
     target_error = (
-        0.03  # of the micro rate, relative: the full form takes prompts until all are below
+        0.03  # relative error of the micro rate, below which the full form takes no more prompts
     )
 
     def __init__(
@@ -91,28 +92,28 @@ class Lab:
         self.most_prompts, self.most_tokens = most_prompts, most_tokens
         self.folder = folder
         self._opened, self._data, self._done = opened, data, done
-        self._draft: str | None = None  # of the session that is open
+        self._draft: str | None = None  # draft model of the open session
         self._session: TextSession | None = None
-        self._planned: list[Dataset] = []  # that memory of that session is planned for
-        self._tokens = 0  # likewise
+        self._planned: list[Dataset] = []  # datasets that the open session's memory is planned for
+        self._tokens = 0  # most tokens of a text that the open session's memory is planned for
         self._file: ResultsFile | None = None
-        self._models: tuple[str, str | None] | None = None  # the pair's own, once they were opened
+        self._models: tuple[str, str | None] | None = None  # the pair's models, once opened
         self._made: dict[Callable[[Lab], Any], Any] = {}
 
     def setting(self, recipe: Recipe) -> Setting:
-        """What the recipe's finding is of; known when it has run."""
+        """The setting of the recipe's finding; to be called after the recipe."""
         target, draft = (self._models if recipe.models else None) or (None, None)
         return Setting(self.full, self.seed, target, draft)
 
     def once(self, make: Callable[[Lab], _Made]) -> _Made:
-        """What several recipes need, made of this lab at the first call."""
+        """The result of make(lab), computed at the first call; for results that recipes share."""
         if make not in self._made:
             self._made[make] = make(self)
         made: _Made = self._made[make]
         return made
 
     def tokens(self, full: int, small: int) -> int:
-        """Most tokens of a text: `small` in the small form, in the full one at most `full`."""
+        """Most tokens of a text: `small` in the small form, at most `full` in the full form."""
         if not self.full:
             return small
         return full if self.most_tokens is None else min(full, self.most_tokens)
@@ -121,18 +122,19 @@ class Lab:
         """A dataset's prompts in random order; in the small form the first `small` built-in ones.
 
         Args:
-            name: as in `bench`.
-            chat: of the built-in ones those to be answered, or those to be continued, or all.
+            name: the dataset, as in `bench`.
+            chat: chooses built-in prompts: True takes questions to answer, False texts to continue,
+                None both.
         """
         if self.full:
-            # all of it, however few are taken: rows are known by the digest of what was loaded
+            # loads all prompts, even if few are used: rows contain the digest of the loaded prompts
             return load_dataset(name, data_folder=self._data, count=_EVERY, seed=self.seed)
         built_in = load_dataset(BUILT_IN, data_folder=self._data, count=_EVERY)
         chosen = [prompt for prompt in built_in.prompts if chat in (None, prompt.chat)]
         return Dataset(BUILT_IN, built_in.source, tuple(chosen[:small]))
 
     def parts(self, name: str, counts: Counts) -> list[Dataset]:
-        """Random parts of a dataset to train, to validate and to test on, as many as there are."""
+        """Random parts of a dataset for training, validation and tests, or fewer if it is small."""
         from specexec_cli.lab.bench.parts import load_parts, scaled
 
         counts = counts if self.most_prompts is None else scaled(counts, self.most_prompts)
@@ -144,10 +146,10 @@ class Lab:
     def session(
         self, sets: Sequence[Dataset], tokens: int, draft: str | None = None
     ) -> TextSession:
-        """The session, with memory planned for every prompt that it has been asked for.
+        """The session, with memory planned for all prompts that were requested so far.
 
-        It is opened at the first call, and anew where the draft model changes, or a prompt or a
-        text is longer than all before: whoever needs several datasets asks for all of them first.
+        It is opened at the first call, and opened again if the draft model changes or if a prompt
+        or text is longer than all before. So a recipe with several datasets requests all first.
         """
         longer = _longest(sets) > _longest(self._planned) or tokens > self._tokens
         if self._session is None or draft != self._draft or longer:
@@ -161,7 +163,7 @@ class Lab:
         return self._session
 
     def encoded(self, dataset: Dataset, tokens: int, draft: str | None = None) -> list[BenchPrompt]:
-        """The prompts as tokens, those left out that are too long for the context window."""
+        """The prompts as tokens, without prompts that are too long for the context window."""
         from specexec_cli.lab.bench.runner import encode_prompts
 
         found = encode_prompts(self.session([dataset], tokens, draft), dataset, tokens)[0]
@@ -170,10 +172,10 @@ class Lab:
     def rows(
         self, cases: Sequence[Case], dataset: Dataset, draft: str | None = None
     ) -> dict[Case, list[Row]]:
-        """Generations of every case, one per prompt; what is in the results file is not repeated.
+        """Rows of every case, one per prompt; rows in the results file are not measured again.
 
-        The full form takes prompts for a case, all of them the first ones of the dataset, until
-        the standard error of its rate is small enough.
+        The full form takes the dataset's prompts in order, for each case until the standard error
+        of its rate is small enough.
         """
         from specexec_cli.lab.bench.runner import interleaved
 
@@ -189,16 +191,16 @@ class Lab:
         return found
 
     def _settled(self, rows: Sequence[Row]) -> bool:
-        """Whether the rate of these runs is known well enough."""
+        """Whether the standard error of these runs' rate is small enough."""
         if not rows:
             return False
         known = rate(rows)
         return known.error < self.target_error * known.micro
 
     def texts(self, dataset: Dataset, tokens: int) -> list[Text]:
-        """What the draft model says along the target's greedy texts (DISCO, appendix D.1).
+        """The draft model's predictions along the target's greedy texts (DISCO, appendix D.1).
 
-        Of a dataset without prompts there are none.
+        Empty for a dataset without prompts.
         """
         from specexec_cli.config import SamplingConfig
         from specexec_cli.lab.bench.policy_labels import LabelsFile, collect
@@ -206,7 +208,7 @@ class Lab:
         if not dataset.prompts:
             return []
         session = self.session([dataset], tokens)
-        labels = LabelsFile(session.pair_folder / "labels.jsonl")  # those of train-policy
+        labels = LabelsFile(session.pair_folder / "labels.jsonl")  # shared with train-policy
         found = []
         for text in collect(
             session, self.encoded(dataset, tokens), SamplingConfig(seed=self.seed), tokens, labels
@@ -225,12 +227,12 @@ class Lab:
 
 
 def _longest(sets: Sequence[Dataset]) -> int:
-    """Characters of the longest prompt of all."""
+    """Characters of the longest prompt in all datasets."""
     return max((len(prompt.text) for one in sets for prompt in one.prompts), default=0)
 
 
 def rate(rows: Sequence[Row]) -> Rate:
-    """Committed tokens per target pass of runs of one case."""
+    """The generation rate of one case's runs."""
     tokens = [row["metrics"]["generated_tokens"] for row in rows]
     passes = [row["metrics"]["target_passes"] for row in rows]
     nodes = sum(row["metrics"]["tree_nodes"] * row["metrics"]["target_passes"] for row in rows)

@@ -1,10 +1,10 @@
-"""What a recipe is: one table, figure, algorithm or theorem of a paper, run here by one command.
+"""The registry of recipes: each reproduces one table, figure, algorithm or theorem of a paper.
 
-A recipe is a function below the decorator `recipe` in a file that `papers/__init__.py` names. It is
-given a Lab (papers/lab.py) and gives a Finding: tables, figures, and what of the paper's claims
-holds here. The list of `specexec bench paper` and the test that runs every small form follow from
-the registry. What a recipe computes with is imported inside it: the command line reads the names
-before anything is loaded.
+A recipe is a function with the decorator `recipe`, in a file that `papers/__init__.py` lists. It
+takes a Lab (papers/lab.py) and returns a Finding: tables, figures, and whether the paper's claims
+hold here. The list of `specexec bench paper` and the test of every small form are made from the
+registry. Recipes import heavy modules inside the function, because the command line reads their
+names at start.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells as they are shown."""
+    """A table of cells, as it is shown."""
 
     title: str
     header: Sequence[str]
@@ -29,7 +29,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A direction that the paper claims, and whether it is so here."""
+    """A claim of the paper, such as that one number is greater, and whether it holds here."""
 
     text: str
     held: bool
@@ -37,32 +37,32 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a recipe came to."""
+    """The result of a recipe."""
 
     tables: Sequence[Table]
     claims: Sequence[Claim]  # at least one: a recipe that cannot fail shows nothing
     notes: Sequence[str] = ()
-    # by the end of the file's name, each a function that draws: matplotlib is an extra
+    # end of the file's name -> function that draws the figure, since matplotlib is an extra
     figures: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a finding is of, beside its recipe."""
+    """The circumstances of a finding, besides its recipe."""
 
     full: bool
     seed: int
-    target: str | None = None  # None where the recipe loads no model
+    target: str | None = None  # None if the recipe loads no model
     draft: str | None = None
 
     @property
     def form(self) -> str:
-        """What the report calls it."""
+        """The form's name in reports."""
         return "full" if self.full else "small"
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Those of the pair, the target first."""
+        """The names of the pair's models, the target first."""
         return tuple(name for name in (self.target, self.draft) if name is not None)
 
 
@@ -73,10 +73,10 @@ Run = Callable[["Lab"], Finding]
 class Recipe:
     """One table, figure, algorithm or theorem of a paper."""
 
-    name: str  # as `specexec bench paper` takes it, such as specexec-figure-3
-    printed: str  # what the paper says, in one line
+    name: str  # the name for `specexec bench paper`, such as specexec-figure-3
+    printed: str  # the paper's statement, in one line
     run: Run
-    models: bool = True  # whether it loads any
+    models: bool = True  # whether the recipe loads models
 
 
 _table: dict[str, Recipe] = {}

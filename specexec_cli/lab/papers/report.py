@@ -1,4 +1,4 @@
-"""A recipe's report: Markdown for people, figures beside it."""
+"""Writes a recipe's report in Markdown, and its figures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specexec_cli.lab.papers.registry import Finding, Recipe, Setting
 def text_of(
     recipe: Recipe, finding: Finding, setting: Setting, form: str, width: int | None = None
 ) -> str:
-    """The finding as text.
+    """The text of a finding.
 
     Args:
         form: md, or table for a terminal of `width` columns.
@@ -35,9 +35,9 @@ def text_of(
 def write(
     recipe: Recipe, finding: Finding, setting: Setting, folder: Path, form: str
 ) -> list[Path]:
-    """Writes NAME.md and NAME-*.FORM into the folder; without matplotlib the report alone.
+    """Writes NAME.md and NAME-*.FORM to the folder; without matplotlib only NAME.md.
 
-    NAME has the recipe, the models, and whether it is the small form or the full one.
+    NAME contains the recipe, the models, and the form (small or full).
 
     Args:
         form: png or svg.

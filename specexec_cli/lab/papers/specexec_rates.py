@@ -1,12 +1,12 @@
 """SpecExec (arXiv:2406.02532): tokens per target pass over draft budgets, beside SpecInfer.
 
-Figures 1, 3, 4 and 7 and tables 1 to 4 are of the same measurement, on other prompts, models and
+Figures 1, 3, 4 and 7 and tables 1 to 4 show the same measurement on different prompts, models and
 machines. The paper prints neither depth nor batch. The authors' program (run_exp.py of
-yandex-research/specexec) takes 128 nodes a round and a depth of 32 unless told; the results in its
-README are of 128 and 256. Here both methods have paths of at most _DEPTH tokens, which bound the
-tokens per pass (the paper prints up to 21.58), and the batch lets algorithm 2 fill the budget in
-half of its rounds. SpecInfer has the shape of the authors' code, several stems from the root, at
-least _STEMS where the budget has room.
+yandex-research/specexec) defaults to 128 nodes a round and a depth of 32; the results in its README
+have 128 and 256. Here both methods have paths of at most _DEPTH tokens, which bound the tokens per
+pass (the paper prints up to 21.58). The batch lets algorithm 2 fill the budget in half of its
+rounds. SpecInfer has the shape of the authors' code: several stems from the root, at least _STEMS
+if the budget has room.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ AVERAGES = (
     "prints as gen_rate, the first pass of each text left out"
 )
 
-Rates = Mapping[tuple[str, float, str, int], "Rate"]  # by prompts, temperature, method and budget
+# (prompts, temperature, method, budget) -> rate
+Rates = Mapping[tuple[str, float, str, int], "Rate"]
 
 
 def tree(budget: int, method: str, *, full: bool) -> TreeConfig:
-    """The tree of a method at a budget, in the full form or in the small one."""
+    """A method's tree for a budget, in the full or the small form."""
     longest = budget if method == PAPER else max(budget // _STEMS, 1)
     depth = min(_DEPTH if full else _SMALL_DEPTH, longest)
     return TreeConfig(
@@ -48,17 +49,17 @@ def tree(budget: int, method: str, *, full: bool) -> TreeConfig:
 
 
 def sampling(temperature: float, seed: int) -> SamplingConfig:
-    """The paper's: temperature 0.6 goes with a nucleus of 0.9 (section 5.2)."""
+    """The paper's sampling: at temperature 0.6, top_p is 0.9 (section 5.2)."""
     return SamplingConfig(
         temperature=temperature, top_p=0.9 if temperature else 1.0, seed=seed
     )  # fmt: skip
 
 
 def measured(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> Rates:
-    """Tokens per pass of every combination.
+    """Measures tokens per pass for every combination.
 
-    In the small form the built-in texts to continue stand for all prompts: its chats, which both
-    models know by heart, show no difference.
+    The small form uses only built-in texts to continue. Both models know the built-in chats by
+    heart, so these would show no difference.
     """
     from specexec_cli.lab.papers.lab import rate
 
@@ -121,10 +122,10 @@ def _figures(rates: Rates) -> dict[str, Any]:
 
 
 def grows(rates: Rates) -> list[Claim]:
-    """More draft tokens bring SpecExec more; at the largest budget it is not behind SpecInfer.
+    """Claims: SpecExec gains from more draft tokens, and is not behind at the largest budget.
 
-    Behind means at all where nothing is drawn, at temperature 0, and by more than two standard
-    errors of the difference otherwise.
+    At temperature 0, where nothing is drawn at random, any lower rate than SpecInfer's is behind.
+    Otherwise, only a difference of more than two standard errors is.
     """
     claims = []
     for name, t in dict.fromkeys((name, t) for name, t, _, _ in rates):
@@ -155,7 +156,7 @@ def _compared(lab: Lab, names: Sequence[str], temperatures: Sequence[float]) -> 
     )  # fmt: skip
 
 
-# name, datasets, temperatures, and what is printed
+# name, datasets, temperatures, and the paper's statement
 _COMPARISONS: Sequence[tuple[str, Sequence[str], Sequence[float], str]] = (
     ("figure-3", ["mt-bench"], (0.6, 0.0),
      "figures 1 and 7 (left) and 3: equal at small budgets, then SpecInfer ends near 10 tokens and "
@@ -176,8 +177,9 @@ for _name, _sets, _temperatures, _printed in _COMPARISONS:
     )
 
 
-# Llama 2 70B in 16 bits over PCIe 4.0 x16 to an A100, and what the 7B drafts with there: bytes over
-# bytes per second, and 2 operations per weight and row at half of the GPU's 312 TFLOP/s.
+# Pass times of Llama 2 70B in 16 bits, streamed over PCIe 4.0 x16 to an A100, and of the 7B draft
+# model there: bytes over bytes per second, and 2 operations per weight and row at half of the GPU's
+# 312 TFLOP/s.
 _TARGET_BYTES, _LINK, _MEMORY, _DEVICE = 140e9, 25e9, 2e12, 80e9
 _ROW_S, _DRAFT_S = 2 * 70e9 / 156e12, 0.02
 
@@ -188,7 +190,7 @@ _ROW_S, _DRAFT_S = 2 * 70e9 / 156e12, 0.02
     "one; the fastest budget is 128-512 for SpecInfer and 1024-2048 for SpecExec",
 )
 def figure_7(lab: Lab) -> Finding:
-    """Tokens per pass as measured here, over pass times as that machine's rates have them."""
+    """Tokens per pass as measured here, divided by pass times from that machine's rates."""
     from specexec_cli.lab.papers.draw import curves
     from specexec_cli.lab.simulate.offload import Scenario
 

@@ -1,4 +1,4 @@
-"""SpecExec (arXiv:2406.02532): its algorithms, what they search, and with which draft models."""
+"""SpecExec (arXiv:2406.02532): its algorithms, the trees they search, and their draft models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     printed="for every random seed the very tokens of sequential sampling (section 4.1)",
 )
 def algorithm_1(lab: Lab) -> Finding:
-    """Texts of both searches beside plain decoding."""
+    """Compares the texts of both searches with plain decoding."""
     data = lab.dataset("oasst", small=2)
     tokens = lab.tokens(128, 16)
     small = TreeConfig(budget=16, max_depth=8, batch=4)
@@ -36,7 +36,7 @@ def algorithm_1(lab: Lab) -> Finding:
     for case in cases:
         if case.tree is not None:
             plain = found[replace(case, method=BASELINE, tree=None)]
-            # both are of the first prompts, of which one may have taken more
+            # both begin with the first prompts, but one may have used more of them
             pairs = list(zip(found[case], plain, strict=False))
             same = sum(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs)
             where = f"{case.method}, temperature {case.sampling.temperature:g}"
@@ -48,7 +48,7 @@ def algorithm_1(lab: Lab) -> Finding:
 
 @dataclass
 class Drafts:
-    """What the draft model says behind a context, as searches ask; counts its passes."""
+    """Gives searches the draft model's predictions after a context, and counts its passes."""
 
     session: TextSession
     context: Sequence[int]
@@ -56,7 +56,7 @@ class Drafts:
     _paths: dict[int, list[int]] = field(default_factory=lambda: {-1: []})
 
     def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """See search.Expand; each node's row by a pass over its whole text, without any cache."""
+        """See search.Expand; runs a pass over each node's whole text, without a cache."""
         import torch
 
         self.passes += 1
@@ -80,7 +80,7 @@ class Drafts:
     "of B nodes; beam search covers less (appendix E)",
 )
 def algorithm_2(lab: Lab) -> Finding:
-    """Draft passes, nodes, and the probability that each search's tree covers."""
+    """Compares searches: draft passes, nodes, and the probability that each tree covers."""
     import numpy as np
 
     from specexec_cli.drafting.baselines import grow_beam, grow_beam_pruned
@@ -134,7 +134,7 @@ def algorithm_2(lab: Lab) -> Finding:
     "models' tokens come to over 90 %",
 )
 def figure_2(lab: Lab) -> Finding:
-    """Coverage of the target's probability by rank (section 5.1)."""
+    """Target probability that the draft model's first tokens cover, by rank (section 5.1)."""
     from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.bench.coverage import measure_coverage
     from specexec_cli.lab.papers.draw import curves
@@ -165,7 +165,7 @@ def figure_2(lab: Lab) -> Finding:
     )  # fmt: skip
 
 
-# By target, draft models and their titles, the nearest to the target first.
+# target -> draft models and their titles, the one nearest to the target first
 _DRAFTS: dict[str, dict[str | None, str]] = {
     "llama2-70b-chat": {
         "llama2-13b-chat": "Llama 2 13B", "llama2-7b-chat": "Llama 2 7B",
@@ -182,7 +182,7 @@ _OWN: dict[str | None, str] = {"self": "target in 4 bits", None: "the pair's own
     "above 7B (in 16 and 4 bits) above TinyLlama 1.1B and 160M (OASST, t = 0.6)",
 )
 def figure_5(lab: Lab) -> Finding:
-    """The paper's draft models for its target; for another its own layers in 4 bits as well."""
+    """The paper's draft models for its target; for other targets, their own 4-bit copies too."""
     from specexec_cli.lab.papers.draw import curves
     from specexec_cli.lab.papers.lab import rate
 
@@ -219,7 +219,7 @@ def figure_5(lab: Lab) -> Finding:
     "returns the last beams alone, at every size; the latter ends early",
 )
 def figure_6(lab: Lab) -> Finding:
-    """The grid of beams and lengths."""
+    """Tokens per pass over a grid of beam sizes and lengths."""
     from specexec_cli.lab.papers.draw import grids
     from specexec_cli.lab.papers.lab import rate
 

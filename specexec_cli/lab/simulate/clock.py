@@ -1,7 +1,6 @@
-"""A pool of workers under a virtual clock: waiting costs nothing, so an hour takes milliseconds.
+"""A pool of fake workers under a virtual clock: waiting takes no time, an hour only milliseconds.
 
-It speaks the protocol of specexec_cli.dsi.messages, so the orchestrator that runs on it is the
-one that runs on real devices.
+The pool has the protocol of specexec_cli.dsi.messages, so the real orchestrator runs on it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _DRAFT_FIRST, _SERVER_NEXT = 0, 1  # order of events at one instant
 class Latencies:
     """Seconds that fake models take.
 
-    target_row_s is charged for each row a pass carries beyond its first: missing rows of the
-    server's cache as well as drafts. A stale pass ends after abort_s, at the latest when done.
+    target_row_s is added for each row of a pass after the first, whether the row is a draft or was
+    missing in the server's cache. A stale pass ends after abort_s, or earlier if it is done.
     """
 
     target_s: float
@@ -48,11 +47,11 @@ class VirtualWorkers:
     """Fake drafters and target servers on one event queue.
 
     Args:
-        latencies: what each step costs.
-        target: the token the target draws at a position of a sequence.
-        drafter: the token the first drafter proposes there.
+        latencies: the seconds of each step.
+        target: returns the token that the target draws at a position of a sequence.
+        drafter: returns the token that the first drafter proposes there.
         servers: number of target servers.
-        more_drafters: what further ones propose, and the seconds a token takes them.
+        more_drafters: for each further drafter, its proposals and its seconds per token.
     """
 
     def __init__(
@@ -69,15 +68,15 @@ class VirtualWorkers:
         self._drafters = {DRAFTER - number: model for number, model in enumerate(models)}
         self._alive = list(range(servers))
         self._cached: dict[int, tuple[int, ...]] = dict.fromkeys(self._alive, ())
-        self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, start
-        self._drafts: dict[int, Draft] = {}  # drafter -> its order
-        self._sequences: dict[int, list[int]] = {}  # drafter -> what it has drafted
+        self._running: dict[int, tuple[Verify, float]] = {}  # server -> its task, time it began
+        self._drafts: dict[int, Draft] = {}  # drafter -> its present order
+        self._sequences: dict[int, list[int]] = {}  # drafter -> its text and drafted tokens
         self._now = 0.0
         self._queue: list[tuple[float, int, int, Event]] = []
         self._pushed = 0
         self.busy_s = dict.fromkeys(self._alive, 0.0)  # per server, aborted passes included
         self.forwards = 0  # passes begun, prefills excluded
-        self.drafter_busy_s = 0.0  # of all drafters
+        self.drafter_busy_s = 0.0  # sum over all drafters
 
     @property
     def drafters(self) -> Sequence[int]:
@@ -86,7 +85,7 @@ class VirtualWorkers:
 
     @property
     def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
+        """Numbers of the living target servers."""
         return tuple(self._alive)
 
     def now(self) -> float:
@@ -94,7 +93,7 @@ class VirtualWorkers:
         return self._now
 
     def verify(self, server: int, message: Verify) -> None:
-        """Begin a pass; its result is due when the pass's latency has gone by."""
+        """Begins a pass; its result arrives after the pass's latency."""
         self._running[server] = (message, self._now)
         if message.first > len(message.tokens):
             seconds = self._latencies.prefill_s
@@ -112,21 +111,21 @@ class VirtualWorkers:
         return Verified(server, task.task, draws, seconds)
 
     def draft(self, message: Draft) -> None:
-        """Begin drafting; the token in progress, if any, is given up."""
+        """Begins drafting; a token in progress is given up."""
         if message.drafter in self._drafters:
             self._drafts[message.drafter] = message
             self._sequences[message.drafter] = list(message.tokens)
             self._draft_next(message)
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Stop stale passes after abort_s and the drafter at once."""
+        """Stops stale passes after abort_s, and the drafter at once."""
         self._drafts.pop(drafter, None)
         for server, (task, _) in self._running.items():
             if task.drafter == drafter and task.epoch not in (NEVER_STALE, epoch):
                 self._push(self._now + self._latencies.abort_s, Aborted(server, task.task))
 
     def receive(self, timeout_s: float) -> Event | None:
-        """Advance the clock to the next event that still matters."""
+        """Advances the clock to the next event that still matters, and returns the event."""
         limit = self._now + timeout_s
         while self._queue and self._queue[0][0] <= limit:
             self._now, _, _, event = heapq.heappop(self._queue)
@@ -146,7 +145,7 @@ class VirtualWorkers:
         return None
 
     def drop(self, worker: int) -> None:
-        """Forget a worker: no later event of its own is delivered."""
+        """Removes a worker, whose later events are not delivered."""
         if worker <= DRAFTER:
             self._drafts.pop(worker, None)
         elif worker in self._alive:
@@ -154,11 +153,11 @@ class VirtualWorkers:
             self._running.pop(worker, None)
 
     def kill(self, worker: int, at_s: float) -> None:
-        """Let a worker die at a time of the virtual clock."""
+        """Makes a worker die at a time on the virtual clock."""
         self._push(at_s, WorkerLost(worker, "killed"))
 
     def close(self) -> None:
-        """Nothing runs between events, so nothing is left to stop."""
+        """Does nothing: nothing runs between events."""
 
     def _draft_next(self, order: Draft) -> None:
         sequence = self._sequences[order.drafter]
@@ -171,7 +170,7 @@ class VirtualWorkers:
         return Drafted(order.epoch, len(sequence), token, order.drafter)
 
     def _finish(self, event: Verified | Aborted | Failed) -> bool:
-        """Account for the end of a pass; False if that pass had ended before."""
+        """Counts the end of a pass; False if the pass had ended before."""
         task, start = self._running.get(event.server, (None, 0.0))
         if task is None or task.task != event.task:
             return False

@@ -1,8 +1,8 @@
-"""How SI and DSI compare over drafter latency and acceptance rate: the figures of the papers.
+"""Compares SI and DSI over drafter latency and acceptance rate, as in the papers' figures.
 
-Values are speedups in the long run, from the closed forms, each method at its best lookahead;
-tests hold the closed forms to the orchestrator under the virtual clock. Where no lookahead
-suits the servers at hand, DSI means decoding without speculation, as the planner decides.
+Values are long-run speedups by closed formulas, with each method at its best lookahead. Tests
+compare the formulas with the orchestrator under the virtual clock. If no lookahead suits the number
+of servers, DSI stands for decoding without speculation, as in the planner's decision.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ PANELS = ("SI / non-SI", "DSI / SI", "DSI / non-SI", "DSI / better of both")
 
 @dataclass(frozen=True, slots=True)
 class Heatmap:
-    """Speedups per panel: rows by acceptance rate, columns by drafter latency."""
+    """Speedups in each panel; rows are acceptance rates, columns are drafter latencies."""
 
-    draft_fractions: tuple[float, ...]  # drafter latency over target latency
+    draft_fractions: tuple[float, ...]  # drafter latency divided by target latency
     acceptances: tuple[float, ...]
     speedups: dict[str, list[list[float]]]
 
     def maximum(self, panel: str) -> float:
-        """Largest speedup of a panel."""
+        """The largest speedup in a panel."""
         return max(max(row) for row in self.speedups[panel])
 
 
 def best_si_s(draft_fraction: float, acceptance: float, lookahead: int | None = None) -> float:
-    """Seconds per token of SI at this lookahead, or its best; one target pass is one second."""
+    """Seconds per token of SI at this lookahead, or at its best; a target pass is one second."""
     tried = range(1, MAX_LOOKAHEAD + 1) if lookahead is None else (lookahead,)
     return min(speculative_s(1.0, draft_fraction, acceptance, k) for k in tried)
 
 
 def drafting_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
-    """Seconds per token of DSI at its best lookahead with k c <= t and at most `servers`.
+    """Seconds per token of DSI at its best lookahead that needs at most `servers` target servers.
 
-    Where there is no such lookahead they are infinite.
+    Drafting a lookahead takes no longer than a target pass. Infinite without such a lookahead.
     """
     usable = (
         dsi_s(1.0, draft_fraction, acceptance, k)
@@ -52,7 +52,7 @@ def drafting_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> fl
 
 
 def best_dsi_s(draft_fraction: float, acceptance: float, servers: int) -> float:
-    """The same, or that of decoding without speculation where this is less."""
+    """Seconds per token of DSI, or of decoding without speculation if that is faster."""
     return min(1.0, drafting_dsi_s(draft_fraction, acceptance, servers))
 
 
@@ -60,7 +60,8 @@ def simulated_heatmap(points: int, servers: int, lookahead: int | None = None) -
     """Speedups on a grid of `points` drafter latencies up to the target's, and acceptances 0 to 1.
 
     Args:
-        lookahead: of SI at every point, as in DSI's figure 6; None: its best, as in figure 1.
+        lookahead: SI's lookahead at every point, as in DSI's figure 6; None takes the best one, as
+            in figure 1.
     """
     if points < 2:
         raise ConfigError(f"`points` must be 2 or more, not {points}")
@@ -79,7 +80,7 @@ def simulated_heatmap(points: int, servers: int, lookahead: int | None = None) -
 
 
 def drawn(heatmap: Heatmap, servers: int, lookahead: int | None = None) -> Any:
-    """The four panels as one figure of matplotlib.
+    """Draws the four panels as one figure of matplotlib.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -104,10 +105,10 @@ def drawn(heatmap: Heatmap, servers: int, lookahead: int | None = None) -> Any:
     )
     for number, panel in enumerate(PANELS):
         axes = figure.add_subplot(2, 2, number + 1)
-        # a perfect drafter is many times faster than any other: colours go by the logarithm
+        # colours are logarithmic, because a perfect drafter is many times faster than any other
         rows = [[math.log2(value) for value in row] for row in heatmap.speedups[panel]]
         low, high = min(0.0, *map(min, rows)), max(0.001, *map(max, rows))
-        slower = low < -0.001  # then colours meet at 1; else white is 1
+        slower = low < -0.001  # if so, two colours meet at 1; otherwise white stands for 1
         image = axes.imshow(
             rows,
             origin="lower",
@@ -129,7 +130,7 @@ def drawn(heatmap: Heatmap, servers: int, lookahead: int | None = None) -> Any:
 
 
 def draw(heatmap: Heatmap, path: Path, servers: int, lookahead: int | None = None) -> None:
-    """Write the four panels as one PNG.
+    """Writes the four panels to a PNG file.
 
     Raises:
         ConfigError: matplotlib is not installed, or the file cannot be written.

@@ -1,6 +1,6 @@
-"""One fake pair, decoded without speculation, with plain speculation (SI) and with DSI.
+"""Runs a fake pair without speculation, with plain speculation (SI) and with DSI.
 
-All three see the same acceptances, position by position, so that they differ by method alone.
+All three have the same acceptances, position by position, so that only the method differs.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from specexec_cli.lab.simulate.clock import Latencies, VirtualWorkers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakePair:
-    """Latencies of a pair and the probability that a draft token is the target's.
+    """A pair's latencies, and the probability that a draft token is the target's.
 
-    acceptance is the same at every position and independent of the others.
+    The probability is the same at every position, and positions are independent.
     """
 
     latencies: Latencies
@@ -32,14 +32,14 @@ class FakePair:
             raise ConfigError("`target_ms` and `draft_ms` must be above 0")
 
     def sample(self, tokens: int, seed: int) -> tuple[bool, ...]:
-        """Per position: would the drafter, given the text so far, propose the target's token?"""
+        """For each position, whether the drafter would propose the target's token there."""
         numbers = random.Random(seed)
         return tuple(numbers.random() < self.acceptance for _ in range(tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one method took for one text."""
+    """The time and work of one method for one text."""
 
     seconds: float
     forwards: int  # passes of the target, stale ones included
@@ -48,13 +48,13 @@ class Outcome:
 
 
 def run_autoregressive(latencies: Latencies, tokens: int) -> Outcome:
-    """One pass per token on one device."""
+    """Decodes with one pass per token on one device."""
     seconds = tokens * latencies.target_s
     return Outcome(seconds, tokens, 1, seconds)
 
 
 def run_speculative(latencies: Latencies, accepted: Sequence[bool], lookahead: int) -> Outcome:
-    """Draft `lookahead` tokens, verify, repeat; never more drafts than tokens left to commit."""
+    """Drafts `lookahead` tokens (at most the tokens left), verifies them, and repeats."""
     done, tokens, forwards, seconds = 0, len(accepted), 0, 0.0
     while done < tokens:
         drafts = min(lookahead, tokens - done - 1)
@@ -68,7 +68,7 @@ def run_speculative(latencies: Latencies, accepted: Sequence[bool], lookahead: i
 def run_dsi(
     latencies: Latencies, accepted: Sequence[bool], lookahead: int, servers: int
 ) -> Outcome:
-    """The orchestrator itself under the virtual clock."""
+    """Runs the real orchestrator under the virtual clock."""
 
     def target(sequence: Sequence[int], position: int) -> int:
         return position
@@ -88,7 +88,7 @@ def run_dsi(
 
 
 def mean(outcomes: Sequence[Outcome]) -> Outcome:
-    """Averages over repeats; servers is the most any repeat used, forwards is rounded."""
+    """Averages over repeats; `servers` is the greatest of all repeats, `forwards` is rounded."""
     count = len(outcomes)
     return Outcome(
         sum(o.seconds for o in outcomes) / count,

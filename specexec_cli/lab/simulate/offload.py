@@ -1,12 +1,11 @@
-"""Streamed targets and replicas compared: when is one streamed target better than several?
+"""Compares one streamed target with several: when is one better than replicas?
 
-A pass over a streamed target takes as long as its slowest part, the link or the arithmetic, so
-a big draft tree rides for free; replicas that fit their devices are fast and suit DSI's chains.
+A pass over a streamed target takes as long as its slowest part, the link or the arithmetic, so a
+big draft tree costs no extra time. Replicas that fit their devices are fast and suit DSI's chains.
 
-The drafter's r-th best child of any node is the target's token with probability
-a (1 - a)^(r-1), a being the acceptance rate of its best one. Then a node is right with the
-product along its path, and the best tree of K nodes commits one token plus the sum of the K
-largest products.
+The drafter's r-th best child of any node is the target's token with probability a (1 - a)^(r-1),
+where a is the acceptance rate of the best child. The probability of a node is the product along its
+path, and the best tree of K nodes commits one token plus the sum of the K largest products.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DRAFT_BATCH = 16  # nodes one draft step expands
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A target, a drafter and the devices there are."""
+    """A target, a drafter and the available devices."""
 
     target_bytes: float
     link_bytes_per_s: float  # RAM or SSD to one device
@@ -33,8 +32,8 @@ class Scenario:
     device_bytes: float  # memory of one device
     devices: int
     draft_s: float  # one step of the drafter
-    acceptance: float  # of the drafter's best token
-    row_s: float = 0.0  # arithmetic per row of a pass
+    acceptance: float  # acceptance rate of the drafter's best token
+    row_s: float = 0.0  # seconds of arithmetic per row of a pass
     shared_link: bool = False  # all devices stream through one link
 
     def __post_init__(self) -> None:
@@ -47,23 +46,23 @@ class Scenario:
             raise ConfigError("`devices` and `draft_ms` must be above 0, `row_ms` not negative")
 
     def streamed_pass_s(self, rows: int, streams: int = 1) -> float:
-        """One pass while `streams` devices stream at once: the slower of link and arithmetic."""
+        """Seconds of a pass while `streams` devices stream: the slower of link and arithmetic."""
         share = streams if self.shared_link else 1
         return max(self.target_bytes * share / self.link_bytes_per_s, rows * self.row_s)
 
     def resident_pass_s(self, rows: int) -> float:
-        """One pass over weights that sit in device memory."""
+        """Seconds of a pass over weights in device memory."""
         return max(self.target_bytes / self.memory_bytes_per_s, rows * self.row_s)
 
     @property
     def devices_per_replica(self) -> int:
-        """Devices that hold the target together."""
+        """Number of devices that are needed to hold the target."""
         return math.ceil(self.target_bytes / self.device_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """One way to use the devices."""
+    """The estimated speed of one way to use the devices."""
 
     name: str
     devices: int
@@ -87,7 +86,7 @@ def best_tree(acceptance: float, budget: int) -> tuple[float, int]:
 
 
 def compare(scenario: Scenario, budgets: tuple[int, ...], tokens: int) -> list[Estimate]:
-    """Every way that the devices allow, slowest pass first as listed."""
+    """Estimates every way that the devices allow."""
     plain_s = scenario.streamed_pass_s(1)
     estimates = [Estimate("streamed, no speculation", 1, plain_s, 1.0, 1 / plain_s, plain_s)]
     for budget in budgets:
@@ -140,7 +139,7 @@ def _dsi(
 
 
 def verdict(estimates: list[Estimate]) -> str:
-    """One sentence: what is fastest, and by how much over the best single streamed target."""
+    """A sentence that names the fastest way and its gain over the best single streamed target."""
     best = max(estimates, key=lambda e: e.tokens_per_s)
     streamed = max(
         (e for e in estimates if e.devices == 1 and e.name.startswith("streamed")),

@@ -1,7 +1,7 @@
-"""The time that the published simulation of DSI counts, reproduced under a virtual clock.
+"""Reproduces the times that the published simulation of DSI counts, under a virtual clock.
 
 Source: dsi/online/simul/{core,simul}.py of keyboardAnt/distributed-speculative-inference, which
-waits in real processes and threads. What it counts differs from what the algorithms do:
+waits in real processes and threads. Its counts differ from the algorithms in these points:
 
 - a number of right drafts is drawn for each restart, at most 20, whatever the lookahead is;
 - each restart begins with a target pass that verifies nothing, SI waits for it before it drafts;
@@ -17,22 +17,22 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MOST_RIGHT = 20  # right drafts of one restart: `maximum_correct_tokens`
+MOST_RIGHT = 20  # most right drafts of one restart: `maximum_correct_tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accounting:
-    """Seconds of each step. first_target_s is each server's very first pass (TTFT)."""
+    """Seconds of each step; first_target_s is for each server's very first pass (TTFT)."""
 
     target_s: float
     draft_s: float
     first_target_s: float
-    si_restart_s: float = 0.0  # a process, of the restart
-    dsi_restart_s: float = 0.0  # a process and its threads
+    si_restart_s: float = 0.0  # start of a process, at each restart
+    dsi_restart_s: float = 0.0  # start of a process and its threads, at each restart
 
 
 def right_drafts(acceptance: float, tokens: int, numbers: random.Random) -> list[int]:
-    """Right drafts of each restart, until they exceed `tokens`."""
+    """Draws the number of right drafts of each restart, until they exceed `tokens` together."""
     drawn: list[int] = []
     if acceptance == 0:
         raise ValueError("a drafter that is never right commits nothing in that simulation")
@@ -47,7 +47,7 @@ def right_drafts(acceptance: float, tokens: int, numbers: random.Random) -> list
 def si_s(costs: Accounting, drawn: Sequence[int], tokens: int, lookahead: int) -> float:
     """Seconds of SI for a text of `tokens`.
 
-    Each restart: a pass, then lookahead drafts and a pass until one shows a wrong draft.
+    Each restart runs a pass, then drafts a lookahead and verifies it, until a draft is wrong.
     """
     seconds, done = costs.first_target_s - costs.target_s, 0
     for right in drawn:
@@ -67,7 +67,7 @@ def dsi_s(
     seconds, done = 0.0, 0
     visited: set[int] = set()
     for right in drawn:
-        ends = done + right > tokens  # then the pass without drafts is the last
+        ends = done + right > tokens  # if so, the pass without drafts is the last one
         needed = 0 if ends else right + 1
         seconds += costs.dsi_restart_s + _restart_s(costs, needed, lookahead, servers, visited)
         if ends:
@@ -79,13 +79,13 @@ def dsi_s(
 def _restart_s(
     costs: Accounting, needed: int, lookahead: int, servers: int, visited: set[int]
 ) -> float:
-    """When the first pass over at least `needed` drafts ends, since the restart.
+    """Seconds from a restart to the end of the first pass over at least `needed` drafts.
 
     Args:
-        visited: servers that have run a pass before; updated.
+        visited: servers that have run a pass before; this function adds to them.
     """
     idle, waiting = list(range(servers)), list[int]()
-    running: list[tuple[float, int, int]] = []  # end, server, drafts of the pass
+    running: list[tuple[float, int, int]] = []  # (end, server, drafts) of each running pass
 
     def begin(server: int, now: float, drafts: int) -> None:
         first = server not in visited

@@ -1,7 +1,7 @@
-"""The paper's ten model pairs: its published speedup of DSI over SI beside the simulated one.
+"""Compares the published speedups of DSI over SI with simulated ones, for the paper's ten pairs.
 
-Inputs and speedups as in table 1 of arXiv:2405.14105v1, where lookaheads of 1, 5 and 10, for DSI
-1 or 7 target servers, and 50 tokens were simulated.
+Inputs and speedups are from table 1 of arXiv:2405.14105v1, which simulated 50 tokens, lookaheads of
+1, 5 and 10, and 1 or 7 target servers for DSI.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from specexec_cli.lab.simulate import published
 from specexec_cli.lab.simulate.clock import Latencies
 from specexec_cli.lab.simulate.methods import FakePair, run_dsi, run_speculative
 
-LOOKAHEADS = (1, 5, 10)  # each method at its best; DSI where SERVERS suffice
+LOOKAHEADS = (1, 5, 10)  # each method takes its best; DSI only those for which SERVERS suffice
 SERVERS = 7
 TOKENS = 50
-# What a restart costs the published simulation beyond its waits, milliseconds of SI and of DSI:
-# measured by running that program beside this one with the same draws (docs/papers.md). The machine
-# of the published figures is not known.
+# Milliseconds (for SI, for DSI) that a restart takes in the published simulation besides its waits.
+# They were measured by running that program and this one with the same draws (docs/papers.md). The
+# machine of the published figures is unknown.
 RESTART_MS = (12.1, 22.5)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedRow:
-    """One row of the paper."""
+    """One row of the paper's table."""
 
     target: str
     drafter: str
@@ -35,7 +35,7 @@ class PublishedRow:
     target_ms: float
     draft_ms: float
     acceptance: float
-    speedup: float  # DSI over SI, as published
+    speedup: float  # published speedup of DSI over SI
 
 
 PUBLISHED = (
@@ -70,11 +70,11 @@ class SimulatedRow:
 
 
 def simulate_row(row: PublishedRow, repeats: int, seed: int, ttft: float = 1.0) -> SimulatedRow:
-    """All speedups of one row: total seconds over the repeats, best lookahead of each method.
+    """Simulates a row: speedups from the seconds of all repeats, at each method's best lookahead.
 
     Args:
-        ttft: the target's first pass over its later ones, in the published accounting; the text
-            does not print it.
+        ttft: time of the target's first pass divided by that of a later one, for the published
+            accounting; the paper does not print it.
     """
     latencies = Latencies(target_s=row.target_ms / 1e3, draft_s=row.draft_ms / 1e3)
     pair = FakePair(latencies=latencies, acceptance=row.acceptance)
@@ -95,14 +95,14 @@ def simulate_row(row: PublishedRow, repeats: int, seed: int, ttft: float = 1.0) 
 
 
 def _usable_lookaheads(row: PublishedRow) -> list[int]:
-    """Those for which the servers suffice; the published simulation refuses the others."""
+    """Lookaheads for which the servers suffice; the published simulation refuses others."""
     return [k for k in LOOKAHEADS if servers_needed(row.target_ms, row.draft_ms, k) <= SERVERS]
 
 
 def _published_speedup(
     row: PublishedRow, repeats: int, seed: int, ttft: float, restart_ms: tuple[float, float]
 ) -> float:
-    """The speedup that the published simulation comes to, both methods with the same draws."""
+    """The speedup by the published simulation's accounting; both methods have the same draws."""
     costs = published.Accounting(
         target_s=row.target_ms / 1e3,
         draft_s=row.draft_ms / 1e3,
@@ -128,7 +128,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Spearman's rank correlation of two sequences; equal values share their mean rank."""
+    """Spearman's rank correlation of two sequences; equal values get their mean rank."""
     ranked = _ranks(first), _ranks(second)
     middle = (len(first) + 1) / 2
     products = [
@@ -144,5 +144,5 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 
 def within(values: Sequence[float], published: Sequence[float], share: float = 0.1) -> int:
-    """How many are at most that share off the published ones."""
+    """Number of values that differ from the published ones by at most `share`, relative to them."""
     return sum(abs(v / p - 1) <= share for v, p in zip(values, published, strict=True))
