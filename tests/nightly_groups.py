@@ -35,7 +35,7 @@ class Group:
     Attributes:
         tests: test files, folders of them, or node ids without parameters.
         always: node ids among these tests that run all the same.
-        guards: files and folders, relative to `root`, whose changes can break the tests.
+        guards: files, folders and patterns, relative to `root`, whose changes can break the tests.
         whole: whether `guards` have all of the package that the tests import.
     """
 
@@ -80,13 +80,17 @@ class Group:
         return self._within(self.guards)
 
     def _within(self, places: Iterable[str]) -> set[Path]:
-        """Files, and files in folders."""
+        """Files, files in folders, and those that a pattern such as `core/*.py` finds."""
         files = set[Path]()
-        for path in (self.root / place for place in places):
-            if not path.exists():
-                raise ValueError(f"tests/nightly.toml: there is no {path.relative_to(self.root)}")
-            found = [path] if path.is_file() else path.rglob("*")
-            files |= {each for each in found if each.is_file() and "__pycache__" not in each.parts}
+        for place in places:
+            paths = [*self.root.glob(place)] if "*" in place else [self.root / place]
+            if not all(path.exists() for path in paths or [self.root / place]):
+                raise ValueError(f"tests/nightly.toml: there is no {place}")
+            for path in paths:
+                found = [path] if path.is_file() else path.rglob("*")
+                files |= {
+                    each for each in found if each.is_file() and "__pycache__" not in each.parts
+                }
         return files
 
     def _helpers(self, path: Path) -> Iterator[Path]:

@@ -22,7 +22,7 @@ TABLE = """
 [slow]
 tests = ["tests/e2e/test_slow.py"]
 always = ["tests/e2e/test_slow.py::test_one[a]"]
-guards = ["core"]
+guards = ["co*/*", "core"]
 
 [other]
 tests = ["tests/test_other.py::test_grid"]
