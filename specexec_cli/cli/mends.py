@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 
-from specexec_cli.cli.option_groups import (
-    MachineOptions,
-    ModelOptions,
-    SamplingOptions,
-    TreeOptions,
-)
+from specexec_cli.cli.panels import SETTINGS
 from specexec_cli.errors import SpecexecError
 from specexec_cli.planning.memory import DoesNotFitError
 from specexec_cli.planning.resolve import RequestDoesNotFitError
 from specexec_cli.planning.what_fits import Change, changes_that_fit
 
 _SETTING = re.compile(r"`([a-z_]+)(?:='([^'`]*)'|=(\d+))?`")
-# Settings whose options have other names, and those of single commands.
-_RENAMED = {"max_depth": "depth"}
-_SINGLE = {
-    "acceptance", "api_key", "baseline_tokens", "bits", "chat", "cors_origin", "data", "dataset",
-    "draft_ms", "figures", "group_size", "host", "json", "max_tokens", "points", "port", "queue",
-    "row_ms", "slots", "speculation_length", "stop", "target_ms",
-}  # fmt: skip
-_OPTIONS = _SINGLE | {
-    field.name
-    for group in (ModelOptions, SamplingOptions, TreeOptions, MachineOptions)
-    for field in fields(group)
-}
+_RENAMED = {"max_depth": "depth"}  # settings whose options have other names
 _CONTEXT = "--max-tokens in generate and bench, --context elsewhere"
 _SMALLER = "Use a smaller or quantized target: --target"
 _SHORTER = f"Use a shorter context: {_CONTEXT}"
@@ -47,7 +30,7 @@ def with_options(text: str) -> str:
 
     def option(match: re.Match[str]) -> str:
         name = _RENAMED.get(match[1], match[1])
-        if name not in _OPTIONS:
+        if name not in SETTINGS:  # quoted of another library's error
             return match[0]
         value = match[2] if match[2] is not None else match[3]
         return _option(name, value)

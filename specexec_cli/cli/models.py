@@ -19,7 +19,7 @@ from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.others import FoundFile, found_files
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import load_registry, user_models_file
-from specexec_cli.cli import machine, option_groups
+from specexec_cli.cli import machine, options
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
@@ -105,7 +105,7 @@ def recommend_command(
     reads; where none does, the fastest. Of one size, one without a licence to be accepted, then the
     faster. Superseded models come last. Of this machine the disk counts too.
     """
-    option_groups.one_of(task, "--task", TASKS)
+    options.one_of(task, "--task", TASKS)
     site = machine.site(ram, vram, ssd, link)
     able = fits(site, models_file)
     room = free_disk_bytes() if (ram, vram, ssd, link) == (None,) * 4 else None

@@ -1,7 +1,7 @@
 """Groups of options that a command takes as one parameter, and what they come to.
 
 A command names these dataclasses as parameters and is decorated with `grouped`, which shows their
-fields to typer as options. The words that options take are checked here.
+fields to typer as options.
 """
 
 from __future__ import annotations
@@ -11,21 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast, get_args, get_type_hints
+from typing import Any, cast, get_type_hints
 
 from specexec_cli.cli import options
-from specexec_cli.config import (
-    DraftScoring,
-    DsiOptions,
-    DtypeName,
-    ExpertPlace,
-    Method,
-    OffloadMode,
-    Overlap,
-    SamplingConfig,
-)
-from specexec_cli.drafting.sources import policies_for
-from specexec_cli.errors import ConfigError, nearest
+from specexec_cli.config import DraftScoring, DsiOptions, Method, Overlap, SamplingConfig
+from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request, TreeRequest
 
 
@@ -80,20 +70,13 @@ class TreeOptions:
     overlap: options.Overlapping = "off"
 
     def request(self) -> TreeRequest:
-        """These options as a TreeRequest, each word checked against those that it may be."""
-        chosen = one_of(self.policy, "--policy", ("auto", *policies_for("specexec")))
+        """These options as a TreeRequest."""
         return TreeRequest(
-            budget=self.budget,
-            depth=self.depth,
-            batch=self.batch,
-            scoring=cast(
-                DraftScoring, one_of(self.draft_scoring, "--draft-scoring", get_args(DraftScoring))
-            ),
-            policy=None if chosen == "auto" else chosen,
-            calibrated=self.calibration,
-            past=self.past,
-            overlap=cast(Overlap, one_of(self.overlap, "--overlap", get_args(Overlap))),
-        )
+            budget=self.budget, depth=self.depth, batch=self.batch,
+            scoring=cast(DraftScoring, self.draft_scoring),
+            policy=None if self.policy == "auto" else self.policy,
+            calibrated=self.calibration, past=self.past, overlap=cast(Overlap, self.overlap),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +195,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 def request(
     models: ModelOptions, tree: TreeOptions, machine: MachineOptions, **more: Any
 ) -> Request:
-    """The Request of chat and generate, each word checked against those that it may be.
+    """The Request of chat, generate and serve.
 
     Args:
         more: other fields of Request.
@@ -222,7 +205,7 @@ def request(
     return Request(
         **_models(models, several_drafts=models.method == "dsi"),
         **_compute(machine),
-        method=cast(Method, one_of(models.method, "--method", get_args(Method))),
+        method=cast(Method, models.method),
         revision=models.revision,
         tree=tree.request(),
         dsi=machine.dsi(models.draft),
@@ -246,40 +229,8 @@ def _models(named: NamedModels, several_drafts: bool) -> dict[str, Any]:
 
 
 def _compute(machine: ComputeOptions) -> dict[str, Any]:
-    """The fields of a Request that say where to compute, each word checked."""
-    return {
-        "offload": offload_mode(machine.offload),
-        "experts": expert_place(machine.experts),
-        "device": machine.device,
-        "dtype": dtype_name(machine.dtype),
-    }
-
-
-def offload_mode(value: str) -> OffloadMode:
-    """The value of --offload, checked against the words it takes."""
-    return cast(OffloadMode, one_of(value, "--offload", get_args(OffloadMode)))
-
-
-def expert_place(value: str) -> ExpertPlace:
-    """The value of --experts, checked against the words it takes."""
-    return cast(ExpertPlace, one_of(value, "--experts", get_args(ExpertPlace)))
-
-
-def dtype_name(value: str) -> DtypeName:
-    """The value of --dtype, checked against the words it takes."""
-    return cast(DtypeName, one_of(value, "--dtype", get_args(DtypeName)))
-
-
-def one_of(value: str, flag: str, allowed: tuple[str, ...]) -> str:
-    """`value`, checked against the words a flag takes.
-
-    Raises:
-        ConfigError: with the nearest word.
-    """
-    if value not in allowed:
-        hint = nearest(value, list(allowed))
-        raise ConfigError(f"{flag} '{value}' is not one of {', '.join(allowed)}.{hint}")
-    return value
+    """The fields of a Request that say where to compute."""
+    return {field.name: getattr(machine, field.name) for field in fields(ComputeOptions)}
 
 
 def dsi_options(

@@ -18,6 +18,7 @@ SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DSI = _NAMED = (
     "Several devices (--method dsi)",
 )  # fmt: skip
 _SHOW_ALL = "specexec.help_all"
+SETTINGS: set[str] = set()  # that the commands made so far have options for: "max_tokens"
 
 
 class _Panels:
@@ -32,6 +33,8 @@ class _Panels:
         # joins the source's lines: typer would break at them as well as at the screen's edge
         paragraphs = inspect.cleandoc(self.help or "").split("\n\n")
         self.help = "\n\n".join(" ".join(part.split()) for part in paragraphs)
+        flags = [flag for param in self.params for flag in param.opts if flag.startswith("--")]
+        SETTINGS.update(flag[2:].replace("-", "_") for flag in flags)
         if named_options(self.params):
             self.params.append(_help_all_option())
 

@@ -10,7 +10,7 @@ import typer
 
 from specexec_cli.cli import machine, option_groups, options
 from specexec_cli.cli.render import notice
-from specexec_cli.config import DsiOptions, Method
+from specexec_cli.config import DsiOptions, ExpertPlace, Method, OffloadMode
 from specexec_cli.device import gpus
 from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.plan import advise
@@ -66,11 +66,10 @@ def plan(
     `specexec doctor` measured here. With `--method dsi` the plan is that of each target server:
     --vram is of each GPU, --ram of all workers together.
     """
-    option_groups.one_of(method, "--method", ("specexec", "autoregressive", "dsi"))
     request = Request(
         pair=pair, target=target, draft=draft, method=cast(Method, method),
-        models_file=models_file, offline=offline, offload=option_groups.offload_mode(offload),
-        experts=option_groups.expert_place(experts),
+        models_file=models_file, offline=offline, offload=cast(OffloadMode, offload),
+        experts=cast(ExpertPlace, experts),
         tree=TreeRequest(budget=budget), context_tokens=context,
         dsi=option_groups.dsi_options(sp, "auto", devices),
     )  # fmt: skip

@@ -53,6 +53,7 @@ def every_option() -> set[str]:
     return of(get_command(app))
 
 
+OPTIONS = every_option()  # once the commands are made, their options are known
 COMMAND_LINES = ("cli", "commands")  # the program's own, and the lab's
 ROOMS = sorted(path for path in HOUSE.rglob("*.py") if path.parent.name not in COMMAND_LINES)
 
@@ -66,7 +67,7 @@ def test_no_room_but_the_command_line_names_an_option() -> None:
 
 
 def test_every_setting_that_an_error_names_is_an_option() -> None:
-    options, named = every_option(), set()
+    named: set[str] = set()
     for path in ROOMS:
         if path == QUOTED:
             continue
@@ -75,7 +76,7 @@ def test_every_setting_that_an_error_names_is_an_option() -> None:
     assert named >= {"budget", "max_depth", "offload", "draft"}
     for name in named:
         told = with_options(f"`{name}`")
-        assert told in options, f"`{name}` becomes {told}"
+        assert told in OPTIONS, f"`{name}` becomes {told}"
 
 
 @pytest.mark.parametrize(

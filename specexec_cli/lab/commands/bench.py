@@ -100,7 +100,7 @@ def bench(
     from specexec_cli.lab.bench.results import ResultsFile
     from specexec_cli.lab.bench.tables import FORMATS
 
-    option_groups.one_of(output, "--output", FORMATS)
+    options.one_of(output, "--output", FORMATS)
     _at_least({"--repeats": (repeats, 1), "--warmup": (warmup, 0), "--prompts": (prompts, 1)})
     grid = cases.grid(max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p,
                       top_k=top_k, seed=seed)  # fmt: skip
@@ -234,7 +234,7 @@ def coverage(
     from specexec_cli.lab.bench.results import ResultsFile
     from specexec_cli.lab.bench.tables import FORMATS, width
 
-    option_groups.one_of(output, "--output", FORMATS)
+    options.one_of(output, "--output", FORMATS)
     ranks = numbers(top_k, "--top-k", int)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
     check_settings(sampling, ranks)
@@ -269,8 +269,8 @@ def report(
     from specexec_cli.lab.bench.report import make_report
     from specexec_cli.lab.bench.tables import FORMATS, width
 
-    option_groups.one_of(output, "--output", FORMATS)
-    option_groups.one_of(figure_format, "--format", ("png", "svg"))
+    options.one_of(output, "--output", FORMATS)
+    options.one_of(figure_format, "--format", ("png", "svg"))
     text, drawn = make_report(results, output, figures, figure_format, width())
     print(text)
     for path in drawn:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from specexec_cli.cli import option_groups, options
+from specexec_cli.cli import options
 from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES
@@ -140,7 +140,7 @@ def words(value: str, flag: str) -> list[str]:
 
 
 def _chosen(value: str, flag: str, allowed: tuple[str, ...]) -> list[str]:
-    return [option_groups.one_of(word, flag, allowed) for word in words(value, flag)]
+    return [options.one_of(word, flag, allowed) for word in words(value, flag)]
 
 
 def numbers(value: str, flag: str, kind: type) -> list[Any]:

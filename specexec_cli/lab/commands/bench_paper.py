@@ -57,8 +57,8 @@ def paper(
     """
     from specexec_cli.lab.papers import report
 
-    option_groups.one_of(output, "--output", ("table", "md", "json"))
-    option_groups.one_of(figure_format, "--format", ("png", "svg"))
+    options.one_of(output, "--output", ("table", "md", "json"))
+    options.one_of(figure_format, "--format", ("png", "svg"))
     _check(prompts, max_tokens, full)
     if not name:
         _list(output)

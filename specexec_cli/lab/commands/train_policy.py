@@ -73,7 +73,7 @@ def train_policy(
     from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.commands.bench_models import open_models
 
-    option_groups.one_of(output, "--output", ("table", "md", "json"))
+    options.one_of(output, "--output", ("table", "md", "json"))
     _check(prompts, target_ms, draft_ms)
     sampling = SamplingConfig(temperature=temperature, seed=seed)
     sets = _sets(dataset, transfer, data, _counts(splits, prompts), seed, at_most=not splits)
