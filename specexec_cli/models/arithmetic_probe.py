@@ -227,7 +227,7 @@ def _nothing(outputs: int) -> Any:
 
 
 class _Weightless:
-    """A LayerSource whose tensors have the right shapes but only one element in memory."""
+    """A LayerSource of tensors with the right shapes but only one element in memory."""
 
     bytes_streamed = 0
     failed = False

@@ -23,7 +23,7 @@ from specexec_cli.guarded import read_json
 Notice = Callable[[str], None]
 
 _FILES = ("quantize_config.json", "quant_config.json")
-# methods whose layouts no kernel here has
+# methods with layouts that no kernel here has
 _UNREADABLE = {
     "hqq": "its zero points are fractions, where those of layouts that are read are whole",
 }

@@ -57,7 +57,7 @@ class _SharedLayer(SlotLayer):
 
 
 class SharedCache(SlotCache):
-    """A SlotCache whose first slots are those of `target`."""
+    """A SlotCache that reads its first slots from the cache `target`."""
 
     layers: list[_SharedLayer]
 

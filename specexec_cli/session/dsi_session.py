@@ -1,4 +1,4 @@
-"""A session whose target runs on several devices at once: the method dsi.
+"""A session of the method dsi, which runs the target on several devices at once.
 
 The models are in worker processes. This process has the tokenizer, the orchestrator and the text.
 """

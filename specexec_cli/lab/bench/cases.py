@@ -27,7 +27,7 @@ def methods() -> tuple[BenchMethod, ...]:
 
 
 def is_chain(method: BenchMethod) -> bool:
-    """Whether a method drafts one path, whose size is the speculation length."""
+    """Whether a method drafts one path, sized by the speculation length."""
     return method in SOURCES and SOURCES[method].one_path
 
 

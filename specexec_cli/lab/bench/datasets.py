@@ -1,8 +1,8 @@
 """Loads prompts by dataset name or from a file; adapters turn records into prompts.
 
 `--dataset NAME` looks for the dataset's usual file in the data folder, then asks the `datasets`
-package; `--dataset NAME=FILE` reads a file as that dataset; `--dataset FILE` reads any file whose
-records are texts, [id, text] pairs, or objects with a usual field.
+package. `--dataset NAME=FILE` reads a file as that dataset. `--dataset FILE` reads any file of
+texts, [id, text] pairs, or objects with a usual field.
 """
 
 from __future__ import annotations

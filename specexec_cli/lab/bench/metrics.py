@@ -62,7 +62,7 @@ def run_metrics(
     """The metrics of one generation.
 
     Args:
-        link_bytes_per_s: the probed rate of the link, of which metrics state shares.
+        link_bytes_per_s: the probed rate of the link; some metrics are shares of it.
         is_chain: whether the drafts were chains, for which acceptance rates are defined.
     """
     passes = stats.target_passes

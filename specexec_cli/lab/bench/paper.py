@@ -42,7 +42,7 @@ class PaperRow:
     # The tables write 'Llama2-7b / 70b GPTQ', and appendix C says that the 7B draft model is
     # quantized too. It is unclear which is meant, so a row lists both draft models.
     drafts: tuple[str, ...]
-    dataset: str  # by its adapter's name
+    dataset: str  # name of its adapter
     temperature: float
     method: str  # specexec or specinfer, as bench knows them
     budget: int
@@ -127,7 +127,7 @@ def rows_for(target: str, draft: str | None, device: str = "") -> list[PaperRow]
 class DiscoRow:
     """The numbers that DISCO's paper prints for one dataset; temperature 0, one A100 with 80 GB."""
 
-    dataset: str  # by its adapter's name
+    dataset: str  # name of its adapter
     target: str  # hub id
     draft: str
     samples: tuple[int | None, int | None, int]  # table 3: for training, validation and tests

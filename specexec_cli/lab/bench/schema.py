@@ -57,7 +57,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "link": {"io": str, "link_bytes_per_s": _MAYBE_NUMBER},
         "started": str,
         "finish_reason": str,
-        "tokens_sha256": str,  # of the generated tokens
+        "tokens_sha256": str,  # digest of the generated tokens
         "tokens": _Numbers(),
         "metrics": {
             **dict.fromkeys(
