@@ -120,6 +120,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "policy": "specexec_cli/drafting/policies/half.py",
         "draft source": "specexec_cli/drafting/sources/lookup.py",
         "layer state": "specexec_cli/models/layer_states/running_sum.py",
+        "row-packed weights": "specexec_kernels/formats/shift8.py",
     }.items():
         (folder / file).write_text(example(name))
     return folder
@@ -150,9 +151,15 @@ def test_help_shows_the_example_of_a_policy(house: Path) -> None:
     assert "not one of auto, fixed, half, heuristic, disco, cost. Did you mean" in shown
 
 
-def test_the_example_of_a_layer_state_is_found(house: Path) -> None:
-    code = "from specexec_cli.models.layer_states import LAYER_STATES; print(LAYER_STATES)"
-    assert "'linear_attention': <class 'specexec_cli.models.layer_states.r" in run_in(house, code)
+def test_the_examples_of_a_layer_state_and_a_format_are_found(house: Path) -> None:
+    found = run_in(
+        house,
+        "from specexec_cli.models.layer_states import LAYER_STATES\n"
+        "from specexec_kernels.formats import METHODS\n"
+        "print(LAYER_STATES, *METHODS)\n",
+    )
+    assert "'linear_attention': <class 'specexec_cli.models.layer_states.r" in found
+    assert found.endswith(" bitsandbytes mxfp4 shift8\n")
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -7,9 +7,10 @@ the formats.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 from types import MappingProxyType
 
-from specexec_kernels.formats import bitsandbytes, compressed_tensors, fp8, modelopt, mxfp4
 from specexec_kernels.formats.base import Method
 
 _table: dict[str, Method] = {}
@@ -27,12 +28,7 @@ def register(method: Method) -> None:
     _table[method.name] = method
 
 
-for _method in (
-    fp8.METHOD,
-    fp8.FBGEMM,
-    modelopt.METHOD,
-    compressed_tensors.METHOD,
-    bitsandbytes.METHOD,
-    mxfp4.METHOD,
-):
-    register(_method)
+# Every file is read. These come first, in the order in which an error lists what is supported.
+_FIRST = ("fp8", "modelopt", "compressed_tensors", "bitsandbytes", "mxfp4")
+for _file in dict.fromkeys((*_FIRST, *(each.name for each in iter_modules(__path__)))):
+    import_module(f"{__name__}.{_file}")

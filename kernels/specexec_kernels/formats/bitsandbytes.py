@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from specexec_kernels.formats import register
 from specexec_kernels.formats.base import (
     SCALES,
     Method,
@@ -167,3 +168,4 @@ METHOD = Method(
     read=_read,
     quantizes_rows=lambda settings: bool(settings.get("load_in_8bit")),
 )  # fmt: skip
+register(METHOD)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specexec_kernels.formats import register
 from specexec_kernels.formats.base import CACHE_SCALES, SCALES, Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
@@ -205,3 +206,4 @@ METHOD = Method(
         group.get("input_activations") for group in _groups(settings)
     ),
 )  # fmt: skip
+register(METHOD)

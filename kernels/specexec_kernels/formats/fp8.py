@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from torch import Tensor
 
+from specexec_kernels.formats import register
 from specexec_kernels.formats.base import (
     CACHE_SCALES,
     SCALES,
@@ -137,3 +138,5 @@ FBGEMM = Method(
     read=read_fp8,
     quantizes_rows=METHOD.quantizes_rows,
 )
+register(METHOD)
+register(FBGEMM)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specexec_kernels.formats import register
 from specexec_kernels.formats.base import CACHE_SCALES, Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 from specexec_kernels.formats.fp8 import KINDS, read_fp8
@@ -37,3 +38,4 @@ METHOD = Method(
     read=_read,
     quantizes_rows=lambda settings: True,
 )
+register(METHOD)

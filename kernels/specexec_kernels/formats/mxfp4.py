@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from specexec_kernels.formats import register
 from specexec_kernels.formats.base import Method, PackedFormat, Stored
 from specexec_kernels.formats.fp4 import Fp4
 
@@ -21,3 +22,4 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
 
 
 METHOD = Method(name="mxfp4", leaves=("blocks", "scales"), read=_read)
+register(METHOD)
