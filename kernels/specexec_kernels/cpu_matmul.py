@@ -1,8 +1,8 @@
-"""Products of rows with plain or packed weights on a CPU; a row's bits are its own.
+"""Multiplies rows by plain or packed weights on a CPU; a row's bits are its own.
 
-Sums are float32, in an order that depends on neither the other rows nor the number of threads. See
-cpu_matmul_ir for how, and formats/ for what weights mean. What no kernel reads is unpacked by its
-definition and multiplied as float32, with the same property.
+Sums are float32, in an order that depends on neither the other rows nor the number of threads.
+cpu_matmul_ir says how they are formed, and formats/ what the stored weights mean. A weight that no
+kernel reads is unpacked by its format's definition and multiplied as float32, in such an order too.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes_plain(rows: torch.dtype) -> bool:
-    """Whether rows of a dtype are multiplied with plain weights here.
+    """Whether these kernels multiply rows of a dtype by plain weights.
 
-    Not where PyTorch has arithmetic in the dtype and the kernels have none: it is faster.
+    They do not where the CPU has instructions for the dtype that PyTorch uses and these kernels do
+    not: PyTorch is faster there.
     """
     if rows not in _DTYPES:
         return False
@@ -33,13 +34,14 @@ def takes_plain(rows: torch.dtype) -> bool:
 
 
 def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
-    """x @ W.T.
+    """Computes x @ W.T.
 
-    bfloat16 rows are multiplied by pairs where the CPU can, the weights rounded to bfloat16 as the
-    format's `pairs` says; all else as float32.
+    Where the CPU multiplies pairs of bfloat16, bfloat16 rows are multiplied so, by weights rounded
+    to bfloat16 as the format's `pairs` says. All other rows are multiplied as float32.
 
     Args:
         x: (rows, inputs) float32, bfloat16 or float16.
+        weight: W, (outputs, inputs).
     Returns:
         (rows, outputs) float32.
     """
@@ -63,7 +65,7 @@ def matmul(x: Tensor, weight: PackedWeight) -> Tensor:
 
 
 def stored(weight: PackedWeight) -> dict[int, Tensor]:
-    """A weight's own tensors as kernels read them, by argument."""
+    """A weight's tensors, each under the position of its address in the kernel's arguments."""
     return {
         PARTS + 2 * number: weight.tensors[part.leaf].contiguous()
         for number, part in enumerate(weight.format.parts)
@@ -71,14 +73,18 @@ def stored(weight: PackedWeight) -> dict[int, Tensor]:
 
 
 def _by_definition(x: Tensor, weight: PackedWeight) -> Tensor:
-    """As `matmul` by the format's definition; a whole matrix of float32 may be too much for the
-    RAM. How outputs are cut changes no sum."""
+    """`matmul` for weights that no kernel reads: unpacks them by the format's definition.
+
+    Unpacks some outputs at a time, since the whole matrix as float32 may not fit the RAM. Where
+    the outputs are cut changes no sum.
+    """
     (rows, inputs), outputs = x.shape, weight.out_features
     fmt = weight.format.for_rows(x.dtype, pairs=False)
     unpacked = PackedWeight(fmt, inputs, outputs, weight.tensors)
     out = torch.empty(rows, outputs)
     for start, slab in unpacked.slabs():
-        # zeros behind the last input and the last output, up to what the kernels of floats read
+        # padded with zeros to whole units of inputs and at least one vector of outputs, which is
+        # the least that the kernels for plain weights read
         whole = plain_weight(slab)
         missing = -inputs % whole.format.unit, max(cpu_jit.lanes() - len(slab), 0)
         padded = plain_weight(pad(slab, (0, missing[0], 0, missing[1])))

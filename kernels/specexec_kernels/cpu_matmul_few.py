@@ -1,4 +1,4 @@
-"""LLVM IR of few rows times a weight, whose items are multiplied in the registers."""
+"""LLVM IR of few rows times a weight: items are multiplied in registers as they are unpacked."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _FIRST_CHUNK = I64(0)  # the only one
 
 
 class Few(Sums):
-    """Multiplies one chunk of rows."""
+    """Multiplies one chunk of rows.
+
+    Attributes:
+        rows: the first output of each vector of the strip.
+    """
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
-        self.rows: list[Any] = []  # the first output of each vector of the strip
+        self.rows: list[Any] = []
 
     def multiply_strip(self, strip: Any, begin: Any, end: Any) -> list[Any]:
         b, spec = self.b, self.spec
@@ -28,7 +32,7 @@ class Few(Sums):
         self.rows = [b.add(self.first, I64(v * self.lanes)) for v in range(spec.vectors)]
         places = self.places(_FIRST_CHUNK, b.mul(strip, I64(spec.strip)))
         totals = self.no_sums()
-        if spec.goes_down:  # a strip's units come in several calls
+        if spec.goes_down:  # this is called once for each tile of the strip
             is_first = b.icmp_signed("==", begin, I64(0))
             stored = [self.load(self.out, place, self.vector) for place in places]
             totals = [b.select(is_first, self.constant(0.0), total) for total in stored]
@@ -40,7 +44,7 @@ class Few(Sums):
         return []
 
     def _block(self, first: Any, end: Any, totals: list[Any]) -> list[Any]:
-        """Totals and the products of the block that begins with unit `first`."""
+        """The totals with the products of the block that begins with unit `first` added."""
         b, spec = self.b, self.spec
         last = self.minimum(b.add(first, I64(spec.block_units)), end)
         terms = self._terms(first, 0)
@@ -54,7 +58,7 @@ class Few(Sums):
         return self.with_block(_FIRST_CHUNK, number, totals, sums, terms)
 
     def _blocks_of_unit(self, unit: Any, end: Any, totals: list[Any]) -> list[Any]:
-        """Totals and the products of a unit, which has several blocks."""
+        """The totals with the products of a unit of several blocks added."""
         b, spec = self.b, self.spec
         fetches = self._fetches(unit)
         items = self._of_each(unit, self.weight_items)
@@ -70,12 +74,12 @@ class Few(Sums):
         self, unit: Any, sums: list[Any], items: list[Iterator[Any]], start: int,
         fetches: list[Fetch],
     ) -> list[Any]:  # fmt: skip
-        """Sums and the products of a unit's items from `start` on, up to the end of a block.
+        """The sums with the products of a unit's items from `start` to the end of a block added.
 
         Args:
-            items: of each vector of outputs, those that come next.
-            fetches: of the whole unit. They stand between products, since all at once they would
-                wait for one another.
+            items: for each vector of outputs, an iterator that emits the item that comes next.
+            fetches: the prefetches of the whole unit. They are spread between the products, since
+                all at once they would wait for one another.
         """
         b, spec = self.b, self.spec
         first = b.mul(unit, I64(spec.unit_items))
@@ -90,7 +94,7 @@ class Few(Sums):
         return sums
 
     def _of_each(self, unit: Any, found: Callable[[], Any]) -> list[Any]:
-        """What `found` gives for each vector of outputs."""
+        """Calls `found` with the place set to each vector of outputs in turn; its results."""
         each = []
         for row in self.rows:
             self.at(row, unit)

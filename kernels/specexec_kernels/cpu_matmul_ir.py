@@ -1,17 +1,24 @@
 """LLVM IR of rows times weights of any format of formats/.
 
-A strip of outputs goes through the inputs tile by tile. A tile's weights become items, one 32-bit
-lane for each output of the strip: a float32, or two inputs' weights as a pair of bfloat16 where the
-CPU multiplies such pairs (vdpbf16ps). Few rows multiply with the items in registers
-(cpu_matmul_few); for more they are kept in memory, and every chunk of rows multiplies with them
-(cpu_matmul_many). A format unpacks with what cpu_unpack_lanes offers; cpu_unpack_items calls it.
+The words of all matmul kernels:
+- item: what one output multiplies at a time, 32 bits: one weight as float32, or the weights of two
+  inputs as a pair of bfloat16 where the CPU multiplies such pairs (vdpbf16ps);
+- unit: the inputs that a format unpacks together;
+- block: the inputs that share a scale and an offset (the block's terms); each block's products are
+  summed by themselves, in the format's `order`, then scaled and added to the total in float32;
+- tile: whole blocks of a strip, as many as are unpacked before they are multiplied;
+- strip: outputs that are multiplied together, one or more vector registers of them; threads claim
+  strips;
+- chunk: rows that are multiplied together.
 
-Sums begin anew with every block of inputs, in the order of a format's `order`, and are then
-multiplied by the block's scale and added to OUT in float32. That order is the same for any rows and
-any number of threads: a row's bits are its own. Where the CPU has tile registers (AMX) pairs are
-multiplied in them whatever the number of rows, and the sums of pairs are rounded as cpu_tiles_ir
-tells. In vdpbf16ps products are exact, and sums are rounded to nearest, with numbers below the
-normal range taken as zero.
+Few rows are multiplied by the items in registers (cpu_matmul_few). For more rows the items are kept
+in memory, and every chunk is multiplied by them (cpu_matmul_many). A format unpacks itself with the
+methods of cpu_unpack_lanes; cpu_unpack_items calls it.
+
+The order of all sums is the same for any number of rows and threads, so a row's bits are its own.
+Where the CPU has tile registers (AMX), pairs are multiplied in them whatever the number of rows;
+cpu_tiles_ir says how they round. vdpbf16ps forms exact products and rounds its sums to nearest,
+with numbers below the normal range taken as zero.
 
 Knows nothing of torch or thread pools.
 """

@@ -1,7 +1,8 @@
-"""LLVM IR of many rows times a weight: every chunk of rows multiplies with a tile of items.
+"""LLVM IR of many rows times a weight: a tile of items is unpacked once for all chunks of rows.
 
-The tile lies in the L1 cache (the register tiling of Goto and van de Geijn, "Anatomy of
-High-Performance Matrix Multiplication", 2008), or in the tile registers' panel (cpu_panels_ir).
+The tile lies in the L1 cache (Goto and van de Geijn, "Anatomy of High-Performance Matrix
+Multiplication", 2008). `Many` multiplies by it in vector registers, `InTiles` in tile registers,
+where cpu_panels_ir calls it a panel.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from specexec_kernels.cpu_panels_ir import MOST_TOTALS, PanelArgs, Panels, Panel
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.cpu_unpack_lines import share
 
-UNROLL = 4  # items per turn of the multiplying loop
+UNROLL = 4  # the most items per iteration of the multiplying loop
 
 
 class Tile(Operands):
-    """Items and terms that lie in memory.
+    """Unpacks the items and terms of a tile to memory.
 
     Attributes:
         tile: address of the items, [item][output].
@@ -32,16 +33,16 @@ class Tile(Operands):
     tile_terms: Any
 
     def fill(self, first: Any, last: Any) -> None:
-        """Put units first..last of a strip and their terms into the tile."""
+        """Puts units first..last of a strip and their terms into the tile."""
         vectors = self.spec.vectors
-        if self.spec.goes_down:  # side by side in memory
+        if self.spec.goes_down:  # the vectors' codes lie side by side, and are read together
             self.fill_vectors([I64(v) for v in range(vectors)], first, last)
             return
         self.loop(I64(0), I64(vectors), 1, [],
                   lambda v, _: self.fill_vectors([v], first, last))  # fmt: skip
 
     def fill_vectors(self, vectors: list[Any], first: Any, last: Any) -> list[Any]:
-        """As `fill`, for some vectors of outputs."""
+        """`fill` for some of the strip's vectors of outputs."""
         b, spec = self.b, self.spec
         lanes = [b.mul(vector, I64(self.lanes)) for vector in vectors]
         rows = [b.add(self.first, lane) for lane in lanes]
@@ -80,7 +81,8 @@ class Tile(Operands):
         return self.loop(first, last, spec.block_units, [], block)
 
     def stored_terms(self, block: Any) -> list[tuple[Any, Any]]:
-        """Terms of a block of the tile, by vector; None where the format has none."""
+        """The (scale, offset) of a block of the tile for each vector of outputs; None where the
+        format has none."""
         b, spec, strip = self.b, self.spec, self.spec.strip
         at = b.mul(block, I64(2 * strip))
 
@@ -95,7 +97,7 @@ class Tile(Operands):
 
 
 class Many(Sums, Tile):
-    """Multiplies every chunk of rows with a tile before the next tile is unpacked."""
+    """Multiplies every chunk of rows by a tile before the next tile is unpacked."""
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
@@ -142,8 +144,11 @@ class Many(Sums, Tile):
         return self.loop(begin, end, spec.tile_units, [], tile)
 
     def _next_tile(self, first: Any, last: Any) -> tuple[Any, Any]:
-        """The output and the unit where the tile begins that comes behind units first..last: the
-        next units of this strip, or down the inputs the same ones of the next strip."""
+        """The first output and the first unit of the tile that comes after units first..last.
+
+        It has the next units of the same strip, or the same units of the next strip where codes go
+        down the inputs.
+        """
         if self.spec.goes_down:
             return self.b.add(self.first, I64(self.spec.strip)), first
         return self.first, last
@@ -152,15 +157,16 @@ class Many(Sums, Tile):
         self, chunk: Any, start: Any, stop: Any, first_item: Any, begun: list[Any],
         later: tuple[Any, Any] | None,
     ) -> list[Any]:  # fmt: skip
-        """Sums of a chunk over items of the tile.
+        """The sums of a chunk over items start..stop.
 
         Args:
-            begun: what they begin with.
-            later: where a tile begins that is asked for meanwhile, as _next_tile has it.
+            first_item: the tile's first.
+            begun: the values that the sums begin with, [row][vector].
+            later: the place of the tile to prefetch meanwhile, from _next_tile.
         """
         b, spec = self.b, self.spec
         unroll = next(n for n in (UNROLL, 2, 1) if spec.unit_items % n == spec.block_items % n == 0)
-        turns = spec.tile_units * spec.unit_items // unroll  # of a chunk
+        turns = spec.tile_units * spec.unit_items // unroll  # iterations for a chunk
 
         def step(item: Any, sums: list[Any]) -> list[Any]:
             local = b.sub(item, first_item)
@@ -179,7 +185,7 @@ class Many(Sums, Tile):
 
 
 class InTiles(Tile):
-    """Multiplies in tile registers, with a rounding of its own."""
+    """Multiplies in tile registers, which round in their own way (cpu_tiles_ir)."""
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
@@ -187,7 +193,7 @@ class InTiles(Tile):
         self.tile, self.tile_terms = self.panels.weights, self.panels.terms
 
     def emit(self) -> None:
-        """Claim strips until none is left."""
+        """Emits the kernel: claims strips until none is left."""
         counter, first, end, at_once = self.claims()
         args = PanelArgs(
             pairs=self.items, x=self.x, x_blocks=self.b.udiv(self.items, I64(TILE_PAIRS)),
@@ -199,10 +205,10 @@ class InTiles(Tile):
         )
 
     def _panel_shape(self) -> PanelShape:
-        """What is kept in the caches."""
+        """The sizes of what the kernel keeps in the caches."""
         spec = self.spec
         few_totals = 1
-        if spec.goes_down:  # all strips of a claim in turn, as far as their sums fit
+        if spec.goes_down:  # as many strips of a claim in turn as their sums fit
             few_totals = MOST_TOTALS // (spec.rows * spec.strip)
         return PanelShape(
             rows=spec.rows, vectors=spec.vectors, pairs=spec.tile_units * spec.unit_items,
@@ -211,13 +217,13 @@ class InTiles(Tile):
         )  # fmt: skip
 
     def _fill(self, strip: Any, first: Any, last: Any) -> None:
-        """Put pairs first..last of a strip into the panel, and their terms."""
+        """Puts pairs first..last of a strip and their terms into the panel."""
         self.begin_strip(strip)
         first, last = (self.b.udiv(end, I64(self.spec.unit_items)) for end in (first, last))
         self.fill(first, last)
 
     def _fetch(self, strip: Any, pair: Any, turn: Any, turns: Any) -> None:
-        """Ask for a share of the strip's panel that begins with a pair."""
+        """Prefetches share `turn` of `turns` of the strip's panel that begins with `pair`."""
         if self.spec.format.fetches_early:
             unit = self.b.udiv(pair, I64(self.spec.unit_items))
             self.fetch_share(self.first_output(strip), unit, turn, turns)

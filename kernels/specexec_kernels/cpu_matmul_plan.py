@@ -1,7 +1,7 @@
-"""Which kernel multiplies so many rows with a weight, and how rows and results lie in memory.
+"""Chooses the kernel for a number of rows and a weight, and lays rows and results out for it.
 
-Weights that differ by nothing but their values share a plan, which is made once: in a pass of one
-row all that Python does around a product takes as long as the product.
+Weights of the same format and shape share a plan, which is made once: in a pass of one row, what
+Python does around a product takes as long as the product itself.
 """
 
 from __future__ import annotations
@@ -32,28 +32,33 @@ from specexec_kernels.cpu_matmul_spec import (
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 from specexec_kernels.formats.base import PackedFormat, PackedWeight, has_halves
 
-# Rows of a chunk; with two vectors of outputs 13 fill 32 registers, and 6 the 16 of AVX2.
+# Sizes of a chunk, in rows. With two vectors of outputs, 13 rows fill 32 vector registers, and 6
+# rows fill the 16 registers of AVX2.
 _CHUNKS, _CHUNKS_OF_16 = (1, 2, 4, 8, 10, 13), (1, 2, 4, 6)
-_FEW = 4  # rows that multiply straight from the registers, whatever the format
-_MOST_WRITTEN_OUT = 416  # products of a unit, which a kernel of few rows has one after another
-# In tile registers: rows of a chunk; from so many rows on chunks have 32
+_FEW = 4  # up to this many rows are multiplied in registers, whatever the format
+# The most products per unit of a "few" kernel of more than _FEW rows: each of them is an
+# instruction of its own in the code.
+_MOST_WRITTEN_OUT = 416
+# In tile registers: the sizes of a chunk, in rows, and the number of rows from which on chunks have
+# 32 rows.
 _TILE_ROWS, _FEWEST_OF_32 = (1, 2, 4, 8, 16), 97
-# Rows of a pass in tile registers that waits for memory: narrow strips are read faster. Behind it
-# those of formats that take longer to arrive than to unpack.
+# In tile registers: up to this many rows a product waits for memory, and strips of one vector are
+# read faster. The second number is for formats with `fetches_early`.
 _NARROW_ROWS, _NARROW_ROWS_OF_WIDE = 64, 128
-# The most outputs of a claim where codes go down the inputs: long parts of a line are read faster.
-# With an index the terms of all groups lie in the caches too.
+# The most outputs of a claim where codes go down the inputs: a long stretch of a line is read
+# faster. Fewer in a format with an index, where the terms of all groups are in the caches too.
 _WIDE_OUTPUTS, _WIDE_OUTPUTS_OF_INDEX = 8192, 4096
-# Plans that are kept; all are forgotten once there are so many. Prompts of a server have every
-# number of rows, and products of activations (cpu_chains) other sizes with every token of a text.
+# The most plans that are kept; when there are this many, all are dropped. A server's prompts have
+# every number of rows, and products of activations (cpu_chains) change size with every token.
 _MOST_PLANS = 4096
 
 
 def plan_for(rows: torch.dtype, count: int, weight: PackedWeight) -> Plan | None:
-    """How so many rows of a dtype are multiplied; None where no kernel reads the weight.
+    """How `count` rows of a dtype are multiplied by a weight; None where no kernel reads it.
 
     Args:
-        count: of rows, at least 1.
+        rows: dtype of the rows.
+        count: number of rows, at least 1.
     """
     dot, kind = multiplies_pairs(rows), (weight.format, weight.in_features, weight.out_features)
     key = rows, dot, count, kind, torch.get_num_threads()
@@ -65,30 +70,33 @@ def plan_for(rows: torch.dtype, count: int, weight: PackedWeight) -> Plan | None
 
 
 def multiplies_pairs(rows: torch.dtype) -> bool:
-    """Whether this CPU's kernels multiply rows of a dtype as pairs of bfloat16, or in tiles."""
+    """Whether rows of a dtype are multiplied as pairs of bfloat16 on this CPU, be it in vector or
+    in tile registers."""
     return rows == torch.bfloat16 and cpu_jit.has_dot() and cpu_jit.has_matmul(torch.bfloat16)
 
 
 def reads(weight: PackedWeight) -> bool:
-    """Whether the kernels read a weight: whole units, at least one vector of outputs."""
+    """Whether the kernels read a weight: its inputs must be whole units, and its outputs at least
+    one vector."""
     fits = weight.in_features % weight.format.unit == 0
     wide = weight.out_features >= cpu_jit.lanes()
     return weight.format.compiled and fits and wide and sys.byteorder == "little"
 
 
 class Plan:
-    """How rows of one kind are multiplied with weights of one kind.
+    """How rows of one dtype are multiplied by weights of one format and shape.
 
     Attributes:
-        dtype: of the rows, to which they are converted first.
-        rows: of a chunk.
-        kernel: compiled.
-        claims: how often threads can claim something.
-        arguments: the kernel's, where addresses and the number of chunks are still 0.
+        dtype: to which rows are converted before they are arranged.
+        rows: rows of a chunk.
+        outputs: of the weight.
+        kernel: the compiled function.
+        claims: how many claims the strips come to, so the most threads that find work.
+        arguments: of the kernel; all addresses and the number of chunks are still 0.
     """
 
     def __init__(self, spec: MatmulSpec, inputs: int, outputs: int) -> None:
-        """For weights (outputs, inputs) that `reads` accepts."""
+        """Makes the plan for weights (outputs, inputs) that `reads` accepts."""
         self.dtype = torch.bfloat16 if spec.dot else torch.float32
         self.rows, self.outputs, self._spec = spec.rows, outputs, spec
         self._strips = -(-outputs // spec.strip)
@@ -105,21 +113,25 @@ class Plan:
         self._sum_inputs = spec.format.block if spec.has_offset else 0
         self._sums = -(-inputs // self._sum_inputs) if self._sum_inputs else 0  # of a row
         self._items = inputs // spec.per_item
-        self._scratch = 0  # numbers
+        self._scratch = 0  # float32 numbers
         if spec.format.index:
             groups = -(-inputs // spec.format.index[1])
             self._scratch = self._strips * groups * 2 * spec.strip
 
     def arrange(self, x: Tensor, chunks: int) -> dict[int, Tensor]:
-        """Rows as the kernel reads them, by argument, (chunks, ...) each.
+        """Puts rows into the order in which the kernel reads them.
 
         Args:
-            x: (rows, inputs) of `dtype`; of rows too many in the last chunk nothing is needed.
+            x: (rows, inputs) of `dtype`. The last chunk may have more places than there are rows
+                left; they are filled with zeros.
+            chunks: number of chunks.
+        Returns:
+            (chunks, numbers) tensors, each under the position of its address in the arguments.
         """
         x = x.contiguous()
         items = torch.empty(chunks, self.rows * self._items, dtype=torch.int32)
         sums = torch.empty(chunks, self.rows * self._sums)
-        # in the order of the positions that cpu_arrange_ir names
+        # in the order of cpu_arrange_ir's argument positions
         table = array("q", (0, x.data_ptr(), *x.shape))
         table.extend((items.data_ptr(), sums.data_ptr(), chunks))
         kernel = _arrange_kernel(self._spec, self._sum_inputs)
@@ -127,18 +139,22 @@ class Plan:
         return {X: items, X_SUMS: sums}
 
     def sums(self, chunks: int) -> Tensor:
-        """Memory for the results of so many chunks, (chunks, rows, outputs of all strips)."""
-        # a tile's sums are added to those of the tiles before, others are stored once
+        """Memory for the results, (chunks, rows of a chunk, outputs of all strips) float32."""
+        # a "many" kernel adds each tile's sums to what is there; the others store each sum once
         make = torch.zeros if self._spec.mode == "many" else torch.empty
         return make(chunks, self.rows, self._strips * self._spec.strip)
 
     def scratch(self) -> dict[int, Tensor]:
-        """Memory that one call needs beside all others, by argument."""
+        """Further memory that one call needs, under the position of its address in the arguments;
+        none where the format has no index."""
         return {SCRATCH: torch.empty(self._scratch)} if self._scratch else {}
 
     def flat(self, sums: Tensor) -> Tensor:
-        """(rows of all chunks, outputs), without those that the last strip shares with the one
-        before it."""
+        """The results of `sums` as (rows of all chunks, outputs).
+
+        The last strip ends at the last output, so it may begin with outputs of the strip before it;
+        those columns are left out.
+        """
         flat = sums.view(-1, sums.shape[2])
         rest = self.outputs % self._spec.strip
         if not rest:
@@ -185,8 +201,12 @@ def _spec(fmt: PackedFormat, dot: bool, count: int, inputs: int, outputs: int) -
 
 
 def _fits_tiles(fmt: PackedFormat, inputs: int) -> bool:
-    """Whether a format is multiplied in tile registers, however many the rows; see cpu_tiles_ir."""
-    tile = 2 * TILE_PAIRS  # inputs; blocks are whole tiles, or parts that divide one
+    """Whether weights of a format are multiplied in tile registers (cpu_tiles_ir).
+
+    That does not depend on the number of rows, since the two ways of multiplying pairs round
+    differently.
+    """
+    tile = 2 * TILE_PAIRS  # inputs; a block must be whole tiles, or divide one
     fits = fmt.block % tile == 0 or tile % fmt.block == 0
     return fits and inputs % tile == 0 and cpu_jit.has_tiles()
 
@@ -199,7 +219,8 @@ def _tile_rows(count: int) -> int:
 
 
 def chunk_rows(count: int) -> int:
-    """Rows of a chunk: as few rows too many as possible, and then large chunks."""
+    """Rows of a chunk for `count` rows: the size that leaves the fewest places of the last chunk
+    empty, and of equals the largest."""
     sizes = _CHUNKS_OF_16 if cpu_jit.lanes() == 8 else _CHUNKS
     if count <= sizes[-1]:
         return next(size for size in sizes if size >= count)
@@ -207,18 +228,19 @@ def chunk_rows(count: int) -> int:
 
 
 def _most_vectors(rows: int) -> int:
-    """Vectors of outputs whose sums, weights and one row's input fill the registers."""
+    """The most vectors of outputs for which the sums of `rows` rows, the weights, one row's input
+    and one more register fit the vector registers."""
     registers = 16 if cpu_jit.lanes() == 8 else 32  # AVX2 has 16, AVX-512 and NEON 32
     return (registers - 2) // (rows + 1)
 
 
 def _vectors(most: int, outputs: int) -> int:
-    """Vectors of outputs in a strip."""
+    """Vectors of outputs in a strip: 4, 2 or 1, at most `most` and as many as the outputs fill."""
     return next((n for n in (4, 2) if n <= most and n * cpu_jit.lanes() <= outputs), 1)
 
 
 def _strips_at_once(spec: MatmulSpec, strips: int) -> int:
-    """Strips of one claim."""
+    """How many strips a thread claims at once."""
     if spec.mode == "many" and not spec.goes_down:
         return 1
     if spec.mode == "many" or not spec.goes_down:
@@ -229,14 +251,14 @@ def _strips_at_once(spec: MatmulSpec, strips: int) -> int:
 
 @cache
 def _kernel(spec: MatmulSpec) -> Any:
-    # formats of two files may have one name
+    # formats of two modules may have the same class name
     told = type(spec.format).__module__, spec
     return cpu_jit.compiled("matmul", told, partial(build_matmul, spec))
 
 
 @cache
 def _arrange_kernel(spec: MatmulSpec, block: int) -> Any:
-    """What puts rows in order, and sums every `block` inputs of them unless that is 0."""
+    """The kernel that arranges rows, and sums every `block` inputs of them unless that is 0."""
     assert has_halves(block), f"a block of {block} inputs has no order of halves"
     order, lines = spec.format.order, spec.mode == "tiles"
     arranged = ArrangeSpec(spec.dot, spec.rows, block, spec.lanes, order, lines)

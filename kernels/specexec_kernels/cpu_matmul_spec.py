@@ -1,4 +1,7 @@
-"""What a kernel of products is compiled for, and where its arguments are."""
+"""What a matmul kernel is compiled for, and where its arguments are.
+
+cpu_matmul_ir explains the words: item, unit, block, tile, strip and chunk.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,38 @@ from typing import Literal
 
 from specexec_kernels.formats.base import PackedFormat
 
-# Positions in the int64 argument array; behind them two for each part: its address, its columns
+# Positions in the int64 argument array. From PARTS on, each tensor of the format (see Part) has
+# two: its address and its number of columns.
 COUNTER, X, X_SUMS, CHUNKS, OUT, UNITS, OUTPUTS, STRIPS, AT_ONCE, SCRATCH, PARTS = range(11)
-TILE_INPUTS = 128  # at least, of a tile in the L1 cache
-TILE_LINES = 64  # of a tensor that goes down the inputs; a CPU follows no more of them in memory
+TILE_INPUTS = 128  # inputs of a tile in the L1 cache; one block where a block is longer
+# The most lines of a tile, of a tensor with a line for each input: a CPU's prefetcher follows no
+# more than these in memory.
+TILE_LINES = 64
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulSpec:
-    """What a kernel is compiled for."""
+    """What a matmul kernel is compiled for.
+
+    Attributes:
+        format: of the weights.
+        dot: whether an item is a pair of bfloat16; otherwise it is a float32.
+        rows: rows of a chunk.
+        vectors: vector registers of outputs in a strip.
+        lanes: float32 lanes of a vector register.
+        mode: "few": there is one chunk, and items are multiplied in registers as they are unpacked.
+            "many": a tile of items is unpacked to the L1 cache, and every chunk is multiplied by
+            it. "tiles": as "many", in the CPU's tile registers (cpu_panels_ir).
+        byte_tables: whether the CPU looks up bytes in tables of 128 entries (AVX512-VBMI).
+    """
 
     format: PackedFormat
-    dot: bool  # an item is a pair of bfloat16; otherwise a float32
-    rows: int  # of a chunk
-    vectors: int  # of outputs in a strip
+    dot: bool
+    rows: int
+    vectors: int
     lanes: int
-    # few: one chunk, which multiplies with items in registers; many: all chunks multiply with a
-    # tile of items in the L1 cache; tiles: as many, in tile registers (cpu_panels_ir)
     mode: Literal["few", "many", "tiles"]
-    byte_tables: bool = False  # whether the CPU looks bytes up in tables of 128 (AVX512-VBMI)
+    byte_tables: bool = False
 
     @property
     def strip(self) -> int:
@@ -39,17 +55,17 @@ class MatmulSpec:
 
     @property
     def unit_items(self) -> int:
-        """Items of a unit in one output."""
+        """Items of a unit, for one output."""
         return self.format.unit // self.per_item
 
     @property
     def block_items(self) -> int:
-        """Items of a block in one output."""
+        """Items of a block, for one output."""
         return self.format.block // self.per_item
 
     @property
     def tile_units(self) -> int:
-        """Units of a tile: whole blocks."""
+        """Units of a tile, which consists of whole blocks."""
         block, codes = max(self.format.block, self.format.unit), self.format.parts[0]
         inputs = TILE_INPUTS
         if codes.down:
@@ -63,25 +79,26 @@ class MatmulSpec:
 
     @property
     def block_units(self) -> int:
-        """Units that a block reaches over."""
+        """Units that a block covers, 1 where a unit has several blocks."""
         return max(self.format.block // self.format.unit, 1)
 
     @property
     def goes_down(self) -> bool:
-        """See PackedFormat."""
+        """See PackedFormat.goes_down."""
         return self.format.goes_down
 
     @property
     def chained(self) -> bool:
-        """See PackedFormat."""
+        """See PackedFormat.chained."""
         return self.format.chained
 
     @property
     def has_scale(self) -> bool:
-        """Whether a block's sums are scaled. With an index, single values are."""
+        """Whether a block's sums are scaled. In a format with an index, each value is instead."""
         return self.format.has_scale and not self.format.index
 
     @property
     def has_offset(self) -> bool:
-        """Whether a block's offset is added. With an index, it is added to single values."""
+        """Whether a block's offset is added to its sums. In a format with an index, the offset is
+        added to each value instead."""
         return self.format.has_offset and not self.format.index

@@ -1,4 +1,4 @@
-"""LLVM IR of products and their sums, which every kernel of cpu_matmul_ir has."""
+"""LLVM IR that matmul kernels share: their arguments, and products summed in vector registers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from specexec_kernels.cpu_unpack_items import Items
 
 
 class Operands(Items):
-    """What every kernel is given."""
+    """The arguments that every matmul kernel is given."""
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
@@ -33,13 +33,14 @@ class Operands(Items):
         self.blocks = self.b.udiv(up, I64(spec.format.block))
 
     def claims(self) -> tuple[Any, Any, Any, Any]:
-        """What claim_strips takes first: the counter's address, first strip, end, and at once."""
+        """The first arguments of Emitter.claim_strips: the counter's address, the first strip, the
+        end of the strips, and the strips of one claim."""
         counter = self.ptr(self.base, I64(COUNTER), 8)
         return counter, I64(0), self.strips, self.argument(AT_ONCE)
 
 
 class Sums(Operands, ABC):
-    """Claims strips and multiplies with them in vector registers."""
+    """Claims strips of outputs and multiplies rows by them in vector registers."""
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
@@ -49,7 +50,7 @@ class Sums(Operands, ABC):
             self._dot = ir.Function(function.module, dot, "llvm.x86.avx512bf16.dpbf16ps.512")
 
     def emit(self) -> None:
-        """Claim strips until none is left."""
+        """Emits the kernel: claims strips until none is left."""
         spec = self.spec
 
         def work(start: Any, stop: Any) -> None:
@@ -72,18 +73,26 @@ class Sums(Operands, ABC):
 
     @abstractmethod
     def multiply_strip(self, strip: Any, begin: Any, end: Any) -> list[Any]:
-        """Multiply all rows with units begin..end of a strip."""
+        """Emits the products of all rows with units begin..end of a strip."""
 
     def no_sums(self) -> list[Any]:
         """Zeros for the sums of one block."""
         return [self.constant(0.0)] * (self.spec.rows * self.spec.vectors)
 
     def begun(self, totals: list[Any]) -> list[Any]:
-        """What the sums of a block begin with, [row][vector]: nothing, or chained the totals."""
+        """What the sums of a block begin with, [row][vector]: zeros, or the totals so far where
+        the format is `chained`."""
         return totals if self.spec.chained else self.no_sums()
 
     def multiply(self, chunk: Any, item: Any, weights: list[Any], sums: list[Any]) -> list[Any]:
-        """Add one item's products to the sums, ordered [row][vector]; X is [chunk][item][row]."""
+        """Adds the products of one item to the sums.
+
+        Args:
+            chunk: number of the chunk of rows, in memory X as [chunk][item][row].
+            item: number of the item.
+            weights: the item, one vector register for each vector of outputs.
+            sums: [row][vector], and so returned.
+        """
         b, spec = self.b, self.spec
         at = b.mul(b.add(b.mul(chunk, self.items), item), I64(spec.rows))
         sums = list(sums)
@@ -114,9 +123,15 @@ class Sums(Operands, ABC):
         self, chunk: Any, block: Any, totals: list[Any], sums: list[Any],
         terms: list[tuple[Any, Any]],
     ) -> list[Any]:  # fmt: skip
-        """Totals and a block's sums, [row][vector] each; X_SUMS is [chunk][block][row]."""
+        """The totals with a block's sums, scaled and with their offset, added.
+
+        Args:
+            chunk, block: their numbers, in memory X_SUMS as [chunk][block][row].
+            totals, sums: [row][vector] each, and so returned.
+            terms: (scale, offset) of each vector of outputs; None where the format has none.
+        """
         b, spec = self.b, self.spec
-        if spec.chained:  # they began with the totals
+        if spec.chained:  # the sums began with the totals
             return sums
         x_sums_at = b.mul(b.add(b.mul(chunk, self.blocks), block), I64(spec.rows))
         totals = list(totals)

@@ -1,9 +1,9 @@
-"""LLVM IR of products in tiles: how weights and rows go through the caches.
+"""LLVM IR of products in tile registers: how weights and rows go through the caches.
 
-A panel, some inputs of a strip of outputs, lies in the L1 cache as pairs of bfloat16, put there by
-whatever form the weights have, and every chunk of rows multiplies with it. The chunks' sums are
-kept in the L2 cache until all inputs are done. A row's bits do not depend on the other rows; how
-its sums are rounded is told in cpu_tiles_ir.
+A panel is some inputs of a strip of outputs. The caller unpacks it to the L1 cache as pairs of
+bfloat16, and every chunk of rows is multiplied by it. The chunks' sums are kept in the L2 cache
+until all inputs are done. A row's bits do not depend on the other rows; cpu_tiles_ir says how its
+sums are rounded.
 
 Knows nothing of torch, of formats, or of thread pools.
 """
@@ -20,32 +20,33 @@ from llvmlite import ir
 from specexec_kernels.cpu_ir_emit import F32, I64, Emitter
 from specexec_kernels.cpu_tiles_ir import ROW_BYTES, TILE_PAIRS, TILE_ROWS, Tiles
 
-GROUP_ROWS = 512  # of X whose sums are kept in the L2 cache
-# Up to so many chunks a product waits for memory more than for arithmetic, and strips are taken in
-# the order in which their weights are read fastest.
+GROUP_ROWS = 512  # rows of X with sums in the L2 cache at a time
+# Up to this many chunks a product waits for memory more than for arithmetic, and strips are taken
+# in the order in which their weights are read fastest.
 FEW_CHUNKS = 6
-# With more chunks so many strips share the inputs of X that the L2 cache holds.
+# With more chunks, this many strips are taken in turn, to share the rows of X in the L2 cache.
 MANY_STRIPS = 8
-MOST_TOTALS = 1 << 17  # numbers that are kept on a thread's stack: 512 KiB
-_REGISTER_TOTALS = 16  # vectors of totals that stay in registers through a panel
+MOST_TOTALS = 1 << 17  # the most float32 totals on a thread's stack: 512 KiB
+_REGISTER_TOTALS = 16  # the most vectors of totals that stay in registers through a panel
 
-# Of a strip and the pairs first..last of its panel
+# fill(strip, first, last) puts pairs first..last of a strip into the panel.
 Fill = Callable[[Any, Any, Any], None]
-# Of a number, its total, and whether the block's offset is added
+# add(number, total, with_offset) gives the total of a vector with a block's sum added.
 Add = Callable[[int, Any, bool], Any]
-# Of a strip, the first pair of its panel, and which part of how many
+# fetch(strip, pair, turn, turns) prefetches share `turn` of `turns` of the panel of a strip that
+# begins with `pair`.
 Fetch = Callable[[Any, Any, Any, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
 class PanelShape:
-    """What a kernel keeps in the caches."""
+    """The sizes of what a kernel keeps in the caches."""
 
-    rows: int  # of a chunk
-    vectors: int  # of outputs in a strip
-    pairs: int  # of inputs in a panel of a strip's weights
-    block_pairs: int  # that have a scale of their own; divides `pairs`
-    few_totals: int  # with few chunks: at most strips taken in turn times chunks; see n_totals
+    rows: int  # rows of a chunk
+    vectors: int  # vectors of outputs in a strip
+    pairs: int  # pairs of inputs in a panel
+    block_pairs: int  # pairs of a block; divides `pairs`
+    few_totals: int  # with few chunks: the most of strips taken in turn times chunks; see n_totals
     has_scale: bool
     has_offset: bool
 
@@ -56,41 +57,39 @@ class PanelShape:
 
     @property
     def has_terms(self) -> bool:
-        """Whether blocks have anything of their own."""
+        """Whether blocks have a scale or an offset."""
         return self.has_scale or self.has_offset
 
     @property
     def n_totals(self) -> int:
-        """Sums that are kept at a time: at most strips taken in turn times chunks.
-
-        Each has `rows` x `strip` numbers, MOST_TOTALS of them in all.
-        """
+        """How many totals of a chunk and strip are kept at a time: the most of strips taken in turn
+        times chunks. Each has `rows` x `strip` numbers."""
         return max(self.few_totals, MANY_STRIPS * self.group_chunks)
 
     @property
     def group_chunks(self) -> int:
-        """Chunks whose sums are kept at a time."""
+        """Chunks with sums in the L2 cache at a time."""
         return max(GROUP_ROWS // self.rows, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class PanelArgs:
-    """A call's rows and where its results go; sizes and addresses."""
+    """The sizes and addresses of one call."""
 
-    pairs: Any  # of inputs
-    x: Any  # (chunks, x_blocks, rows, TILE_PAIRS) pairs
+    pairs: Any  # pairs of inputs
+    x: Any  # address of (chunks, x_blocks, rows, TILE_PAIRS) pairs
     x_blocks: Any
-    x_sums: Any  # float32 (chunks, blocks, rows), where the format has offsets
+    x_sums: Any  # address of float32 (chunks, blocks, rows), where the format has offsets
     blocks: Any
     chunks: Any
-    out: Any  # float32 (chunks * rows, out_stride)
+    out: Any  # address of float32 (chunks * rows, out_stride)
     out_stride: Any
 
 
 class Panels:
-    """Products strip by strip: a panel of a strip's weights lies in the L1 cache as pairs, and
-    every chunk of rows multiplies with it (Goto and van de Geijn, "Anatomy of High-Performance
-    Matrix Multiplication", 2008).
+    """Emits products strip by strip and panel by panel.
+
+    Source: Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.
 
     Attributes:
         weights: address of the panel, [pair][output] pairs of bfloat16.
@@ -110,13 +109,14 @@ class Panels:
         self, counter: Any, claims: tuple[Any, Any, Any], args: PanelArgs, fill: Fill,
         fetch: Fetch = lambda *_: None, prepare: Callable[[Any, Any], None] = lambda *_: None,
     ) -> None:  # fmt: skip
-        """The whole kernel.
+        """Emits the whole kernel.
 
         Args:
-            counter, claims: as claim_strips takes them.
-            fill: emits what puts weights into the panel, and their terms.
-            fetch: emits what asks for weights that come next.
-            prepare: emits what is done with strips start..stop before all that.
+            counter, claims: the first arguments of Emitter.claim_strips.
+            args: sizes and addresses of the call.
+            fill: emits the code that unpacks weights and their terms to the panel.
+            fetch: emits the prefetches of the weights that come next.
+            prepare: emits what is done once for strips start..stop before they are multiplied.
         """
         b, loop, shape = self.b, self.e.loop, self.shape
         is_few = b.icmp_signed("<=", args.chunks, I64(FEW_CHUNKS))
@@ -142,7 +142,8 @@ class Panels:
     def _group(
         self, args: PanelArgs, fill: Fill, fetch: Fetch, strips: tuple[Any, Any], first_chunk: Any
     ) -> list[Any]:
-        """Some strips times a group of chunks: panel by panel, and in each strip by strip."""
+        """Multiplies a group of chunks by some strips: panel by panel, in each panel strip by
+        strip."""
         b, loop, shape = self.b, self.e.loop, self.shape
         last_chunk = self.e.minimum(b.add(first_chunk, I64(shape.group_chunks)), args.chunks)
         n_chunks = b.sub(last_chunk, first_chunk)
@@ -151,7 +152,7 @@ class Panels:
         turns = b.mul(n_chunks, steps)
 
         def each_chunk(strip: Any, work: Callable[[Any, Any], None]) -> list[Any]:
-            """Do something with a strip's chunks and the addresses of their totals."""
+            """Emits a loop that calls `work` with each chunk and the address of its totals."""
             before = b.mul(b.sub(strip, strips[0]), n_chunks)
 
             def one(chunk: Any, _: list[Any]) -> list[Any]:
@@ -192,8 +193,8 @@ class Panels:
     ) -> tuple[Any, Any]:  # fmt: skip
         """The strip and the first pair of the panel that comes next.
 
-        Behind the last panel of these strips come the first ones of the next strips, or of the same
-        for another group of chunks.
+        After the last panel of these strips, that is the first panel of the next strips, or of the
+        same strips for the next group of chunks.
         """
         b, (begin, end), (first, last) = self.b, strips, panel
         following = b.add(strip, I64(1))
@@ -267,7 +268,7 @@ class Panels:
         self.tiles.store_sums(totals)
 
     def _x(self, args: PanelArgs, chunk: Any, pair: Any) -> Any:
-        """Address of a chunk's rows from `pair` on."""
+        """Address of a chunk's rows from pair `pair` on."""
         b = self.b
         block = b.add(b.mul(chunk, args.x_blocks), b.lshr(pair, I64(4)))
         within = b.mul(b.and_(pair, I64(TILE_PAIRS - 1)), I64(4))
@@ -275,11 +276,12 @@ class Panels:
         return b.add(args.x, at)
 
     def _place(self, number: int) -> Any:
-        """Where sum `number` of a chunk is, [row][vector]."""
+        """Index of a chunk's vector of sums; `number` counts them as [row][vector]."""
         return I64(number * TILE_ROWS)
 
     def _access(self, totals: Any) -> tuple[Callable[[int, Any], Any], Callable[[int, Any], None]]:
-        """What loads a total by its number, zero where it is the first time, and what stores it."""
+        """Two emitters: one loads a vector of totals by its number, as zeros where `is_first` is
+        true; the other stores it."""
         b, e = self.b, self.e
 
         def load(number: int, is_first: Any) -> Any:
@@ -292,8 +294,11 @@ class Panels:
         return load, store
 
     def _adder(self, args: PanelArgs, chunk: Any, pair: Any, local: Any) -> tuple[Add, Any]:
-        """What adds a block's sum, times its scale, and its offset times the sum of X's inputs to
-        the total of a number; and whether all offsets are zero."""
+        """The emitter that adds a block's sums to a vector of totals, and whether all of the
+        block's offsets are zero.
+
+        It adds sum * scale, and offset * (sum of the row's inputs in the block).
+        """
         b, e, shape = self.b, self.e, self.shape
         number = b.udiv(local, I64(shape.block_pairs))
         terms = b.add(self.terms, b.mul(number, I64(4 * 2 * shape.strip)))
@@ -320,7 +325,7 @@ class Panels:
         return add, b.icmp_signed("==", zero, lanes(-1))
 
     def _write(self, args: PanelArgs, strip: Any, chunk: Any, totals: Any) -> None:
-        """Put a chunk's totals to their place in OUT."""
+        """Writes a chunk's totals to OUT."""
         b, e, shape = self.b, self.e, self.shape
         column = b.mul(strip, I64(shape.strip))
         for m in range(shape.rows):

@@ -1,13 +1,15 @@
-"""LLVM IR of the tile registers of a CPU with AMX (tdpbf16ps); cpu_panels_ir multiplies with them.
+"""LLVM IR of the tile registers of a CPU with AMX (tdpbf16ps), which cpu_panels_ir uses.
 
-A tile has up to 16 rows of 64 bytes. One instruction multiplies 16 rows of X, 16 pairs of bfloat16
-each, with 16 pairs of 16 outputs' weights, and adds to 16 x 16 sums of float32.
+A tile register has up to 16 rows of 64 bytes. One instruction multiplies 16 rows of X, each of 16
+pairs of bfloat16, by 16 pairs of weights for each of 16 outputs, and adds the products to 16 x 16
+float32 sums.
 
-Rounding (Intel's manual, TDPBF16PS): products are exact; the first inputs of a tile's pairs are
-summed apart from the second ones, each from zero on in the order of the pairs, then the two sums
-are added and the result to the sum so far; to nearest, numbers below the normal range are zero.
-How many rows a tile has changes none of it, so a row's bits are its own, but they are not those of
-vdpbf16ps: a weight is multiplied by one of the two, whatever the number of rows.
+Rounding (Intel's manual, TDPBF16PS): products are exact. The products of the pairs' first inputs
+and those of their second inputs are summed separately, each from zero on in the order of the pairs.
+The two sums are added to one another, and the result to the sum so far. Each addition rounds to
+nearest; numbers below the normal range are zero. The number of rows of a tile changes none of this,
+so a row's bits are its own. They differ from those of vdpbf16ps, so a weight is multiplied in one
+of the two ways only, whatever the number of rows.
 
 Knows nothing of torch, of formats, or of thread pools.
 """
@@ -20,25 +22,27 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import I8, I64, PTR
 
-TILE_ROWS = 16  # of X in a tile; its sums have 16 outputs, as many as a vector register has lanes
-TILE_PAIRS = 16  # of one row of X that lie side by side
-ROW_BYTES = 64  # of a tile
+# Rows of X in a tile. Also the outputs of a tile of sums: as many as a vector register has lanes.
+TILE_ROWS = 16
+TILE_PAIRS = 16  # pairs of one row of X that lie side by side
+ROW_BYTES = 64  # bytes of a tile's row
 _CONFIG_BYTES = 64
 _PALETTE = 1
-_WIDTHS_AT, _HEIGHTS_AT = 16, 48  # in the configuration: 16 bits and 8 bits a tile
-_SUMS, _X, _WEIGHTS = 0, 4, 6  # first registers: two tiles of rows times two of outputs
+_WIDTHS_AT, _HEIGHTS_AT = 16, 48  # bytes of the configuration where tiles' widths and heights begin
+_SUMS, _X, _WEIGHTS = 0, 4, 6  # first register of each: 4 tiles of sums, 2 of X, 2 of weights
 
 
 class Tiles:
-    """The instructions: products of up to 32 rows with one or two vectors of outputs."""
+    """Emits the tile instructions: up to 32 rows times one or two vectors of outputs."""
 
     def __init__(self, builder: ir.IRBuilder, rows: int, vectors: int, pairs: int) -> None:
-        """Declare them.
+        """Declares the instructions.
 
         Args:
-            rows: of X, up to 16, or 32.
-            vectors: of 16 outputs, 1 or 2.
-            pairs: of one row in a tile, up to 16.
+            builder: of the kernel.
+            rows: rows of X, up to 16, or 32.
+            vectors: vectors of 16 outputs, 1 or 2.
+            pairs: pairs of one row in a tile, up to 16.
         """
         self.b, self.pairs = builder, pairs
         self.rows = min(rows, TILE_ROWS)
@@ -61,9 +65,9 @@ class Tiles:
         return self.b.bitcast(memory, PTR)
 
     def begin(self) -> None:
-        """Set the shape of the tiles; what was set before is kept for `end`.
+        """Sets the tiles' shapes, and keeps the shapes set before for `end`.
 
-        Libraries that compute in tiles may rely on the shape that they left.
+        Another library that computes in tiles may rely on the shapes that it set.
         """
         self.b.call(self._configured, [self._before])
         sums, x, weights = (self.rows, 64), (self.rows, 4 * self.pairs), (self.pairs, 64)
@@ -77,28 +81,28 @@ class Tiles:
         self.b.call(self._configure, [memory])
 
     def end(self) -> None:
-        """Give the tiles back as they were set before."""
+        """Sets the tiles' shapes as they were before `begin`."""
         self.b.call(self._configure, [self._before])
 
     def no_sums(self) -> None:
-        """Zero the sums."""
+        """Sets the sums to zero."""
         for number, *_ in self._sums():
             self.b.call(self._zero, [I8(number)])
 
     def load_sums(self, at: Any) -> None:
-        """Read the sums, [row][output]."""
+        """Reads the sums from memory, [row][output]."""
         self._move_sums(self._load, at)
 
     def store_sums(self, at: Any) -> None:
-        """Write the sums, [row][output]."""
+        """Writes the sums to memory, [row][output]."""
         self._move_sums(self._store, at)
 
     def multiply(self, x: Any, weights: Any) -> None:
-        """Add the products of the rows with the vectors of weights to their sums.
+        """Adds the products of the rows and the weights to the sums.
 
         Args:
             x: address of the first row's pairs; rows are 64 bytes apart.
-            weights: address of the first pairs; [pair][output].
+            weights: address of the weights, [pair][output].
         """
         for t in range(self.row_tiles):
             place = self.b.add(x, I64(ROW_BYTES * TILE_ROWS * t))
@@ -111,7 +115,8 @@ class Tiles:
                     self.b.call(self._multiply, [I8(number), I8(_X + t), I8(_WEIGHTS + v)])
 
     def _sums(self) -> list[tuple[int, int, int]]:
-        """Each tile of sums: its register, its tile of rows and its vector."""
+        """The tiles of sums, each as (register, number of its tile of rows, number of its
+        vector)."""
         pairs = [(t, v) for t in range(self.row_tiles) for v in range(self.vectors)]
         return [(_SUMS + number, t, v) for number, (t, v) in enumerate(pairs)]
 

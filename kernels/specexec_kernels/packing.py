@@ -1,11 +1,8 @@
-"""How GPTQ and AWQ put codes into words, in plain PyTorch.
+"""Packs codes into words as GPTQ and AWQ do, and unpacks them, in plain PyTorch.
 
-GPTQ: every run of 32 codes is one little-endian stream of bits * 32 bits; code k sits at bit
-k * bits. qweight packs down the inputs, qzeros across the outputs (GPTQ, Frantar et al.,
-arXiv:2210.17323; layout of AutoGPTQ and GPTQModel). AWQ GEMM (Lin et al., arXiv:2306.00978):
-4 bits, both packed along the outputs, nibble i of word c holding column 8 * c + AWQ_ORDER[i].
-GPTQ's zero points are stored as they are (format v2) or minus one (format v1). What weights are
-made of them is in formats/gptq.py and formats/awq.py.
+GPTQ: every run of 32 codes is one little-endian stream of bits * 32 bits, in which code k begins at
+bit k * bits. formats/gptq.py and formats/awq.py say how weights are computed from the codes, and
+name the sources of the layouts.
 """
 
 from __future__ import annotations
@@ -13,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble, lowest nibble first
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each nibble of a word, the lowest nibble first
 BITS = (2, 3, 4, 8)
 
 
 def pack_rows(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes down dimension 0.
+    """Packs codes down dimension 0.
 
     Args:
         codes: (n, columns) integers in [0, 2**bits), n a multiple of 32 (of 32 / bits for
@@ -44,7 +41,7 @@ def pack_rows(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_rows(words: Tensor, bits: int) -> Tensor:
-    """Inverse of `pack_rows`: (words, columns) int32 to (words * 32 / bits, columns) int32."""
+    """The inverse of `pack_rows`: (words, columns) int32 to (words * 32 / bits, columns) int32."""
     n = words.shape[0] * 32 // bits
     unsigned = words.long() & 0xFFFFFFFF
     bit = torch.arange(n, device=words.device) * bits
@@ -55,7 +52,7 @@ def unpack_rows(words: Tensor, bits: int) -> Tensor:
 
 
 def pack_awq(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes (rows, columns) in AWQ order: (rows, columns / 8) int32."""
+    """Packs 4-bit codes (rows, columns) in AWQ's order, to (rows, columns / 8) int32."""
     nibbles = codes.long().reshape(codes.shape[0], -1, 8)
     words = torch.zeros(nibbles.shape[:2], dtype=torch.int64, device=codes.device)
     for i, column in enumerate(AWQ_ORDER):
@@ -64,17 +61,19 @@ def pack_awq(codes: Tensor) -> Tensor:
 
 
 def unpack_awq(words: Tensor) -> Tensor:
-    """Inverse of `pack_awq`: (rows, words) int32 to (rows, words * 8) int32."""
+    """The inverse of `pack_awq`: (rows, words) int32 to (rows, words * 8) int32."""
     shifts = [4 * AWQ_ORDER.index(column) for column in range(8)]
     codes = words.unsqueeze(-1) >> torch.tensor(shifts, dtype=torch.int32, device=words.device)
     return (codes & 15).reshape(words.shape[0], -1)
 
 
 def unpack_zeros(qzeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
-    """GPTQ's (groups, words) int32 to (groups, outputs) int32 zero points.
+    """Unpacks GPTQ's zero points: (groups, words) int32 to (groups, outputs) int32.
 
-    Format v1 adds its one as the writer took it away: to whole words, carry included, except for
-    3 bits (a zero point of 0 borrowed from the next field when it was stored).
+    Args:
+        minus_one: whether they are stored minus one (format v1). 1 is then added to whole words,
+            carry included, since that is how it was subtracted: a zero point of 0 borrowed from the
+            next field. Zero points of 3 bits are the exception: they wrap around one by one.
     """
     if not minus_one:
         return unpack_rows(qzeros.T, bits).T
@@ -84,12 +83,12 @@ def unpack_zeros(qzeros: Tensor, bits: int, *, minus_one: bool = False) -> Tenso
 
 
 def ones_of(bits: int) -> int:
-    """A word whose fields of `bits` bits are all 1."""
+    """A word with the number 1 in each of its fields of `bits` bits."""
     return sum(1 << (i * bits) for i in range(32 // bits))
 
 
 def store_zeros(zeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
-    """Inverse of `unpack_zeros` for zero points in [0, 2**bits)."""
+    """The inverse of `unpack_zeros`, for zero points in [0, 2**bits)."""
     if not minus_one:
         return pack_rows(zeros.T, bits).T.contiguous()
     if bits == 3:
@@ -98,6 +97,6 @@ def store_zeros(zeros: Tensor, bits: int, *, minus_one: bool = False) -> Tensor:
 
 
 def _as_int32(words: Tensor) -> Tensor:
-    """Low 32 bits of int64 words, reinterpreted as signed."""
+    """The low 32 bits of int64 words, as signed int32."""
     low = words & 0xFFFFFFFF
     return torch.where(low >= 2**31, low - 2**32, low).int()

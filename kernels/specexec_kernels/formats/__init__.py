@@ -1,7 +1,6 @@
 """Formats of packed weights, one file each; base.py says what a format states.
 
-`METHODS` are the quantization methods that config files name, each of which reads one or more of
-the formats.
+`METHODS` maps the quantization methods that config files name to what reads their weights.
 """
 
 from __future__ import annotations
@@ -18,17 +17,18 @@ METHODS: Mapping[str, Method] = MappingProxyType(_table)
 
 
 def register(method: Method) -> None:
-    """Adds a method.
+    """Adds a method to METHODS.
 
     Raises:
-        ValueError: there is one of this name.
+        ValueError: there is a method of this name already.
     """
     if method.name in _table:
         raise ValueError(f"packed weights of '{method.name}' are registered twice")
     _table[method.name] = method
 
 
-# Every file is read. These come first, in the order in which an error lists what is supported.
+# Every module of this package is imported, to register its methods. These come first, in the order
+# in which an error lists what is supported.
 _FIRST = ("fp8", "modelopt", "compressed_tensors", "bitsandbytes", "mxfp4")
 for _file in dict.fromkeys((*_FIRST, *(each.name for each in iter_modules(__path__)))):
     import_module(f"{__name__}.{_file}")

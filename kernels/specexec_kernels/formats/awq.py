@@ -1,8 +1,10 @@
 """AWQ's GEMM format: 4 bits with a scale and a zero point for each output and group of inputs.
 
-W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]) with g = k // group. As in GPTQ rows are inputs
-or groups and columns outputs, but both codes and zero points are packed along the outputs: nibble i
-of word c holds output 8 * c + AWQ_ORDER[i] (Lin et al., arXiv:2306.00978; layout of AutoAWQ).
+W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]) with g = k // group. As in GPTQ, rows are inputs
+or groups and columns are outputs, but both codes and zero points are packed along the outputs:
+nibble i of word c holds output 8 * c + AWQ_ORDER[i].
+
+Source: Lin et al., arXiv:2306.00978; the layout is that of AutoAWQ.
 """
 
 from __future__ import annotations
@@ -22,24 +24,24 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
 _BITS, _MIDDLE = 4, 8
-_LONGEST_BLOCK = 64  # inputs: as many lines as a CPU follows in memory, see cpu_matmul_spec
+_LONGEST_BLOCK = 64  # inputs, one line in memory each; see cpu_matmul_spec.TILE_LINES
 
 
 @dataclass(frozen=True, slots=True)
 class Awq(PackedFormat):
-    """Codes of 4 bits in words that go along the outputs."""
+    """4-bit codes, packed along the outputs."""
 
     name: ClassVar[str] = "AWQ"
     bits: ClassVar[int] = 4
     has_scale: ClassVar[bool] = True
     has_offset: ClassVar[bool] = True
-    group: int  # inputs; 0: all
+    group: int  # inputs of a group; 0: all
     scale_dtype: str = "F16"
-    unit: int = 8  # inputs, each of a line of words
+    unit: int = 8  # each of its inputs has a line of words
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where a unit's inputs are of several groups."""
+        """False where the inputs of a unit belong to several groups."""
         return self.group % self.unit == 0
 
     @property

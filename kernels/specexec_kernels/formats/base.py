@@ -1,15 +1,17 @@
-"""What a format of packed weights states, and what everything else is derived from.
+"""What a format of packed weights has to state: everything else is derived from it.
 
-Most formats keep the inputs of one output side by side, as FP8, MXFP4, NVFP4, bitsandbytes and GGUF
-do; in GPTQ's and AWQ's tensors the outputs of one input, or of eight, are side by side (Part.down).
 A format is one frozen dataclass:
-- `parts` are its tensors, each by how many outputs and inputs one item covers;
-- `unpack` is its definition, in PyTorch and float32;
-- `values` emits the few lines of LLVM IR that turn one unit of inputs into float32, for as many
-  outputs at once as a register has lanes; `terms` and `pairs` are faster ways where there are some;
-- `triton` names the few lines that read weights on a GPU.
-Threads, tiles, the order of sums, both dtypes of compute, checks, streaming and sizes are shared:
-cpu_unpack_lanes, cpu_matmul_ir, cpu_matmul, triton_rows, and specexec_cli.models.packing.
+- `parts`: its tensors, and how many outputs and inputs one item of each covers;
+- `unpack`: its definition, in PyTorch and float32;
+- `values`: the lines of LLVM IR that turn one unit of inputs into float32, for as many outputs at
+  once as a register has lanes. `terms` and `pairs` are faster ways, where a format has them;
+- `triton`: the lines that read weights on a GPU.
+Most formats store the inputs of one output side by side: FP8, MXFP4, NVFP4, bitsandbytes and GGUF.
+In GPTQ's and AWQ's tensors the outputs of one input (or of a few) are side by side (Part.down).
+
+Threads, tiles, the order of sums, the two dtypes of arithmetic, checks, streaming and sizes are the
+same for all formats: see cpu_matmul_ir, cpu_unpack_lanes, cpu_matmul, triton_rows, and
+specexec_cli.models.packing.
 """
 
 from __future__ import annotations
@@ -27,29 +29,39 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
-_AT_ONCE = 1 << 22  # weights that `slabs` unpacks together
+_AT_ONCE = 1 << 22  # weights that `slabs` unpacks at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stored tensor of a packed weight, as safetensors describe it.
+    """One stored tensor of a packed weight.
 
-    `row_items` x `items` items cover a tile of `outputs` x `inputs` weights; 0 stands for all.
+    `row_items` x `items` of its items cover a tile of `outputs` x `inputs` weights; 0 stands for
+    all outputs or all inputs.
+
+    Attributes:
+        leaf: its name in the checkpoint after the linear's name, as in "weight_scale_inv".
+        dtype: safetensors' name of its dtype.
+        row_items: more than 1 where codes are packed along the outputs.
+        run: where the weight is cut into runs that may cross its rows, the weights of one item;
+            else 0.
+        down: whether rows of the tensor are inputs and its columns outputs; its codes are int32.
     """
 
-    leaf: str  # its name in the checkpoint behind the linear's: "weight_scale_inv"
-    dtype: str  # safetensors' name
+    leaf: str
+    dtype: str
     items: int = 1
     outputs: int = 1
     inputs: int = 1
-    row_items: int = 1  # more than 1 where codes are packed down the outputs
-    run: int = 0  # weights of an item, where rows are taken as one long run; else 0
-    # The tensor's rows go down the inputs, and its columns are outputs; codes are int32 then.
+    row_items: int = 1
+    run: int = 0
     down: bool = False
 
     def shape(self, outputs: int, inputs: int) -> tuple[int, int]:
-        """Rows and columns of the tensor of a weight (outputs, inputs); one of them may be left
-        out of the file's shape where it is 1."""
+        """Rows and columns of the tensor, for a weight (outputs, inputs).
+
+        A dimension of 1 may be missing in the file's shape.
+        """
         if self.run:
             return 1, -(-outputs * inputs // self.run)
         rows = -(-outputs * self.row_items // self.outputs) if self.outputs else 1
@@ -57,28 +69,34 @@ class Part:
         return (columns, rows) if self.down else (rows, columns)
 
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """What a tensor of this part has of some outputs, which begin and end with whole items."""
+        """The slice of the tensor for outputs start..stop, which must be whole items."""
         first = start * self.row_items // self.outputs if self.outputs else 0
         count = -(-(stop - start) * self.row_items // self.outputs) if self.outputs else 1
         return tensor.narrow(int(self.down), first, count)
 
 
 def block_of(group: int, unit: int) -> int:
-    """Inputs of a block where every `group` inputs (0: all) share a scale: not too many for one
-    sum, and all of one group."""
+    """Inputs of a block, where every `group` inputs (0: all) share a scale.
+
+    All of a block's inputs are of one group, and there are not too many for one float32 sum.
+    """
     if 0 < group <= 256:
         return group
     return max(unit, 128) if group % max(unit, 128) == 0 else unit
 
 
 def fits_units(group: int, unit: int) -> bool:
-    """Whether units are parts of a group of inputs (0: all), or several whole ones; of single
-    inputs they are not, since two at a time are multiplied."""
+    """Whether units divide a group of inputs (0: all), or are several whole groups.
+
+    Units of several groups of one input are not accepted, since two inputs are multiplied at a
+    time.
+    """
     return group % unit == 0 or (group > 1 and unit % group == 0)
 
 
 def has_halves(block: int) -> bool:
-    """Whether a block's inputs are halves of halves down to one: a power of two."""
+    """Whether a block can be halved down to single inputs, so is a power of two: row sums are
+    added half by half (cpu_arrange_ir)."""
     return block & (block - 1) == 0
 
 
@@ -87,58 +105,72 @@ class TritonForm:
     """How Triton kernels read a format; see triton_formats."""
 
     read: Any  # the @triton.jit function
-    settings: tuple[int | float | str, ...] = ()  # that it is compiled for
-    table: tuple[float, ...] = ()  # given to it behind the parts, as float32
+    settings: tuple[int | float | str, ...] = ()  # constants that it is compiled with
+    table: tuple[float, ...] = ()  # a float32 table, given to it after the parts
 
 
 class PackedFormat(ABC):
-    """A format of packed weights; a frozen dataclass, since kernels are kept by it."""
+    """A format of packed weights. Subclasses are frozen dataclasses, as the keys of compiled
+    kernels.
 
-    name: ClassVar[str]  # for people
-    has_scale: ClassVar[bool] = False  # whether `terms` gives a scale
-    has_offset: ClassVar[bool] = False  # and an offset; blocks are then powers of two
-    compiled: ClassVar[bool] = True  # whether there is IR, or `unpack` alone
-    chained: ClassVar[bool] = False  # whether all inputs are one sum, in rising order
-    unit: int  # inputs that `values` yields at once; the inputs of a weight are a multiple
+    Attributes:
+        name: shown to people.
+        has_scale: whether `terms` gives a scale.
+        has_offset: whether `terms` gives an offset; `block` must then be a power of two.
+        compiled: whether it has LLVM IR, not `unpack` alone.
+        chained: whether all inputs are summed as one sum, in rising order, not block by block.
+        unit: inputs that `values` yields; a weight's inputs must be a multiple.
+    """
+
+    name: ClassVar[str]
+    has_scale: ClassVar[bool] = False
+    has_offset: ClassVar[bool] = False
+    compiled: ClassVar[bool] = True
+    chained: ClassVar[bool] = False
+    unit: int
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """Its tensors."""
+        """The tensors of a weight, that of the codes first."""
 
     @property
     def index(self) -> tuple[str | None, int] | None:
-        """The leaf that names the group of each input, and the inputs of a group, where they are
-        not neighbours, or without a leaf where a unit has several groups whose inputs are not
-        yielded one behind the other. `terms` are asked for as ever, and each value gets those of
-        its group."""
+        """(leaf, inputs of a group) of a format whose groups are not runs of a unit's values.
+
+        The tensor `leaf` names the group of each input. Without a leaf, groups are neighbouring
+        inputs, but a unit has several of them and does not yield one group after the other. Each
+        value is then multiplied by the `terms` of its own group, not each block's sum.
+        """
         return None
 
     @property
     def fetches_early(self) -> bool:
-        """Whether codes are asked for while others are multiplied, not just before they are
-        unpacked: where they take longer to arrive than to unpack."""
+        """Whether codes are prefetched while the tile before is multiplied, not just before they
+        are unpacked. Pays where they take longer to arrive than to unpack."""
         return False
 
     def for_rows(self, rows: torch.dtype, *, pairs: bool) -> PackedFormat:
-        """The format of the weights that rows of a dtype are multiplied with.
+        """This format as rows of a dtype need it: plain weights are rounded to that dtype.
 
         Args:
-            pairs: whether two inputs at a time, as bfloat16.
+            rows: dtype of the rows.
+            pairs: whether two inputs at a time are multiplied, as bfloat16.
         """
         return self
 
     @property
     def goes_down(self) -> bool:
-        """Whether codes go down the inputs: neighbours in memory are of neighbouring outputs."""
+        """Whether codes go down the inputs, so that neighbours in memory belong to neighbouring
+        outputs."""
         return self.parts[0].down
 
     @abstractmethod
     def unpack(self, tensors: Mapping[str, Tensor], outputs: int, inputs: int) -> Tensor:
-        """The weight that the tensors mean.
+        """The weight that the tensors stand for.
 
         Args:
-            tensors: by leaf, each (rows, columns) as its part says.
+            tensors: by leaf, each (rows, columns) as Part.shape says.
         Returns:
             (outputs, inputs) float32.
         """
@@ -150,47 +182,50 @@ class PackedFormat(ABC):
 
     @property
     def block(self) -> int:
-        """Inputs that share `terms`: a multiple of the unit, or a part of it. New sums begin there,
-        so that no sum is longer than this."""
+        """Inputs that share `terms`: a multiple of the unit, or a divisor of it. Each block has a
+        sum of its own, so no sum is longer than this."""
         return self.unit * max(128 // self.unit, 1)
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
         """Emits one vector of float32 for each input of a unit, one lane for each output.
 
         Args:
-            lanes: reads the bytes of this unit; see Lanes.
+            lanes: reads the bytes of the unit, and builds the IR.
         """
         raise NotImplementedError(f"{self.name} has no kernel")
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        """As `values`, two at a time as bfloat16: a vector of 32-bit words, the first value in the
-        lower halves. Rounds to nearest unless a format knows a shorter way."""
+        """Emits the `values` two at a time, as bfloat16: vectors of 32-bit words, the first value
+        in the lower halves.
+
+        Rounds to nearest. A format may override this with a faster way to the same bits.
+        """
         values = self.values(lanes)
         for first in values:
             yield lanes.pair(first, next(values))
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
-        """(scale, offset) vectors of a block: weight = value * scale + offset.
+        """Emits the (scale, offset) vectors of a block: weight = value * scale + offset.
 
-        None stands for 1 and 0. The sums of a block are multiplied by the scale, so that values may
-        stay small numbers that bfloat16 holds exactly.
+        None stands for a scale of 1 or an offset of 0. The scale multiplies the block's sum, so
+        that values may stay small numbers that bfloat16 holds exactly.
 
         Args:
             lanes: at the block's first unit.
-            number: of the block within its unit, where blocks are smaller than units.
+            number: the block's number within its unit, where a unit has several.
         """
         return None, None
 
     def triton(self) -> TritonForm | None:
-        """How Triton kernels read it on a GPU; None where PyTorch unpacks it there.
+        """How Triton kernels read the format; None where PyTorch unpacks it on a GPU.
 
-        Only to be called where Triton is to run, since this imports it.
+        Imports Triton, so call it only where Triton will run.
         """
         return None
 
     @classmethod
     def has_triton(cls) -> bool:
-        """Whether Triton kernels read it; nothing is imported to tell."""
+        """Whether Triton kernels read the format. Does not import Triton."""
         return cls.triton is not PackedFormat.triton
 
 
@@ -204,11 +239,12 @@ class PackedWeight:
     tensors: Mapping[str, Tensor]  # by leaf, as PackedFormat.parts says
 
     def unpack(self) -> Tensor:
-        """(outputs, inputs) float32, by the format's definition."""
+        """The weight by the format's definition, (outputs, inputs) float32."""
         return self.format.unpack(self.matrices(), self.out_features, self.in_features)
 
     def unpack_to(self, dtype: torch.dtype) -> Tensor:
-        """As `unpack`, rounded to a dtype slab by slab."""
+        """The weight by the format's definition, rounded to a dtype; needs little memory more than
+        the result."""
         device = next(iter(self.tensors.values())).device
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         for start, slab in self.slabs():
@@ -216,11 +252,10 @@ class PackedWeight:
         return out
 
     def slabs(self) -> Iterator[tuple[int, Tensor]]:
-        """As `unpack`, some outputs at a time where tensors can be cut: the first output of each
-        slab, and its weights.
+        """Unpacks some outputs at a time: yields (first output, weights of the slab).
 
-        Definitions hold integers of 8 bytes for each weight, which of a whole matrix would be
-        several times the result.
+        `unpack` holds integers of 8 bytes for each weight; for a whole matrix those would be
+        several times the result. A weight with a tensor of runs (Part.run) is one slab.
         """
         tall = math.lcm(*(part.outputs or 1 for part in self.format.parts))
         step = max(_AT_ONCE // self.in_features // tall, 1) * tall
@@ -236,7 +271,7 @@ class PackedWeight:
             yield start, self.format.unpack(cut, stop - start, self.in_features)
 
     def matrices(self) -> dict[str, Tensor]:
-        """The tensors in the shapes that the format's parts have."""
+        """The tensors by leaf, in the shapes that Part.shape says."""
         return {
             part.leaf: self.tensors[part.leaf].reshape(
                 part.shape(self.out_features, self.in_features)
@@ -250,8 +285,9 @@ class Stored:
     """A linear as it lies in a checkpoint.
 
     Attributes:
-        tensors: safetensors' name of the dtype and the shape, by leaf.
-        load: reads the tensor of a leaf, for the few that say how others are meant.
+        name: its name in the checkpoint.
+        tensors: by leaf, safetensors' name of the dtype, and the shape.
+        load: reads the tensor of a leaf. Needed for the few that say how to read the others.
     """
 
     name: str
@@ -261,12 +297,13 @@ class Stored:
     load: Callable[[str], Tensor]
 
     def dtype(self, leaf: str, *allowed: str) -> str:
-        """Of a leaf.
+        """The dtype of a leaf, by safetensors' name.
 
         Args:
-            allowed: what it may be; anything unless told.
+            leaf: name of the tensor after the linear's name.
+            allowed: the dtypes that are accepted; any where none is given.
         Raises:
-            ValueError: there is none of this name, or it is of another dtype.
+            ValueError: there is no such tensor, or its dtype is not accepted.
         """
         dtype = self._find(leaf)[0]
         if allowed and dtype not in allowed:
@@ -276,12 +313,16 @@ class Stored:
         return dtype
 
     def shape(self, leaf: str) -> tuple[int, ...]:
-        """Of a leaf; likewise."""
+        """The shape of a leaf.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
         return self._find(leaf)[1]
 
     def unit_of(self, group: int, *smaller: int) -> int:
-        """The first of 128, 64, 32 and some smaller units that divides the inputs, and that goes
-        into groups of inputs (0: all) or is several whole ones; the last one if none does."""
+        """The first of the units 128, 64, 32 and `smaller` that divides the inputs, and that
+        divides a group of inputs (0: all) or is several whole groups; the last one if none does."""
         choices = (128, 64, 32, *smaller)
         return next(
             (unit for unit in choices
@@ -295,9 +336,9 @@ class Stored:
         return self.tensors[leaf]
 
 
-# beside attention or its projections where a cache is to be of float8; here it never is
+# Tensors of attention layers for a cache of float8, which this program does not have.
 CACHE_SCALES = ("q_scale", "k_scale", "v_scale", "kv_scale")
-SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain numbers
+SCALES = ("F32", "F16", "BF16")  # dtypes of scales that are plain floats
 
 _NAMES = {
     torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -307,20 +348,27 @@ _NAMES = {
 
 
 def described(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Tensors in memory as Stored.tensors describes those of a checkpoint."""
+    """Describes tensors in memory as Stored.tensors describes those of a checkpoint."""
     return {leaf: (_NAMES[tensor.dtype], tuple(tensor.shape)) for leaf, tensor in tensors.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """One `quant_method` of config.json whose weights are packed.
+    """One `quant_method` of config.json that packs weights.
 
-    `read` gives the format of a linear, None where it is plain, and raises ValueError where the
-    config or the tensors make no sense; it is asked for every linear of which a leaf is there.
+    Attributes:
+        name: of the method in config.json.
+        leaves: the tensors that weights consist of, by their names after the linear's name.
+        unused: further tensors in the files that are not needed to multiply.
+        read: gives the format of a linear from its tensors and the quantization_config; None where
+            it is plain. Raises ValueError where they make no sense. Called for every linear that
+            has one of `leaves`.
+        quantizes_rows: whether the method would quantize activations too, by the
+            quantization_config; here they stay as they are.
     """
 
     name: str
-    leaves: tuple[str, ...]  # tensors that weights are made of, behind a linear's name
-    unused: tuple[str, ...] = ()  # and those that products with unpacked weights do not need
+    leaves: tuple[str, ...]
+    unused: tuple[str, ...] = ()
     read: Callable[[Stored, Mapping[str, Any]], PackedFormat | None]
     quantizes_rows: Callable[[Mapping[str, Any]], bool] = lambda settings: False

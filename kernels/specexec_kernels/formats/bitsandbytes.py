@@ -1,8 +1,9 @@
-"""bitsandbytes: 4-bit codes of a table (NF4 and FP4, with scales quantized once more) and int8.
+"""bitsandbytes: 4-bit codes of a table (NF4 and FP4) and int8.
 
-4 bits (QLoRA, arXiv:2305.14314): W = table[code] * absmax of each run of `run` weights; the higher
-nibble of a byte is the earlier one. Double quantization stores absmax as a code of another table,
-times a float32 for every 256 of them, plus an offset. int8 (arXiv:2208.07339): code * SCB / 127.
+4 bits (QLoRA, arXiv:2305.14314): W = table[code] * absmax, with one absmax for each run of weights;
+the higher nibble of a byte is the earlier weight. With double quantization, absmax = table2[code2]
+* nested_absmax + offset, with one float32 nested_absmax for a run (usually 256) of them.
+int8 (LLM.int8(), arXiv:2208.07339): W = code * SCB / 127.
 """
 
 from __future__ import annotations
@@ -32,21 +33,21 @@ if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
 _STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
-_ROWS = 0  # of weight_format; bitsandbytes' functional.py has the others: col32 and the like
-_PER_CODE = 1 / 127  # of the int8 scales
+_ROWS = 0  # weight_format of codes in rows; bitsandbytes' functional.py has the others (col32 ...)
+_PER_CODE = 1 / 127  # factor of the int8 scales
 
 
 @dataclass(frozen=True, slots=True)
 class Table4(PackedFormat):
-    """4-bit codes of a table, one absmax for each run of weights."""
+    """4-bit codes of a table, with one absmax for each run of weights."""
 
     name: ClassVar[str] = "4-bit table"
     has_scale: ClassVar[bool] = True
     unit: int
-    table: tuple[float, ...]
+    table: tuple[float, ...]  # 16 values
     run: int  # weights of one absmax; divides the inputs
-    nested_run: int = 0  # of one nested absmax; 0: absmax are float32
-    offset: float = 0.0  # of nested ones
+    nested_run: int = 0  # absmax codes of one nested absmax; 0: absmax are plain float32
+    offset: float = 0.0  # added to each absmax of double quantization
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -77,7 +78,8 @@ class Table4(PackedFormat):
 
     @property
     def order(self) -> tuple[int, ...]:
-        # nibbles i and i + 4 of a word are a pair of halves, and nibbles change places in bytes
+        # nibbles i and i + 4 of a word are a pair, the same bits of its two halves; the earlier
+        # weight of a byte is its higher nibble
         return tuple(8 * word + ((i + half) ^ 1) for word in range(self.unit // 8)
                      for i in range(4) for half in (0, 4))  # fmt: skip
 
@@ -116,7 +118,7 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
     if leaf is None:
         return None
     try:
-        # each value of it is checked below, and the guarded reader is the other package's
+        # each value is checked below; the guarded reader is in specexec_cli, out of reach here
         state = json.loads(bytes(stored.load(leaf).tolist()))  # noqa: TID251
         run, shape = _whole(state["blocksize"]), list(state["shape"])
         nested = _whole(state.get("nested_blocksize", 0))
@@ -137,7 +139,10 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
 
 
 def _check_rows(stored: Stored) -> None:
-    """int8 codes lie in rows, unless `weight_format` names an order made for some tensor core."""
+    """
+    Raises:
+        ValueError: `weight_format` names an order of int8 codes other than rows.
+    """
     if "weight_format" not in stored.tensors:
         return
     number = stored.load("weight_format").reshape(-1).tolist()

@@ -1,7 +1,7 @@
-"""compressed-tensors, as llm-compressor writes it: which of the other files' formats a linear has.
+"""compressed-tensors, as llm-compressor writes it: decides which format a linear's weight has.
 
-quantization_config has groups of linears (`config_groups`), chosen by the names of modules or their
-class, each with its `weights`; `ignore` lists those that stay plain.
+`config_groups` of quantization_config are groups of linears, chosen by module name or class, each
+with a description of its `weights`; `ignore` lists the linears that stay plain.
 Source: https://github.com/vllm-project/compressed-tensors.
 """
 
@@ -17,9 +17,9 @@ from specexec_kernels.formats.fp8 import KINDS, read_fp8
 from specexec_kernels.formats.integers import Int8, PackedIntegers
 from specexec_kernels.patterns import matches
 
-_EXACT, _REGEX, _CLASS, _NONE = range(4)  # how a target names a linear
+_EXACT, _REGEX, _CLASS, _NONE = range(4)  # how a target matches a linear, the most exact way first
 _CLASSES = ("Linear",)
-_FOLDED = ("weight_input", "weight_output")  # locations whose transforms are in stored weights
+_FOLDED = ("weight_input", "weight_output")  # transforms here are already in the stored weights
 
 
 def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
@@ -42,7 +42,7 @@ def _read(stored: Stored, settings: Mapping[str, Any]) -> PackedFormat | None:
 def _group(name: str, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """The `weights` of the group that a linear is in; None where it stays plain.
 
-    Of several groups that have it, the one that says so most exactly; of equals, the first.
+    Where several groups match, the most exact match counts, and of equals the first.
     """
     ignored = [_match(name, target) for target in _names(settings, "ignore")]
     if any(match in (_EXACT, _REGEX) for match in ignored):
@@ -74,7 +74,7 @@ def _names(settings: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _match(name: str, target: str) -> int:
-    """How exactly a target names a linear."""
+    """How exactly a target matches a linear: one of _EXACT, _REGEX, _CLASS and _NONE."""
     if target.startswith("re:"):
         try:
             return _REGEX if matches(target[3:], name) else _NONE
@@ -93,7 +93,11 @@ def _number(weights: Mapping[str, Any], key: str) -> int:
 
 
 def _has_zeros(stored: Stored, weights: Mapping[str, Any]) -> bool:
-    """Whether zero points lie beside; asymmetric weights mean nothing without them."""
+    """Whether a linear has zero points.
+
+    Raises:
+        ValueError: its weights are asymmetric and it has none, or `symmetric` is no bool.
+    """
     symmetric = weights.get("symmetric", True)
     if type(symmetric) is not bool:
         raise ValueError(f"quantization_config: symmetric must be a bool, not {symmetric!r}")
@@ -103,16 +107,19 @@ def _has_zeros(stored: Stored, weights: Mapping[str, Any]) -> bool:
 
 
 def _check_symmetric(weights: Mapping[str, Any]) -> None:
-    """Floats have no zero points."""
+    """
+    Raises:
+        ValueError: the weights are asymmetric, which is supported for integers alone.
+    """
     if weights.get("symmetric", True) is not True:
         raise ValueError("floats that are not symmetric are not supported")
 
 
 def _check_transforms(settings: Mapping[str, Any]) -> None:
-    """Rotations of weights are already in the stored weights; those of activations are not.
+    """Accepts rotations that are already in the stored weights.
 
     Raises:
-        ValueError: activations are to be rotated while the model runs.
+        ValueError: activations are to be rotated while the model runs, which is not supported.
     """
     transforms = settings.get("transform_config") or {}
     try:
@@ -129,7 +136,7 @@ def _check_transforms(settings: Mapping[str, Any]) -> None:
 
 
 def _scale_group(stored: Stored, weights: Mapping[str, Any]) -> int:
-    """Inputs of a scale, 0 for all of them."""
+    """How many inputs share a scale; 0 stands for all of them."""
     strategy = weights.get("strategy")
     if strategy == "channel":
         return 0
@@ -148,7 +155,7 @@ def _integers(stored: Stored, weights: Mapping[str, Any]) -> PackedIntegers:
     return PackedIntegers(
         bits, _scale_group(stored, weights), stored.dtype("weight_scale", *SCALES),
         zeros=_has_zeros(stored, weights),
-        # groups of inputs that lie together need no index
+        # an index that names groups of neighbouring inputs, in order, is not needed
         shuffled="weight_g_idx" in stored.tensors and _is_shuffled(stored, weights),
         unit=stored.unit_of(_scale_group(stored, weights)),
     )  # fmt: skip

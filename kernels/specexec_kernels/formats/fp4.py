@@ -1,8 +1,8 @@
 """MXFP4 and NVFP4: 4-bit floats (E2M1) with one scale for each 32 or 16 inputs of an output.
 
 MXFP4 (OCP Microscaling Formats 1.0, 2023): the scale is a power of two, E8M0. NVFP4: the scale is
-an E4M3 float, and all of them have a float32 factor in common, by which modelopt multiplies and
-compressed-tensors divides. The lower nibble of a byte is the earlier input.
+an E4M3 float, and the tensor has one float32 factor for all scales, by which modelopt multiplies
+and compressed-tensors divides. The lower nibble of a byte is the earlier input.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 @dataclass(frozen=True, slots=True)
 class Fp4(PackedFormat):
-    """E2M1 with a scale for each group of inputs."""
+    """E2M1 floats with a scale for each group of inputs."""
 
     name: ClassVar[str] = "FP4"
     has_scale: ClassVar[bool] = True
     unit: int  # a multiple of the group
-    group: int
-    codes: str = "weight_packed"  # leaves
-    scales: str = "weight_scale"
-    scale_dtype: str = "U8"  # E8M0, or F8_E4M3
-    factor: str = ""  # leaf of the float32 for the whole tensor; none where empty
-    divides: bool = False  # whether scales are divided by it
+    group: int  # inputs of a group
+    codes: str = "weight_packed"  # leaf of the codes
+    scales: str = "weight_scale"  # leaf of the scales
+    scale_dtype: str = "U8"  # U8 for E8M0, or F8_E4M3
+    factor: str = ""  # leaf of the float32 factor; empty where there is none
+    divides: bool = False  # whether scales are divided by the factor
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -52,7 +52,7 @@ class Fp4(PackedFormat):
 
     @property
     def order(self) -> tuple[int, ...]:
-        # nibbles i and i + 4 of a word are a pair of halves
+        # nibbles i and i + 4 of a word are a pair: the same bits of its two halves
         return tuple(8 * word + i + half for word in range(self.unit // 8) for i in range(4)
                      for half in (0, 4))  # fmt: skip
 

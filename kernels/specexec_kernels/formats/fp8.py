@@ -1,8 +1,10 @@
 """FP8 weights with scales for blocks, channels, or the whole tensor.
 
-W[n, k] = float8(n, k) * scale of the tile that (n, k) lies in. Micikevicius et al., "FP8 Formats
-for Deep Learning", arXiv:2209.05433; tiles of 128 x 128 after DeepSeek-V3, arXiv:2412.19437. Scales
-are plain numbers, or powers of two in a byte (transformers' `scale_fmt` ue8m0).
+W[n, k] = float8(n, k) * (scale of the tile that (n, k) lies in). Scales are plain floats, or powers
+of two in a byte (transformers' `scale_fmt` ue8m0).
+
+Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; tiles of 128 x 128
+as in DeepSeek-V3, arXiv:2412.19437.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Fp8(PackedFormat):
-    """float8 with one scale per tile."""
+    """float8 codes with one scale per tile."""
 
     name: ClassVar[str] = "FP8"
     has_scale: ClassVar[bool] = True
@@ -63,7 +65,8 @@ class Fp8(PackedFormat):
 
     @property
     def order(self) -> tuple[int, ...]:
-        # bytes 0 and 2 of a word are a pair of halves, and so are 1 and 3
+        # bytes 0 and 2 of a word are a pair, since they are the same bits of its two halves, and
+        # so are bytes 1 and 3
         return tuple(4 * word + byte for word in range(self.unit // 4) for byte in (0, 2, 1, 3))
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
@@ -90,10 +93,13 @@ KINDS = ("F8_E4M3", "F8_E5M2")
 
 
 def read_fp8(stored: Stored, settings: Mapping[str, Any]) -> Fp8 | None:
-    """A linear in float8 beside whose weight lies a tensor of scales.
+    """The format of a float8 linear with a tensor of scales; None where it is not float8.
 
     Args:
-        settings: `weight_block_size` where scales are for tiles.
+        stored: the linear's tensors.
+        settings: has `weight_block_size` where scales are for tiles.
+    Raises:
+        ValueError: the scales have a shape that the settings do not explain, or another dtype.
     """
     if stored.dtype("weight") not in KINDS:
         return None
@@ -123,7 +129,7 @@ def _is_block(block: Any) -> TypeGuard[Sequence[int]]:
     )
 
 
-# DeepSeek-V3's layout, which transformers calls fp8; fbgemm's scales are for channels
+# fp8 is transformers' name of DeepSeek-V3's layout; fbgemm_fp8 has scales for channels.
 METHOD = Method(
     name="fp8",
     leaves=("weight", "weight_scale_inv", "weight_scale"),

@@ -1,9 +1,9 @@
-"""What the block formats of GGUF files have in common; the table of them is in gguf.
+"""What the block formats of GGUF files have in common; gguf.py has the table of them.
 
-Rows are runs of blocks, each of a fixed number of weights with scales of its own:
-W = scale * level + offset, of which scale and offset belong to a group within the block. Layouts
-are those of ggml-common.h and the rounding of ggml-quants.c (ggml-org/llama.cpp): in float32, the
-product first.
+The weights of an output are a run of blocks. A block has a fixed number of weights, in one or more
+groups: W = scale * level + offset, with one scale and one offset for each group. Layouts are those
+of ggml-common.h (ggml-org/llama.cpp), and rounding is that of ggml-quants.c: float32, the product
+first, then the sum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class GgmlFormat(PackedFormat):
-    """A format of blocks; a subclass states `unit`, the block's bytes, and how it is read."""
+    """A format of blocks. A subclass states `unit`, the weights of a block, and the following."""
 
     block_bytes: ClassVar[int]
     group: ClassVar[int]  # weights that share scale and offset
@@ -37,7 +37,7 @@ class GgmlFormat(PackedFormat):
 
     @abstractmethod
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Scales, offsets (None: 0) and levels.
+        """Reads the scales, offsets (None: 0) and levels of blocks.
 
         Args:
             blocks: (blocks, bytes) uint8.
@@ -55,23 +55,24 @@ class GgmlFormat(PackedFormat):
 
 
 def halves(blocks: Tensor, place: int) -> Tensor:
-    """(blocks, 1) float32: the float16 at a byte of each block."""
+    """The float16 at byte `place` of each block, as (blocks, 1) float32."""
     return blocks[:, place : place + 2].contiguous().view(torch.float16).float()
 
 
 def nibbles(codes: Tensor) -> Tensor:
-    """(blocks, bytes) to (blocks, 2 * bytes): all lower nibbles, then all higher ones."""
+    """The nibbles of (blocks, bytes) as (blocks, 2 * bytes): the lower ones, then the higher."""
     return torch.cat((codes & 15, codes >> 4), dim=1)
 
 
 def fields(codes: Tensor, width: int, bits: int, run: int) -> Tensor:
-    """Fields of each byte, lowest first, of one run of bytes after the other.
+    """Cuts bytes into fields: the lowest fields of a run of bytes, then their next ones, and so on;
+    then those of the next run.
 
     Args:
         codes: (blocks, bytes) uint8.
         width: bits from one field to the next.
-        bits: of a field.
-        run: bytes whose lowest fields stand together, then their next ones, and so on.
+        bits: bits of a field.
+        run: bytes of a run.
     Returns:
         (blocks, bytes * 8 / width) uint8.
     """
@@ -81,10 +82,11 @@ def fields(codes: Tensor, width: int, bits: int, run: int) -> Tensor:
 
 
 def nibble_order(runs: int, run: int) -> Iterator[int]:
-    """The weights of a block in the order in which `nibble_pairs` yields them.
+    """The numbers of a block's weights in the order in which `nibble_pairs` yields them.
 
     Args:
-        runs: of bytes, whose lower nibbles are `run` weights and whose higher ones the next.
+        runs: number of runs of bytes in a block.
+        run: bytes of a run. Their lower nibbles are `run` weights, their higher ones the next.
     """
     for first in range(0, 2 * run * runs, 2 * run):
         for word in range(0, run, 4):
@@ -92,13 +94,13 @@ def nibble_order(runs: int, run: int) -> Iterator[int]:
                 yield from (first + high + word + byte for byte in (0, 2, 1, 3))
 
 
-# bits of a word where pairs of nibbles begin, the other half 16 bits further: bytes 0 and 2, then 1
-# and 3, of which the lower nibbles come first
+# The bits of a word where the first nibble of a pair begins; the second is 16 bits higher. So bytes
+# 0 and 2 are paired, and bytes 1 and 3: first their lower nibbles, then their higher ones.
 NIBBLE_PAIRS = (0, 8, 4, 12)
 
 
 def nibble_values(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> Iterator[Any]:
-    """table[code] of each nibble in float32."""
+    """Emits table[code] for each nibble, in float32."""
     for word in words:
         for first in NIBBLE_PAIRS:
             for half in (0, 16):
@@ -106,7 +108,8 @@ def nibble_values(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> I
 
 
 def nibble_pairs(lanes: Lanes, words: list[Any], table: tuple[float, ...]) -> Iterator[Any]:
-    """table[code] of each nibble as pairs of bfloat16, which must hold the table exactly."""
+    """Emits table[code] for each nibble, as pairs of bfloat16; the table's values must be exact in
+    bfloat16."""
     for word in words:
         for first in NIBBLE_PAIRS:
             yield lanes.table_pair(table, word, first)

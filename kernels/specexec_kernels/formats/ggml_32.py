@@ -23,14 +23,14 @@ from specexec_kernels.formats.ggml import (
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
-# of ggml-common.h, `kvalues_iq4nl`, and twice the values of E2M1 (`kvalues_mxfp4`)
+# from ggml-common.h: `kvalues_iq4nl`, and `kvalues_mxfp4`, which are twice the values of E2M1
 IQ4_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1_TWICE = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
 @dataclass(frozen=True, slots=True)
 class _Of32(GgmlFormat):
-    """A scale in float16 in front of 32 codes."""
+    """32 codes after a float16 scale, and perhaps a float16 offset."""
 
     has_scale: ClassVar[bool] = True
     group: ClassVar[int] = 32
@@ -43,10 +43,10 @@ class _Of32(GgmlFormat):
 
 @dataclass(frozen=True, slots=True)
 class _Nibbles(_Of32):
-    """Codes of 4 bits that choose from a table."""
+    """4-bit codes, each the index of a value in a table."""
 
-    codes_at: ClassVar[int] = 2  # byte of the first code
-    table: ClassVar[tuple[float, ...]]
+    codes_at: ClassVar[int] = 2  # byte of the block where the codes begin
+    table: ClassVar[tuple[float, ...]]  # 16 values
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         table = torch.tensor(self.table, dtype=torch.float32, device=blocks.device)
@@ -68,7 +68,7 @@ class _Nibbles(_Of32):
 
 @dataclass(frozen=True, slots=True)
 class Q4_0(_Nibbles):
-    """Codes around 8."""
+    """4-bit codes; code 8 stands for 0."""
 
     name: ClassVar[str] = "Q4_0"
     block_bytes: ClassVar[int] = 18
@@ -82,7 +82,7 @@ class Q4_0(_Nibbles):
 
 @dataclass(frozen=True, slots=True)
 class Q4_1(_Nibbles):
-    """Codes from a minimum up."""
+    """4-bit codes; code 0 stands for the block's minimum."""
 
     name: ClassVar[str] = "Q4_1"
     has_offset: ClassVar[bool] = True
@@ -93,7 +93,7 @@ class Q4_1(_Nibbles):
 
 @dataclass(frozen=True, slots=True)
 class IQ4_NL(_Nibbles):
-    """Levels that lie closer around zero."""
+    """4-bit codes of levels that lie closer together around zero."""
 
     name: ClassVar[str] = "IQ4_NL"
     block_bytes: ClassVar[int] = 18
@@ -102,7 +102,10 @@ class IQ4_NL(_Nibbles):
 
 @dataclass(frozen=True, slots=True)
 class MXFP4(_Nibbles):
-    """E2M1 floats, twice their value, under half a power of two (OCP MX v1.0)."""
+    """E2M1 floats with a power of two as scale (OCP Microscaling Formats 1.0).
+
+    As in llama.cpp the table has twice the floats' values, and the scale is half as large.
+    """
 
     name: ClassVar[str] = "MXFP4"
     block_bytes: ClassVar[int] = 17
@@ -111,7 +114,7 @@ class MXFP4(_Nibbles):
 
     def read(self, blocks: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         exponent = blocks[:, :1].int()
-        # half of 2 ** (code - 127), of which codes 0 and 1 are denormal
+        # half of 2 ** (code - 127), which is denormal for the codes 0 and 1
         bits = torch.where(exponent < 2, (1 << 21) << exponent, (exponent - 1) << 23)
         table = torch.tensor(self.table, dtype=torch.float32, device=blocks.device)
         return bits.view(torch.float32), None, table[nibbles(blocks[:, 1:]).long()]
@@ -126,13 +129,13 @@ class MXFP4(_Nibbles):
 
 @dataclass(frozen=True, slots=True)
 class _Fifths(_Of32):
-    """Codes of 5 bits, of which the highest stand in a word of their own."""
+    """5-bit codes; a word in front of the lower 4 bits has the highest bits of all 32 codes."""
 
-    codes_at: ClassVar[int]
+    codes_at: ClassVar[int]  # byte of the block where the lower 4 bits begin
     least: ClassVar[int]  # the level of code 0
 
     def codes(self, blocks: Tensor) -> Tensor:
-        """(blocks, 32) from 0 to 31."""
+        """The codes of blocks (blocks, bytes), (blocks, 32) from 0 to 31."""
         shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
         high = (blocks[:, self.codes_at - 4 : self.codes_at, None] >> shifts) & 1
         return nibbles(blocks[:, self.codes_at :]) | (high.reshape(-1, 32) << 4)
@@ -142,8 +145,11 @@ class _Fifths(_Of32):
         return tuple(nibble_order(1, 16))
 
     def words(self, lanes: Lanes) -> Iterator[tuple[Any, Any, int, int]]:
-        """Words of nibbles and the one of highest bits; bits where a pair of nibbles begins, and
-        where its first highest bit is. That of the other is 2 bits further."""
+        """Where each pair of codes lies: (word of the lower 4 bits, word of the highest bits, bit
+        of the first code's lower bits, bit of the first code's highest bit).
+
+        The second code's lower bits are 16 bits higher, and its highest bit is 2 bits higher.
+        """
         high, *words = lanes.read_words("weight", self.codes_at - 4, 5)
         for number, word in enumerate(words):
             for first in NIBBLE_PAIRS:
@@ -168,7 +174,7 @@ class _Fifths(_Of32):
 
 @dataclass(frozen=True, slots=True)
 class Q5_0(_Fifths):
-    """Codes around 16."""
+    """5-bit codes; code 16 stands for 0."""
 
     name: ClassVar[str] = "Q5_0"
     block_bytes: ClassVar[int] = 22
@@ -181,7 +187,7 @@ class Q5_0(_Fifths):
 
 @dataclass(frozen=True, slots=True)
 class Q5_1(_Fifths):
-    """Codes from a minimum up."""
+    """5-bit codes; code 0 stands for the block's minimum."""
 
     name: ClassVar[str] = "Q5_1"
     has_offset: ClassVar[bool] = True
@@ -195,7 +201,7 @@ class Q5_1(_Fifths):
 
 @dataclass(frozen=True, slots=True)
 class Q8_0(_Of32):
-    """Signed bytes."""
+    """8-bit codes, signed."""
 
     name: ClassVar[str] = "Q8_0"
     block_bytes: ClassVar[int] = 34

@@ -1,5 +1,7 @@
-"""GGUF's formats of 256 weights to a block, whose groups' scales are themselves packed: Q2_K to
-Q6_K ("k-quants", ggml-org/llama.cpp pull request 1684) and IQ4_XS."""
+"""GGUF's formats of 256 weights to a block, in groups with packed scales: Q2_K to Q6_K and IQ4_XS.
+
+Source: ggml-org/llama.cpp pull request 1684 ("k-quants").
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 
 _CODES = tuple(float(code) for code in range(32))
 _SIGNED = tuple(float(code) for code in range(-32, 32))
-_BYTES = (0, 2, 1, 3)  # of a word, in the order in which halves of words pair them
+# The bytes of a word in the order in which codes are yielded: the same bits of a word's two halves
+# are a pair, so that bytes 0 and 2 are one, and bytes 1 and 3 the next.
+_BYTES = (0, 2, 1, 3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,14 @@ class _Of256(GgmlFormat):
 
 @dataclass(frozen=True, slots=True)
 class _Quarters(_Of256):
-    """Q2_K and Q3_K: four fields of 2 bits in each of 64 bytes, in groups of 16."""
+    """Q2_K and Q3_K: groups of 16 codes, with 2 bits of each code four to a byte."""
 
     group: ClassVar[int] = 16
-    codes_at: ClassVar[int]  # byte of the first code
+    codes_at: ClassVar[int]  # byte of the block where the codes begin
 
     def fields(self, lanes: Lanes, group: int) -> Iterator[tuple[Any, int, int]]:
-        """Of each word of a group: the word, its number, and the bit where its fields begin."""
+        """Yields each word that has codes of a group: the word, its number in the group, and the
+        bit of the first code in it."""
         half, quarter, part = group // 8, group % 8 // 2, group % 2
         at = self.codes_at + 32 * half + 16 * part
         words = lanes.once(at, lambda: lanes.read_words("weight", at, 4))
@@ -58,7 +63,7 @@ class _Quarters(_Of256):
 
 @dataclass(frozen=True, slots=True)
 class Q2_K(_Quarters):
-    """Codes of 2 bits; scale and minimum of a group are nibbles."""
+    """2-bit codes; a group's scale and minimum have 4 bits each."""
 
     name: ClassVar[str] = "Q2_K"
     has_offset: ClassVar[bool] = True
@@ -88,7 +93,8 @@ class Q2_K(_Quarters):
                     yield lanes.to_float(lanes.bits(word, 8 * byte + bit, 2))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        table = tuple(float(code & 3) for code in range(16))  # of neighbours nothing is seen
+        # 4 bits choose from the table, of which the upper two belong to another code
+        table = tuple(float(code & 3) for code in range(16))
         for group in range(16):
             for word, _, bit in self.fields(lanes, group):
                 for byte in (0, 1):
@@ -97,7 +103,7 @@ class Q2_K(_Quarters):
 
 @dataclass(frozen=True, slots=True)
 class Q3_K(_Quarters):
-    """Codes of 3 bits, signed, of which the highest stand apart and mean 4 where they are 0."""
+    """3-bit codes; code 4 stands for 0. The highest bits are stored apart."""
 
     name: ClassVar[str] = "Q3_K"
     block_bytes: ClassVar[int] = 110
@@ -120,7 +126,7 @@ class Q3_K(_Quarters):
         return b.fmul(factor, scale), None
 
     def highest(self, lanes: Lanes, group: int) -> list[Any]:
-        """The words whose bytes have, at bit group // 2, the highest bits of a group's codes."""
+        """The words with the highest bits of a group's codes, at bit group // 2 of each byte."""
         at = 16 * (group % 2)
         return lanes.once(at, lambda: lanes.read_words("weight", at, 4))
 
@@ -146,7 +152,10 @@ class Q3_K(_Quarters):
 
 
 def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Those of Q4_K and Q5_K: of 6 bits each, the last four's split over two places."""
+    """The scales and minima of Q4_K's and Q5_K's groups, (blocks, 8) float32 each.
+
+    They have 6 bits each; the bits of the last four groups lie in two places.
+    """
     low, middle, high = (blocks[:, at : at + 4] for at in (4, 8, 12))
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=1)
     minima = torch.cat((middle & 63, (high >> 4) | ((middle >> 6) << 4)), dim=1)
@@ -155,10 +164,10 @@ def _scales_and_minima(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _ScalesAndMinima(_Of256):
-    """Q4_K and Q5_K in registers."""
+    """What Q4_K and Q5_K share: 6-bit scales and minima, and the lower 4 bits of the codes."""
 
     has_offset: ClassVar[bool] = True
-    codes_at: ClassVar[int]  # byte of the first code's lower 4 bits
+    codes_at: ClassVar[int]  # byte of the block where the codes' lower 4 bits begin
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
         b = lanes.b
@@ -175,14 +184,14 @@ class _ScalesAndMinima(_Of256):
         return b.fmul(lanes.half(both), lanes.to_float(scale)), b.fneg(least)
 
     def words(self, lanes: Lanes, group: int) -> list[Any]:
-        """The words whose bytes hold the lower 4 bits of two groups."""
+        """The words with the lower 4 bits of a group's codes, and of its neighbour's."""
         at = self.codes_at + 32 * (group // 2)
         return lanes.once(at, lambda: lanes.read_words("weight", at, 8))
 
 
 @dataclass(frozen=True, slots=True)
 class Q4_K(_ScalesAndMinima):
-    """Codes of 4 bits."""
+    """4-bit codes; code 0 stands for the group's minimum."""
 
     name: ClassVar[str] = "Q4_K"
     block_bytes: ClassVar[int] = 144
@@ -212,7 +221,7 @@ class Q4_K(_ScalesAndMinima):
 
 @dataclass(frozen=True, slots=True)
 class Q5_K(_ScalesAndMinima):
-    """Codes of 5 bits, of which the highest stand apart."""
+    """5-bit codes; code 0 stands for the group's minimum. The highest bits are stored apart."""
 
     name: ClassVar[str] = "Q5_K"
     block_bytes: ClassVar[int] = 176
@@ -224,7 +233,7 @@ class Q5_K(_ScalesAndMinima):
         return scale, -minimum, (fields(blocks[:, 48:], 4, 4, 32) | (high << 4)).float()
 
     def high(self, lanes: Lanes) -> list[Any]:
-        """The words whose bits are the highest bits of all groups' codes."""
+        """The words with the highest bits of all codes: bit g of each byte is group g's."""
         return lanes.once("high", lambda: lanes.read_words("weight", 16, 8))
 
     def values(self, lanes: Lanes) -> Iterator[Any]:
@@ -248,7 +257,8 @@ class Q5_K(_ScalesAndMinima):
 
 @dataclass(frozen=True, slots=True)
 class Q6_K(_Of256):
-    """Codes of 6 bits around 32, of which the two highest stand apart; scales are signed bytes."""
+    """6-bit codes; code 32 stands for 0. The two highest bits are stored apart, and scales are
+    signed bytes."""
 
     name: ClassVar[str] = "Q6_K"
     block_bytes: ClassVar[int] = 210
@@ -266,7 +276,8 @@ class Q6_K(_Of256):
         return lanes.b.fmul(factor, scale), None
 
     def words(self, lanes: Lanes, group: int) -> Iterator[tuple[Any, Any, int, int]]:
-        """Of each word of a group: lower and upper bits' words, and the bit where each begins."""
+        """Where a group's codes lie: (word of the lower 4 bits, word of the upper 2 bits, bit of
+        the first code in each)."""
         half, quarter, part = group // 8, group % 8 // 2, group % 2
         low = 64 * half + 32 * (quarter % 2) + 16 * part
         high = 128 + 32 * half + 16 * part
@@ -301,7 +312,7 @@ class Q6_K(_Of256):
 
 @dataclass(frozen=True, slots=True)
 class IQ4_XS(_Of256):
-    """IQ4_NL's levels in groups whose scales are of 6 bits."""
+    """4-bit codes of IQ4_NL's levels, in groups with 6-bit scales."""
 
     name: ClassVar[str] = "IQ4_XS"
     block_bytes: ClassVar[int] = 136

@@ -1,4 +1,4 @@
-"""The block formats of GGUF files by the names of their types."""
+"""The block formats of GGUF files, by GGUF's names of their types."""
 
 from __future__ import annotations
 

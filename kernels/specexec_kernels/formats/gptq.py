@@ -1,10 +1,11 @@
 """GPTQ: integers with a scale and a zero point for each output and group of inputs.
 
 W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]) with g = g_idx[k], or k // group. Rows of all
-tensors are inputs or groups, and their columns outputs. Every run of 32 codes is one little-endian
-stream of bits * 32 bits, down the inputs in `qweight` and along the outputs in `qzeros` (Frantar et
-al., arXiv:2210.17323; layout of AutoGPTQ and GPTQModel). Zero points are stored as they are (format
-v2) or minus one (format v1).
+tensors are inputs or groups, and columns are outputs. Every run of 32 codes is one little-endian
+stream of bits * 32 bits, down the inputs in `qweight` and along the outputs in `qzeros`. Zero
+points are stored as they are (format v2) or minus one (format v1).
+
+Source: Frantar et al., arXiv:2210.17323; the layout is that of AutoGPTQ and GPTQModel.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ LONGEST_BLOCK = 128  # inputs
 
 @dataclass(frozen=True, slots=True)
 class Gptq(PackedFormat):
-    """Codes of 2, 3, 4 or 8 bits in words that go down the inputs."""
+    """Codes of 2, 3, 4 or 8 bits, packed down the inputs."""
 
     name: ClassVar[str] = "GPTQ"
     has_scale: ClassVar[bool] = True
     has_offset: ClassVar[bool] = True
     bits: int
-    group: int  # inputs; 0: all
+    group: int  # inputs of a group; 0: all
     scale_dtype: str = "F16"
-    stored_minus_one: bool = False  # format v1
-    shuffled: bool = False  # `g_idx` gives the group of each input
+    stored_minus_one: bool = False  # whether zero points are those of format v1
+    shuffled: bool = False  # whether `g_idx` gives the group of each input
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """Codes of the smallest whole number of words."""
+        """The fewest codes that fill whole words."""
         return 32 if self.bits == 3 else 32 // self.bits
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where a group ends within a unit that has no whole number of them."""
+        """False where a unit neither divides a group nor is several whole groups."""
         return fits_units(self.group, self.unit)
 
     @property
@@ -100,7 +101,7 @@ class Gptq(PackedFormat):
                 low, high = (self._field(lanes, words, at) for at in (code, code + half))
                 both = lanes.b.or_(low, lanes.b.shl(high, lanes.same(16)))
                 yield lanes.table_pair(table, both, 0)
-            else:  # the upper half of a word has the second half of its codes
+            else:  # the upper half of the word has the second half of the unit's codes
                 yield lanes.table_pair(table, words[0], code * self.bits)
 
     def terms(self, lanes: Lanes, number: int) -> tuple[Any, Any]:
@@ -109,19 +110,19 @@ class Gptq(PackedFormat):
         return scale, lanes.b.fmul(scale, lanes.to_float(lanes.b.sub(middle, zeros)))
 
     def _field(self, lanes: Lanes, words: list[Any], code: int) -> Any:
-        """Code `code` of a unit, int32 lanes."""
+        """Emits code `code` of a unit, as int32 lanes."""
         word, shift = divmod(code * self.bits, 32)
         high = words[min(word + 1, len(words) - 1)]
         return lanes.field(self.bits, words[word], high, [shift] * lanes.lanes)
 
     def _zeros(self, lanes: Lanes, group: Any) -> Any:
-        """The zero points of a group, int32 lanes."""
+        """Emits the zero points of a group, as int32 lanes."""
         if self.bits == 3:
             stored = lanes.codes_along("qzeros", group, 3)
             if not self.stored_minus_one:
                 return stored
             return lanes.b.and_(lanes.b.add(stored, lanes.same(1)), lanes.same(7))
-        # the one is added to whole words, carry included, as the writer took it away
+        # 1 is added to whole words, carry included, since that is how the writer subtracted it
         ones = ones_of(self.bits) if self.stored_minus_one else 0
         return lanes.codes_along("qzeros", group, self.bits, added=ones)
 
@@ -133,6 +134,8 @@ class Gptq(PackedFormat):
 
 
 def shared_run(group: int) -> int:
-    """The longest power of two that divides a group of inputs (0: all): so many neighbours, counted
-    from the first input, are in one group."""
+    """The largest power of two that divides a group of inputs (0: all).
+
+    Runs of this length, counted from the first input, never cross the end of a group.
+    """
     return group & -group if group else 1 << 30

@@ -1,9 +1,9 @@
-"""Integers with a scale and perhaps a zero point for each group of inputs of an output.
+"""Integers with a scale and perhaps a zero point for each output and group of inputs.
 
-W[n, k] = scale * (code - zero). Codes of 1 to 8 bits lie in little-endian words, one behind the
-other along the inputs, shifted by half their range; those of 8 bits may also be plain int8. Zero
-points are packed likewise, but along the outputs. Layout: compressed-tensors' pack-quantized and
-int-quantized.
+W[n, k] = scale * (code - zero). Codes of 1 to 8 bits are packed along the inputs into little-endian
+words, with half their range added; codes of 8 bits may also be plain int8. Zero points are packed
+in the same way, but along the outputs. The layouts are those of compressed-tensors' pack-quantized
+and int-quantized.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PackedIntegers(PackedFormat):
-    """Codes in words; `weight_g_idx` gives the group of each input where they are not in order."""
+    """Codes packed in words."""
 
     name: ClassVar[str] = "packed integers"
     has_scale: ClassVar[bool] = True
     bits: int
-    group: int  # inputs; 0: all
+    group: int  # inputs of a group; 0: all
     scale_dtype: str
-    zeros: bool
-    shuffled: bool = False
+    zeros: bool  # whether there are zero points
+    shuffled: bool = False  # whether `weight_g_idx` gives the group of each input
     unit: int = 32
 
     @property
@@ -53,7 +53,8 @@ class PackedIntegers(PackedFormat):
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where zero points straddle words, or sums over a block have no order of halves."""
+        """False where zero points straddle words, a block's inputs cannot be summed half by half,
+        or units do not fit the groups."""
         fits = 32 % self.bits == 0 and (self.shuffled or has_halves(self.block))
         whole = self.unit % 32 == 0 and fits_units(self.group, self.unit)
         return whole and (fits or not self.zeros)
@@ -87,7 +88,7 @@ class PackedIntegers(PackedFormat):
 
     @property
     def block(self) -> int:
-        # an addition waits for the one before it: over 128 inputs longer than unpacking takes
+        # each addition waits for the one before; over 128 inputs that takes longer than unpacking
         if self.unit % 64 == 0 and self.group % self.unit == 0:
             return 64
         return block_of(self.group, self.unit)
@@ -134,16 +135,16 @@ class PackedIntegers(PackedFormat):
 
 @dataclass(frozen=True, slots=True)
 class Int8(PackedFormat):
-    """int8 with one scale for each output, group or tensor, times a constant."""
+    """int8 codes with one scale for each tile of outputs and inputs."""
 
     name: ClassVar[str] = "INT8"
     has_scale: ClassVar[bool] = True
     unit: int
-    scale: str
+    scale: str  # leaf of the scales
     scale_dtype: str
     tile: tuple[int, int]  # outputs and inputs of a scale; 0: all
-    factor: float = 1.0  # of all scales
-    zeros: bool = False  # whether `weight_zero_point` lies beside, int8 as well
+    factor: float = 1.0  # multiplies every scale
+    zeros: bool = False  # whether there are zero points, `weight_zero_point`, int8
 
     @property
     def has_offset(self) -> bool:  # type: ignore[override]
@@ -152,7 +153,8 @@ class Int8(PackedFormat):
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where units cut groups, or sums over a block have no order of halves."""
+        """False where units do not fit the groups, or a block's inputs cannot be summed half by
+        half."""
         return fits_units(self.tile[1], self.unit) and (not self.zeros or has_halves(self.block))
 
     @property

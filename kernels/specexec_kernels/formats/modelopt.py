@@ -1,4 +1,4 @@
-"""NVIDIA's Model Optimizer: FP8 with one scale for a tensor, and NVFP4.
+"""NVIDIA's Model Optimizer: FP8 with one scale for the tensor, and NVFP4.
 
 Source: https://github.com/NVIDIA/Model-Optimizer (unified checkpoints for the hub).
 """

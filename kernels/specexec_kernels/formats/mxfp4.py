@@ -1,7 +1,7 @@
-"""gpt-oss's MXFP4 experts (`quant_method` "mxfp4"), once each expert has tensors of its own.
+"""gpt-oss's MXFP4 experts (`quant_method` "mxfp4"), after each expert got tensors of its own.
 
-Source: transformers' integrations/mxfp4.py, `convert_moe_packed_tensors`, whose matrices are
-transposed besides.
+Source: `convert_moe_packed_tensors` in transformers' integrations/mxfp4.py, which transposes the
+matrices as well.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that are plain floats: (outputs, inputs), or (inputs, outputs) as Conv1D stores them.
 
-Rows of two bytes are multiplied with weights of their own dtype. Weights that are stored in another
-one are rounded to it where they are read, as torch's `.to` rounds: a product has the same bits as
-one with a weight that was converted before.
+Rows are multiplied by weights of their own dtype. Weights that are stored in another dtype are
+rounded to it as they are read, in the way of torch's `.to`, so the product has the same bits as one
+with a weight that was converted beforehand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specexec_kernels.formats.base import PackedFormat, PackedWeight, Part
 if TYPE_CHECKING:
     from specexec_kernels.cpu_unpack_lanes import Lanes
 
-_BLOCK = 128  # items: with 32 outputs a tile of 16 KiB, half of the smallest L1 cache in use
+_BLOCK = 128  # items; with 32 outputs a tile of 16 KiB, half of the smallest L1 cache in use
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
@@ -30,19 +30,20 @@ class Plain(PackedFormat):
 
     name: ClassVar[str] = "plain"
     dtype: str
-    transposed: bool = False  # stored as (inputs, outputs)
+    transposed: bool = False  # whether it is stored as (inputs, outputs)
     rounded: str = "F32"  # the dtype to which values are rounded
     chained: bool = False  # type: ignore[misc]
     block: int = _BLOCK
 
     @property
     def unit(self) -> int:  # type: ignore[override]
-        """Along the inputs as many as are transposed together, down them few lines."""
+        """As many inputs as are transposed together, or a few lines where codes go down the
+        inputs."""
         return 4 if self.transposed else 32
 
     @property
     def compiled(self) -> bool:  # type: ignore[override]
-        """Not where it is of a dtype that is not in DTYPES."""
+        """Whether the kernels know the dtype: DTYPES are all that they read."""
         return self.dtype in DTYPES.values()
 
     @property
@@ -85,11 +86,11 @@ class Plain(PackedFormat):
 
 
 def plain_weight(stored: Tensor, *, transposed: bool = False) -> PackedWeight:
-    """A weight as a checkpoint has it.
+    """A plain tensor of a checkpoint as a weight.
 
     Args:
-        stored: (outputs, inputs).
-        transposed: it is (inputs, outputs).
+        stored: (outputs, inputs) floats.
+        transposed: whether it is (inputs, outputs) instead.
     """
     inputs, outputs = stored.shape if transposed else stored.shape[::-1]
     fmt = _format(stored.dtype, transposed, chained=False)
@@ -97,7 +98,13 @@ def plain_weight(stored: Tensor, *, transposed: bool = False) -> PackedWeight:
 
 
 def chained_weight(stored: Tensor) -> PackedWeight:
-    """Activations (inputs, outputs) as a weight; zeros may stand anywhere among the inputs."""
+    """Activations as a weight whose products are summed in rising order of the inputs.
+
+    In such a sum, zeros among the inputs change no bit, wherever they are.
+
+    Args:
+        stored: (inputs, outputs) floats.
+    """
     inputs, outputs = stored.shape
     fmt = _format(stored.dtype, transposed=True, chained=True)
     return PackedWeight(fmt, inputs, outputs, {"weight": stored})
