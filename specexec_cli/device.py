@@ -48,9 +48,17 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes:.0f} B"
 
 
+def kernel_file(path: Path) -> str:
+    """The text of a file that the kernel keeps; empty if this kernel does not offer the file."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
 def cpu_info() -> CpuInfo:
     """Name, usable cores and the instruction sets that matter for matmuls."""
-    text = _read(Path("/proc/cpuinfo"))
+    text = kernel_file(Path("/proc/cpuinfo"))
     found = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     have = set(found.group(1).split()) if found else set()
     model = re.search(r"^model name\s*:\s*(.*)$", text, re.MULTILINE)
@@ -65,12 +73,10 @@ def usable_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     for folder in _cgroup_folders("cpu"):
-        quota, period = "max", "100000"
-        if (folder / "cpu.max").is_file():
-            quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
-        elif (folder / "cpu.cfs_quota_us").is_file():
-            quota = _read(folder / "cpu.cfs_quota_us").strip()
-            period = _read(folder / "cpu.cfs_period_us").strip()
+        quota, _, period = kernel_file(folder / "cpu.max").strip().partition(" ")
+        if not quota:  # cgroups of version 1
+            quota = kernel_file(folder / "cpu.cfs_quota_us").strip()
+            period = kernel_file(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period):
             cores = min(cores, max(1, -(-int(quota) // int(period))))
     return cores
@@ -88,7 +94,7 @@ def user_seconds() -> float | None:
     kernel's own time, since the kernel also works for programs that read from a disk. None if the
     system does not tell (macOS).
     """
-    found = re.match(r"cpu +(\d+) (\d+)(?: \d+){5} (\d+)", _read(Path("/proc/stat")))
+    found = re.match(r"cpu +(\d+) (\d+)(?: \d+){5} (\d+)", kernel_file(Path("/proc/stat")))
     if found is None:
         return None
     user, nice, steal = (int(ticks) for ticks in found.groups())
@@ -107,7 +113,7 @@ def disk_bytes(folder: Path) -> int | None:
     place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if (place / "partition").is_file():
         place = place.resolve().parent
-    counts = _read(place / "stat").split()
+    counts = kernel_file(place / "stat").split()
     return 512 * (int(counts[2]) + int(counts[6])) if len(counts) > 6 else None
 
 
@@ -135,7 +141,7 @@ def under_wsl() -> bool:
 
 def huge_pages() -> str:
     """The kernel's transparent huge page mode: always, madvise, never, or unknown."""
-    text = _read(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
+    text = kernel_file(Path("/sys/kernel/mm/transparent_hugepage/enabled"))
     chosen = re.search(r"\[(\w+)\]", text)
     return chosen.group(1) if chosen else "unknown"
 
@@ -220,23 +226,24 @@ def _memory_limits() -> list[tuple[int, int]]:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit, used = _read(folder / limit_name).strip(), _read(folder / used_name).strip()
+            limit = kernel_file(folder / limit_name).strip()
+            used = kernel_file(folder / used_name).strip()
             if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
                 # Cached file pages count as used but are given back under pressure.
                 cached = re.search(r"^(?:total_)?inactive_file (\d+)$",
-                                   _read(folder / "memory.stat"), re.MULTILINE)  # fmt: skip
+                                   kernel_file(folder / "memory.stat"), re.MULTILINE)  # fmt: skip
                 reclaimable = int(cached.group(1)) if cached else 0
                 limits.append((int(limit), max(0, int(used) - reclaimable)))
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
-        pages = _read(Path("/proc/self/statm")).split()[:1]
+        pages = kernel_file(Path("/proc/self/statm")).split()[:1]
         limits.append((soft, int(pages[0]) * resource.getpagesize() if pages else 0))
     return limits
 
 
 def _meminfo(field: str) -> int:
     """Bytes of a /proc/meminfo field; physical memory where there is no such file (macOS)."""
-    found = re.search(rf"^{field}:\s+(\d+) kB$", _read(Path("/proc/meminfo")), re.MULTILINE)
+    found = re.search(rf"^{field}:\s+(\d+) kB$", kernel_file(Path("/proc/meminfo")), re.MULTILINE)
     if found:
         return int(found.group(1)) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -245,7 +252,7 @@ def _meminfo(field: str) -> int:
 def _cgroup_folders(controller: str) -> list[Path]:
     """This process's cgroup for a controller and all its parents, v2 and v1."""
     folders = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
+    for line in kernel_file(Path("/proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             root = Path("/sys/fs/cgroup")
@@ -259,11 +266,3 @@ def _cgroup_folders(controller: str) -> list[Path]:
             folder = folder.parent
         folders.append(root)
     return folders
-
-
-def _read(path: Path) -> str:
-    """The file's text; empty if the kernel does not offer the file."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""

@@ -23,6 +23,7 @@ class Fake:
     own_s: float = 0.0  # of user time, by all threads of this process
     others_s: float = 0.0
     disk: float = 0.0  # bytes
+    tells: bool = True  # whether it counts what programs take
 
     def passes(self, seconds: float, own_bytes: int = 0) -> None:
         """Time goes by, in which this process uses all of its cores."""
@@ -39,9 +40,12 @@ class Fake:
         times = SimpleNamespace(
             times=lambda: SimpleNamespace(user=self.own_s, children_user=0.0, system=9e9)
         )
-        monkeypatch.setattr(quiet, "time", clocks)
-        monkeypatch.setattr(quiet, "os", times)
-        monkeypatch.setattr(quiet, "user_seconds", lambda: 1e6 + self.own_s + self.others_s)
-        monkeypatch.setattr(quiet, "usable_cores", lambda: self.cores)
-        monkeypatch.setattr(quiet, "all_cores", lambda: self.all_cores)
-        monkeypatch.setattr(quiet, "disk_bytes", lambda folder: int(self.disk))
+        for name, answer in {
+            "time": clocks,
+            "os": times,
+            "user_seconds": lambda: 1e6 + self.own_s + self.others_s if self.tells else None,
+            "usable_cores": lambda: self.cores,
+            "all_cores": lambda: self.all_cores,
+            "disk_bytes": lambda folder: int(self.disk) if self.tells else None,
+        }.items():
+            monkeypatch.setattr(quiet, name, answer)

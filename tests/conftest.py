@@ -12,8 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from computer import Computer
 
 
 def folder_for_now(name: str) -> str:
@@ -93,3 +97,11 @@ def compilers_and_interpreters_uncounted() -> Iterator[None]:
 
                 patch.setattr(InterpretedFunction, "run", uncounted(InterpretedFunction.run))
         yield
+
+
+@pytest.fixture
+def computer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Computer:
+    """This computer with nothing kept on it and no GPU, which a test may describe further."""
+    from computer import Computer
+
+    return Computer(tmp_path_factory.mktemp("computer"), monkeypatch)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 from cli_runner import run_cli
-from huggingface_hub import constants
+from computer import Computer
 
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.planning import machine as site_module
 from specexec_cli.planning.machine import Site, described_site
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import RequestDoesNotFitError, resolve
@@ -18,10 +17,8 @@ GB = 10**9
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    monkeypatch.setattr(site_module, "rates_file", lambda: tmp_path / "rates.json")
-    monkeypatch.setattr(site_module, "gpus", list)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+def bare_machine(computer: Computer) -> None:
+    """Nothing measured, nothing fetched, no GPU."""
 
 
 def machine(vram: float, ram: float) -> Site:

@@ -13,10 +13,9 @@ from typing import Any
 import pexpect
 import pytest
 from cli_runner import run_cli
-from huggingface_hub import constants
+from computer import Computer
 from typer.testing import CliRunner
 
-from specexec_cli.catalog import registry as registry_module
 from specexec_cli.catalog.models_file import TASKS
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
@@ -26,14 +25,9 @@ from specexec_cli.planning.what_fits import PATIENT_TOKENS_PER_S
 
 
 @pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def own_places(computer: Computer) -> Path:
     """No user's models.toml, and an empty hub cache, which is returned."""
-    absent = tmp_path / "config" / "models.toml"
-    monkeypatch.setattr(registry_module, "user_models_file", lambda: absent)
-    monkeypatch.setattr(cli, "user_models_file", lambda: absent)
-    cache = tmp_path / "hub"
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    return cache
+    return computer.hub
 
 
 def run(*arguments: str) -> str:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import typer
 from cli_runner import run_cli
+from computer import Computer
 from typer.testing import CliRunner
 
-from specexec_cli.cli import plan as plan_module
 from specexec_cli.cli.machine import parse_bytes
 from specexec_cli.cli.mends import with_mend
 from specexec_cli.cli.plan import plan
 from specexec_cli.device import GpuInfo
 from specexec_cli.errors import ConfigError, OutOfMemoryError, UnknownModelError
 from specexec_cli.planning import machine as site_module
-from specexec_cli.planning.measured_rates import LayerCost, new_rates, save_rates
+from specexec_cli.planning.measured_rates import LayerCost, new_rates, rates_file, save_rates
 
 GB = 10**9
 APP = typer.Typer()
@@ -27,17 +27,10 @@ APP.command()(plan)
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No GPU, no measured rates, an empty hub cache, no network."""
-    from huggingface_hub import constants
-
-    rates = tmp_path / "rates.json"
-    monkeypatch.setattr(site_module, "rates_file", lambda: rates)
-    monkeypatch.setattr(site_module, "gpus", list)
-    monkeypatch.setattr(plan_module, "gpus", list)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+def bare_machine(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No GPU, no measured rates, an empty hub cache; returns where rates are kept."""
     monkeypatch.setenv("COLUMNS", "80")
-    return rates
+    return rates_file()
 
 
 def run(*args: str) -> str:
@@ -242,24 +235,25 @@ def test_packed_weights_are_planned_with_their_own_rates() -> None:
     assert site.machine("bfloat16", packed_bits=4).flops == ()
 
 
-def test_the_gpu_here_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
-    monkeypatch.setattr(site_module, "gpus", lambda: [card])
+CARD = GpuInfo(0, "Card", 24 << 30, 23 << 30, 4, 16, "1")
+
+
+def test_the_gpu_here_is_planned_for(computer: Computer) -> None:
+    computer.has_cards(CARD)
     found = as_json(
         "--pair", "llama2-70b-chat-gptq", "--ram", "64GB", "--context", "2048", "--budget", "1024"
     )
-    assert found["machine"]["vram"] == {"value": 23 * GB, "source": "free here"}
+    assert found["machine"]["vram"] == {"value": 23 << 30, "source": "free here"}
     assert found["machine"]["link"]["source"] == "PCIe 4 x16"
     assert found["machine"]["link"]["value"] == pytest.approx(25.8e9, rel=0.01)
     assert as_json("--pair", "demo", "--vram", "0")["peak_vram_bytes"] == 0
 
 
 def test_a_gpu_without_triton_unpacks_before_every_product(
-    monkeypatch: pytest.MonkeyPatch,
+    computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A 70B in 4 bits reads and writes 8 TB a pass: what is recommended has to know."""
-    card = GpuInfo(0, "Card", 24 * GB, 23 * GB, 4, 16, "1")
-    monkeypatch.setattr(site_module, "gpus", lambda: [card])
+    computer.has_cards(CARD)
     asked = ("--pair", "llama2-70b-chat-gptq", "--ram", "64GB")
     with monkeypatch.context() as nothing_missing:
         nothing_missing.setattr(site_module, "triton_lack", lambda: None)

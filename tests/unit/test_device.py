@@ -3,6 +3,7 @@ import resource
 from pathlib import Path
 
 import pytest
+from computer import Computer
 
 from specexec_cli import device
 
@@ -23,60 +24,68 @@ def test_this_machine() -> None:
     assert device.peak_ram_bytes() > 1 << 20
 
 
-def fake_files(monkeypatch: pytest.MonkeyPatch, files: dict[str, str]) -> None:
-    monkeypatch.setattr(device, "_read", lambda path: files.get(str(path), ""))
-
-
 MEMINFO = "MemTotal:       16000000 kB\nMemAvailable:    8000000 kB\n"
 
 
-def test_cgroup_v2_limits_of_the_parents_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_files(
-        monkeypatch,
-        {
-            "/proc/meminfo": MEMINFO,
-            "/proc/self/cgroup": "0::/a/b\n",
-            "/sys/fs/cgroup/a/b/memory.max": "max\n",
-            "/sys/fs/cgroup/a/b/memory.current": "1000\n",
-            "/sys/fs/cgroup/a/memory.max": "4000000000\n",
-            "/sys/fs/cgroup/a/memory.current": "3000000000\n",
-            "/sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 1000000000\nactive_file 7\n",
-        },
-    )
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
+def test_cgroup_v2_limits_of_the_parents_count(computer: Computer) -> None:
+    computer.files |= {
+        "/proc/meminfo": MEMINFO,
+        "/proc/self/cgroup": "0::/a/b\n",
+        "/sys/fs/cgroup/a/b/memory.max": "max\n",
+        "/sys/fs/cgroup/a/b/memory.current": "1000\n",
+        "/sys/fs/cgroup/a/memory.max": "4000000000\n",
+        "/sys/fs/cgroup/a/memory.current": "3000000000\n",
+        "/sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 1000000000\nactive_file 7\n",
+        "/sys/fs/cgroup/memory.max": "max\n",
+    }
     assert device.total_ram_bytes() == 4_000_000_000
     assert device.free_ram_bytes() == 2_000_000_000  # cached files are given back
 
 
-def test_cgroup_v1_limit_and_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {
+def test_cgroup_v1_limit_and_no_limit(computer: Computer) -> None:
+    computer.files |= {
         "/proc/meminfo": MEMINFO,
         "/proc/self/cgroup": "5:memory:/x\n4:cpu,cpuacct:/x\n",
         "/sys/fs/cgroup/memory/x/memory.limit_in_bytes": "9223372036854771712\n",
         "/sys/fs/cgroup/memory/x/memory.usage_in_bytes": "1000\n",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
     }
-    fake_files(monkeypatch, files)
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 0))
     assert device.free_ram_bytes() == 8_000_000 * 1024
-    files["/sys/fs/cgroup/memory/x/memory.limit_in_bytes"] = "5000\n"
+    computer.files["/sys/fs/cgroup/memory/x/memory.limit_in_bytes"] = "5000\n"
     assert device.free_ram_bytes() == 4000
 
 
-def test_address_space_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = resource.getpagesize()
-    fake_files(monkeypatch, {"/proc/meminfo": MEMINFO, "/proc/self/statm": "10 5 1\n"})
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (100 * page, 100 * page))
-    assert device.free_ram_bytes() == 90 * page
-    assert device.total_ram_bytes() == 100 * page
+def test_address_space_limit(computer: Computer) -> None:
+    page, limit = resource.getpagesize(), 1 << 45
+    computer.has_free_ram(1 << 50)
+    computer.files["/proc/self/statm"] = "10 5 1\n"
+    usual = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, usual[1]))
+    try:
+        assert device.free_ram_bytes() == limit - 10 * page
+        assert device.total_ram_bytes() == limit
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, usual)
 
 
-def test_cpu_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    monkeypatch.setattr(device, "_cgroup_folders", lambda _: [tmp_path])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
-    assert device.usable_cores() == 2
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert device.usable_cores() == 16
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"/proc/self/cgroup": "0::/a\n", "/sys/fs/cgroup/a/cpu.max": "50000 100000\n"},
+        {"/proc/self/cgroup": "4:cpu,cpuacct:/a\n",
+         "/sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "50000\n",
+         "/sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n"},
+    ],
+    ids=["v2", "v1"],
+)  # fmt: skip
+def test_cpu_quota(files: dict[str, str], computer: Computer) -> None:
+    usable = len(os.sched_getaffinity(0))
+    computer.files |= files
+    assert device.usable_cores() == 1  # a started half counts
+    name = next(name for name in files if name.endswith(("cpu.max", "quota_us")))
+    for said, cores in (("150000 100000", 2), ("max 100000", usable), ("-1", usable)):
+        computer.files[name] = said.split()[0] if name.endswith("us") else said
+        assert device.usable_cores() == min(usable, cores)
 
 
 def test_nvidia_smi_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cli_runner import run_cli
-from huggingface_hub import constants
+from computer import Computer
 
 from specexec_cli.catalog import others
 from specexec_cli.catalog.registry import load_registry
@@ -19,11 +19,10 @@ REPO = "bartowski/Tiny-GGUF"
 
 
 @pytest.fixture
-def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def places(tmp_path: Path, computer: Computer, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Homes of three programs, each with a model."""
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "ollama"))
     monkeypatch.setenv("LLAMA_CACHE", str(tmp_path / "llama.cpp"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     write_ollama(tmp_path / "ollama", "registry.ollama.ai/library/llama3.2/3b", "sha256:ab12")
     write_ollama(tmp_path / "ollama", "registry.ollama.ai/someone/own/latest", "sha256:cd34")
     folder = tmp_path / "llama.cpp"
@@ -32,7 +31,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                  "mmproj-a.gguf", "c-00001-of-00002.gguf", "e-00004-of-00003.gguf"):  # fmt: skip
         (folder / name).write_bytes(GGUF)
     (folder / "d.gguf").write_bytes(b"not one")
-    snapshot = tmp_path / "hub" / "models--bartowski--Tiny-GGUF" / "snapshots" / "abc"
+    snapshot = computer.hub / "models--bartowski--Tiny-GGUF" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "Tiny-Q4_K_M.gguf").write_bytes(GGUF)
     (snapshot.parents[1] / "refs").mkdir()

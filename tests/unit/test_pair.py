@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
+from computer import Computer
 
-from specexec_cli.catalog import registry as registry_module
-from specexec_cli.catalog.registry import load_registry
+from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import complete
 from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.planning.chosen_models import best_draft, choose_pair, entries_of
@@ -16,14 +15,13 @@ from specexec_cli.planning.request import Request
 
 
 @pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    absent = tmp_path / "config" / "models.toml"
-    monkeypatch.setattr(registry_module, "user_models_file", lambda: absent)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+def own_places(tmp_path: Path, computer: Computer) -> Path:
     return tmp_path
 
 
-def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(own_places: Path) -> None:
+def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(
+    own_places: Path, computer: Computer
+) -> None:
     registry = load_registry()
     assert registry.pair_for_target("qwen2.5-7b-instruct") is None
     found = choose_pair(registry, Request(target="qwen2.5-7b-instruct"))
@@ -31,7 +29,7 @@ def test_a_target_without_a_pair_takes_the_best_draft_of_its_tokenizer(own_place
     assert found.draft.tokenizer == "qwen2.5"
     assert (found.draft.params or 0) * 8 <= 7_615_616_512
     # one that is here comes before one that is not
-    snapshot = own_places / "hub" / "models--Qwen--Qwen2.5-1.5B-Instruct" / "snapshots" / "main"
+    snapshot = computer.hub / "models--Qwen--Qwen2.5-1.5B-Instruct" / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").touch()
     assert best_draft(registry, "qwen2.5-7b-instruct").name == "qwen2.5-1.5b-instruct"
@@ -42,7 +40,7 @@ def test_a_target_of_which_nothing_is_known_needs_a_draft() -> None:
         best_draft(load_registry(), "org/name")
 
 
-def test_values_are_completed(own_places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_are_completed(own_places: Path) -> None:
     assert "demo" in complete.pair_names("de")
     assert complete.model_names("demo-d") == ["demo-draft"]
     assert {"demo", "demo-draft"} <= set(complete.names("demo"))
@@ -52,9 +50,8 @@ def test_values_are_completed(own_places: Path, monkeypatch: pytest.MonkeyPatch)
     assert complete.model_names(f"{own_places}/w") == [f"{own_places}/weights/"]
     assert complete.model_names(f"{own_places}/") == [f"{own_places}/weights/"]
     assert complete.model_names("/nowhere/at/all") == []
-    broken = own_places / "broken.toml"
-    broken.write_text("[")
-    monkeypatch.setattr(registry_module, "user_models_file", lambda: broken)
+    user_models_file().parent.mkdir(parents=True)
+    user_models_file().write_text("[")
     assert complete.pair_names("demo") == complete.model_names("demo") == []
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 from busy_machine import Fake
+from computer import Computer
 
-from specexec_cli import device, quiet
+from specexec_cli import device
 from specexec_cli.quiet import QuietCheck
 
 FOLDER = Path("/models")
@@ -65,29 +67,27 @@ def test_too_short_a_window_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_system_that_does_not_tell_disturbs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Fake(others_cores=2.0)
     machine.install(monkeypatch)
-    monkeypatch.setattr(quiet, "user_seconds", lambda: None)
-    monkeypatch.setattr(quiet, "disk_bytes", lambda folder: None)
+    machine.tells = False
     with QuietCheck(FOLDER) as check:
         machine.passes(2.0)
     assert check.disturbance == ""
 
 
-def test_the_systems_own_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_systems_own_counts(tmp_path: Path, computer: Computer) -> None:
     """Of /proc/stat user, nice and steal; a program that computes is seen in them."""
-    text = "cpu  100 20 999 999 999 999 999 3 40 5\ncpu0 1 1 1 1\n"
-    with monkeypatch.context() as patch:
-        patch.setattr(device, "_read", lambda path: text)
-        patch.setattr(device.os, "sysconf", lambda name: 100)
-        assert device.user_seconds() == 1.23
-        patch.setattr(device, "_read", lambda path: "")
-        assert device.user_seconds() is None
-        assert device.disk_bytes(tmp_path) is None
-        assert device.disk_bytes(tmp_path / "gone") is None
-        patch.setattr(device, "_read", lambda path: "1 0 8 0 1 0 16 0 0 0 0\n")
-        assert device.disk_bytes(tmp_path) == 24 * 512
     before, until = device.user_seconds(), time.thread_time() + 0.2
     while time.thread_time() < until:
         pass
     after = device.user_seconds()
     if before is not None and after is not None:
         assert after - before > 0.1
+    text = "cpu  100 20 999 999 999 999 999 3 40 5\ncpu0 1 1 1 1\n"
+    place = os.stat(tmp_path).st_dev
+    disk = f"/sys/dev/block/{os.major(place)}:{os.minor(place)}/stat"
+    computer.files |= {"/proc/stat": text, disk: "1 0 8 0 1 0 16 0 0 0 0\n"}
+    assert device.user_seconds() == 123 / os.sysconf("SC_CLK_TCK")
+    assert device.disk_bytes(tmp_path) == 24 * 512
+    assert device.disk_bytes(tmp_path / "gone") is None
+    computer.files |= {"/proc/stat": "", disk: ""}
+    assert device.user_seconds() is None
+    assert device.disk_bytes(tmp_path) is None

@@ -7,19 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from computer import Computer
 
-from specexec_cli.catalog import registry as registry_module
-from specexec_cli.catalog.registry import Registry, load_registry
+from specexec_cli.catalog.registry import Registry, load_registry, user_models_file
 from specexec_cli.errors import ConfigError, UnknownModelError
 
 
 @pytest.fixture(autouse=True)
-def user_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_file(computer: Computer) -> Path:
     """The user's models.toml, absent unless a test writes it; never the real one."""
-    path = tmp_path / "config" / "models.toml"
-    path.parent.mkdir()
-    monkeypatch.setattr(registry_module, "user_models_file", lambda: path)
-    return path
+    user_models_file().parent.mkdir(parents=True)
+    return user_models_file()
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from cli_runner import run_cli
+from computer import Computer
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.config import TreeConfig
-from specexec_cli.planning import expected_speed as reached_module
 from specexec_cli.planning.expected_speed import Run, keep_run, load_runs, predicted, runs_file
 from specexec_cli.planning.machine import Machine, described_site
 from specexec_cli.planning.memory import Work
@@ -29,8 +29,8 @@ RUN = Run(date="2026-01-02", offload="ssd", device="cpu", tokens=60, passes=10, 
 
 
 @pytest.fixture(autouse=True)
-def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(reached_module, "user_cache_path", lambda *args, **kwargs: tmp_path)
+def own_cache(computer: Computer) -> None:
+    """No runs are remembered."""
 
 
 def sizes(layers: int, hidden: int):

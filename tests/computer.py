@@ -1,0 +1,77 @@
+"""A computer and its user as a test describes them.
+
+What the package learns of a computer comes from the kernel's files, from nvidia-smi and from torch;
+what a user keeps lies in folders that environment variables name. A `Computer` stands in their
+place, so that a test says "64 GB are free" and patches none of the modules that ask.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import constants
+from specexec_kernels import dispatch
+
+from specexec_cli import device
+from specexec_cli.device import GpuInfo
+
+
+class Computer:
+    """The one that runs the tests, of a user who has kept nothing, without a GPU.
+
+    Args:
+        folder: an empty one, which holds what the user keeps.
+        patch: undoes everything.
+    """
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.hub = folder / "hub"  # the cache of huggingface_hub
+        self.files: dict[str, str] = {}  # the kernel's, where they say something else
+        self._patch = patch
+        self._tools = folder / "tools"
+        self._tools.mkdir()
+        for name in ("CACHE", "CONFIG", "STATE"):
+            patch.setenv(f"XDG_{name}_HOME", str(folder / name.lower()))
+        patch.setenv("PATH", f"{self._tools}{os.pathsep}{os.environ['PATH']}")
+        patch.setattr(constants, "HF_HUB_CACHE", str(self.hub))
+        read = device.kernel_file
+        patch.setattr(
+            device, "kernel_file",
+            lambda path: self.files[str(path)] if str(path) in self.files else read(path),
+        )  # fmt: skip
+        self.has_cards()
+
+    def has_free_ram(self, n_bytes: int) -> None:
+        """So much memory can still be allocated, of twice as much; no cgroup limits it."""
+        kib = n_bytes // 1024
+        self.files["/proc/meminfo"] = f"MemTotal: {2 * kib} kB\nMemAvailable: {kib} kB\n"
+        self.files["/proc/self/cgroup"] = ""
+
+    def has_cpu(self, name: str, *flags: str) -> None:
+        """Another CPU, with these of its flags."""
+        self.files["/proc/cpuinfo"] = f"model name : {name}\nflags : {' '.join(flags)}\n"
+
+    def has_cards(self, *cards: GpuInfo) -> None:
+        """nvidia-smi tells of these GPUs; torch sees none of them."""
+        tool = self._tools / "nvidia-smi"
+        lines = [
+            f"{card.index}, {card.name}, {card.total_bytes >> 20}, {card.free_bytes >> 20}, "
+            f"{card.pcie_gen}, {card.pcie_width}, {card.driver}"
+            for card in cards
+        ]
+        tool.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), ""]))
+        tool.chmod(0o755)
+
+    def torch_sees(self, count: int, free_bytes: int = 8 * 10**9) -> None:
+        """So many GPUs, each with so much free memory, on which Triton starts."""
+        for name, answer in {
+            "is_available": lambda: count > 0,
+            "device_count": lambda: count,
+            "mem_get_info": lambda device=None: (free_bytes, free_bytes),
+            "empty_cache": lambda: None,
+        }.items():
+            self._patch.setattr(torch.cuda, name, answer)
+        self._patch.setattr(dispatch, "triton_obstacle", lambda device: None)
