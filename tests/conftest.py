@@ -18,6 +18,7 @@ import pytest
 
 if TYPE_CHECKING:
     from computer import Computer
+    from disk import Disk
 
 
 def folder_for_now(name: str) -> str:
@@ -105,3 +106,11 @@ def computer(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
     from computer import Computer
 
     return Computer(tmp_path_factory.mktemp("computer"), monkeypatch)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """The disk that weights are read from, which a test may slow down or break."""
+    from disk import Disk
+
+    return Disk(monkeypatch)

@@ -42,7 +42,7 @@ def features() -> dict[str, bool]:
     }
 
 
-class _Compiler:
+class Compiler:
     """LLVM for this CPU. One engine holds all kernels of the process."""
 
     def __init__(self) -> None:
@@ -93,8 +93,8 @@ class _Compiler:
 
 
 @cache
-def _compiler() -> _Compiler:
-    return _Compiler()
+def _compiler() -> Compiler:
+    return Compiler()
 
 
 @cache

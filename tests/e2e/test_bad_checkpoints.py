@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -14,11 +13,11 @@ import pytest
 import torch
 from checkpoints import byte_llama, edit_json, save_byte_tokenizer, save_checkpoint, save_pair
 from cli_runner import run_cli
+from disk import Disk
 from safetensors.torch import load_file, save_file
 
 from specexec_cli.config import GenerationConfig, TreeConfig
 from specexec_cli.errors import StreamError
-from specexec_cli.offload.reader import DirectFile
 from specexec_cli.session import Session, TextSession
 
 QPROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -244,25 +243,17 @@ def generate(session: TextSession, method: str = "specexec") -> list[int]:
 
 @pytest.mark.parametrize("method", ["specexec", "autoregressive"])
 def test_a_read_error_surfaces_at_once_and_the_session_goes_on(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, method: str
+    pair: tuple[Path, Path], disk: Disk, method: str
 ) -> None:
-    read_into, countdown = DirectFile.read_into, [0]
-
-    def failing(self: DirectFile, target: memoryview, start: int, stop: int) -> int:
-        countdown[0] -= 1
-        if countdown[0] == 0:
-            raise StreamError(f"cannot read {self.path} at byte {start}: {os.strerror(errno.EIO)}")
-        return read_into(self, target, start, stop)
-
     folders = {"target": str(pair[0]), "draft": str(pair[1])}
     with Session.open(**folders, dtype="float32", offload="ssd") as session:
         expected = generate(session, method)
-        monkeypatch.setattr(DirectFile, "read_into", failing)
         for reads in range(1, 9):  # in every layer of the first passes
             session.forget()
-            countdown[0] = reads
-            with pytest.raises(StreamError, match=r"model\.safetensors at byte \d+: "):
+            disk.fails_after(reads - 1)
+            with pytest.raises(StreamError, match=r"model\.safetensors failed at byte \d+: "):
                 generate(session, method)
+            disk.on_read = None
             assert generate(session, method) == expected, "the same session, right again"
 
 

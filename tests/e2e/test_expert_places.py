@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import architecture, open_float32, random_tokens, save_checkpoint
+from disk import Disk
 from fake_cuda import CUDA, fake_cuda
 from quantized_checkpoints import save_quantized
 from test_experts import MIXTURES, logits_of_a_text, slot_bytes
@@ -18,7 +19,6 @@ from specexec_cli.errors import StreamError
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.expert_device import DeviceExperts
-from specexec_cli.offload.reader import DirectFile
 from specexec_cli.offload.slabs import PASSING_SLOTS
 from specexec_cli.offload.store import read_checkpoint
 
@@ -168,21 +168,19 @@ def test_experts_of_few_rows_are_copied_only_where_that_pays(choices: str, tmp_p
 
 @pytest.mark.parametrize("copy_rows", [1, 2])
 def test_an_aborted_pass_leaves_every_slot_right(
-    copy_rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy_rows: int, tmp_path: Path, disk: Disk
 ) -> None:
     """At every read that may fail: an expert whose copy did not happen is not on the device."""
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
     expected = expected_of(tmp_path)
-    real = DirectFile.scatter
     left = [0]
 
-    def scatter(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
+    def fail_once(*args: object) -> None:
         left[0] -= 1
         if left[0] == 0:
-            raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-        return real(file, targets, start, stop)
+            disk.fail()
 
-    monkeypatch.setattr(DirectFile, "scatter", scatter)
+    disk.on_read = fail_once
     with fake_cuda():
         model = on_device(tmp_path, 2, 4, copy_rows, torch.float32)
         failed = number = 0

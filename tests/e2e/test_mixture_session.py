@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import BYTE_VOCAB, architecture, save_pair
+from disk import Disk
 
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import StreamError
 from specexec_cli.models import layer_sources
 from specexec_cli.offload.experts import ExpertStore
-from specexec_cli.offload.reader import DirectFile
-from specexec_cli.session import expert_counts
 from specexec_cli.session.factory import Session
 from specexec_cli.session.local_session import LocalSession
 from specexec_cli.session.text_session import TextSession
@@ -30,9 +29,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(expert_counts, "user_cache_path", lambda *a, **k: tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path
+    return tmp_path / "specexec"
 
 
 def opened(pair: tuple[Path, Path], **options: object) -> TextSession:
@@ -127,20 +125,18 @@ def test_damaged_counts_are_counted_anew(
 
 
 def test_an_expert_that_cannot_be_read_ends_the_pass_and_no_more(
-    pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    pair: tuple[Path, Path], disk: Disk
 ) -> None:
-    real = DirectFile.scatter
     with opened(pair) as session:
         expected = text(session, "autoregressive")
     with opened(pair) as session:
 
-        def broken(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
+        def broken(*args: object) -> None:
             if threading.current_thread().name.startswith("specexec-experts"):
-                raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-            return real(file, targets, start, stop)
+                disk.fail()
 
-        monkeypatch.setattr(DirectFile, "scatter", broken)
+        disk.on_read = broken
         with pytest.raises(StreamError, match="failed at byte"):
             text(session, "autoregressive")
-        monkeypatch.setattr(DirectFile, "scatter", real)
+        disk.on_read = None
         assert text(session, "autoregressive") == expected

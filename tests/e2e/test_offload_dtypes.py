@@ -12,7 +12,7 @@ import pytest
 import torch
 from checkpoints import architecture, chain_logits, random_tokens, save_checkpoint
 from fake_cuda import CUDA, fake_cuda
-from specexec_kernels import cpu_jit
+from other_cpu import other_cpu
 from test_experts import slot_bytes
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def test_a_text_does_not_depend_on_where_layers_wait(
 ) -> None:  # fmt: skip
     """With the products of this CPU, and as on one without arithmetic in two bytes."""
     if not pairs:
-        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
+        other_cpu(monkeypatch, matmul=False)
     save_checkpoint(tmp_path, architecture(name), dtype=stored)
     cpu = torch.device("cpu")
     expected = logits_of(tmp_path, compute, None, cpu)

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import VOCAB, chain_logits, random_tokens, random_tree, save_checkpoint
+from other_cpu import other_cpu
 from specexec_kernels import cpu_attention, cpu_jit
 from torch import Tensor
 from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, PretrainedConfig
@@ -50,7 +51,7 @@ NEAR_TIE = {"bfloat16": 0.4, "float16": 0.05}
 def arithmetic(there: bool) -> Iterator[None]:
     """As on a CPU that has arithmetic in two bytes, or has none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_jit, "has_matmul", lambda dtype: there)
+        other_cpu(patch, matmul=there)
         yield
 
 
@@ -86,7 +87,7 @@ def test_with_products_of_pairs_texts_are_equal(pair: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_arithmetic_in_the_dtype_texts_part_at_near_ties(dtype: DtypeName) -> None:
     with arithmetic(there=True), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_jit, "has_dot", lambda: False)
+        other_cpu(patch, dot=False)
         texts = compared(dtype, max_tokens=24, budgets=(24,))
     gaps = [text.gap for text in texts if text.gap is not None]
     assert all(gap < NEAR_TIE[dtype] for gap in gaps), gaps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from other_cpu import other_cpu
 from specexec_kernels import cpu_activation, cpu_jit
 from specexec_kernels.cpu_activation import Activation
 from torch.nn import functional
@@ -27,7 +28,7 @@ def test_against_double_precision(
 ) -> None:
     if lanes > cpu_jit.lanes():
         pytest.skip("no registers of that width")
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    other_cpu(monkeypatch, lanes=lanes)
     for dtype, relative in ((torch.float32, 4e-6), (torch.bfloat16, 2**-8)):
         x = numbers(5001).to(dtype)
         exact = EXACT[activation](x.double())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from other_cpu import other_cpu
 from specexec_kernels import cpu_attention, cpu_jit
 from torch import Tensor
 
@@ -151,7 +152,7 @@ def test_same_bits_on_any_number_of_threads(form: str) -> None:
 
 @pytest.mark.parametrize("lanes", [4, 8])
 def test_narrower_vector_registers(lanes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    other_cpu(monkeypatch, lanes=lanes)
     queries, keys, values, mask = inputs(torch.bfloat16, 128, 8, 2, 9, 43)
     found = cpu_attention.attend(queries, keys, values, mask)
     expected = exact(queries, keys, values, mask, 128**-0.5)
@@ -163,7 +164,7 @@ def test_nothing_is_read_behind_what_any_row_of_a_tile_sees(
     lanes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt's chunks: each row sees the prefix and the rows before it."""
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
+    other_cpu(monkeypatch, lanes=lanes)
     rows, prefix, slots = 40, 61, 61 + 40 + 2 * lanes
     queries, keys, values, _ = inputs(torch.float32, 32, 8, 4, rows, slots)
     mask = torch.arange(slots) <= prefix + torch.arange(rows)[:, None]

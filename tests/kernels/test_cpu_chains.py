@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_chains, cpu_jit, cpu_matmul_plan
+from other_cpu import other_cpu
+from specexec_kernels import cpu_chains, cpu_jit
 from torch import Tensor
 
 
@@ -20,8 +21,7 @@ def test_against_double_precision(
     """One term, a few, and more than a block of them; columns that fill no vector."""
     if lanes > cpu_jit.lanes():
         pytest.skip("no registers of that width")
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: lanes)
-    monkeypatch.setattr(cpu_matmul_plan, "_plans", {})
+    other_cpu(monkeypatch, lanes=lanes)
     for terms, columns in ((1, 3), (7, 40), (9, 64), (64, 33), (301, 64)):
         left, right = numbers(2, 3, 5, terms).to(dtype), numbers(3, terms, columns).to(dtype)
         found = cpu_chains.product(left, right)

@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 import torch
+from other_cpu import other_cpu
 from random_weights import V1_4BIT, down_weight
 from specexec_kernels import cpu_jit, dispatch
 from specexec_kernels.cpu_matmul_plan import multiplies_pairs
@@ -23,7 +24,7 @@ def test_cpu_paths(
     """bfloat16 rows are multiplied by pairs where the CPU can, all others as float32."""
     if pairs and not cpu_jit.has_dot():
         pytest.skip("no instruction for pairs of bfloat16")
-    monkeypatch.setattr(cpu_jit, "has_dot", lambda: pairs)
+    other_cpu(monkeypatch, dot=pairs)
     assert multiplies_pairs(dtype) == (pairs and dtype == torch.bfloat16)
     weight = down_weight(V1_4BIT, 64, 128, 32)
     x = torch.randn(rows, 64, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -11,8 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from other_cpu import other_cpu
 from random_weights import DOWN, V1_4BIT, down_weight
-from specexec_kernels import cpu_jit, cpu_matmul_plan, cpu_team_ir
+from specexec_kernels import cpu_jit, cpu_team_ir
 from specexec_kernels.cpu_matmul import matmul
 from specexec_kernels.cpu_matmul_ir import build_matmul
 from specexec_kernels.cpu_matmul_plan import reads
@@ -107,8 +108,7 @@ def test_more_outputs_than_a_claim_has(fmt: Gptq | Awq, dtype: torch.dtype) -> N
 
 def test_narrower_vector_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on NEON: other tiles, other strips, the same results. test_cpu_forms tries AVX2."""
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: 4)
-    monkeypatch.setattr(cpu_matmul_plan, "_plans", {})
+    other_cpu(monkeypatch, lanes=4)
     for fmt in DOWN:
         # the last strip of 4-bit and 8-bit codes shares outputs with the one before it
         weight = down_weight(fmt, 96, 104 if fmt.unit <= 8 else 96, 32)

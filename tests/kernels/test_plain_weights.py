@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from other_cpu import other_cpu
 from specexec_kernels import cpu_jit, cpu_matmul_plan
 from specexec_kernels.cpu_matmul import matmul, takes_plain
 from specexec_kernels.cpu_matmul_plan import chunk_rows, reads
@@ -135,8 +136,7 @@ def test_what_kernels_read() -> None:
 
 def test_what_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     for there, pairs in itertools.product((True, False), repeat=2):
-        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype, there=there: there)
-        monkeypatch.setattr(cpu_jit, "has_dot", lambda pairs=pairs: pairs)
+        other_cpu(monkeypatch, matmul=there, dot=pairs)
         assert takes_plain(torch.float32)
         assert takes_plain(torch.bfloat16) == (pairs or not there)
         assert takes_plain(torch.float16) == (not there)

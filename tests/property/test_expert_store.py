@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from disk import Disk
 from expert_toys import EXPERTS, LAYERS, Layers, write
 from faults import Interruption, points
 from hypothesis import given, settings
@@ -20,7 +21,6 @@ from specexec_cli.offload import expert_reads
 from specexec_cli.offload.expert_files import ExpertFiles, ExpertTensors
 from specexec_cli.offload.expert_scores import ExpertScores
 from specexec_cli.offload.experts import ExpertStore
-from specexec_cli.offload.reader import DirectFile
 
 DEADLINE_S = 60.0
 
@@ -33,22 +33,20 @@ def opened(layers: Layers, slots: int, piece_bytes: int = 4096) -> ExpertStore:
     return ExpertStore(layers, slots * each, scores, piece_bytes=piece_bytes)
 
 
-class Disk:
+class ExpertDisk(Disk):
     """Files as they are, but for ranges that cannot be read."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__(patch)
         self.bad: set[int] = set()  # first bytes of experts
         self.reads: list[tuple[int, int]] = []
-        real = DirectFile.scatter
+        self.on_read = self._note
 
-        def scatter(file: DirectFile, targets: list[memoryview], start: int, stop: int) -> int:
-            assert sum(map(len, targets)) == stop - start
-            self.reads.append((start, stop))
-            if any(start <= byte < stop for byte in self.bad):
-                raise StreamError(f"reading {file.path} failed at byte {start}: bad")
-            return real(file, targets, start, stop)
-
-        monkeypatch.setattr(DirectFile, "scatter", scatter)
+    def _note(self, fd: int, targets: Sequence[memoryview], start: int) -> None:
+        stop = start + sum(map(len, targets))
+        self.reads.append((start, stop))
+        if any(start <= byte < stop for byte in self.bad):
+            self.fail()
 
 
 class Machine:
@@ -128,7 +126,7 @@ def test_a_random_machine(
     threads = threading.active_count()
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
         layers = write(Path(name), seed, gap, order)
-        disk = Disk(patch)
+        disk = ExpertDisk(patch)
         store = opened(layers, slots, piece_bytes)
         machine = Machine(store, layers)
         within_deadline(run(machine, disk, program))
@@ -140,7 +138,7 @@ def test_a_random_machine(
     assert threading.active_count() <= threads + 1  # the one of within_deadline may still end
 
 
-def run(machine: Machine, disk: Disk, program: list[tuple]) -> Iterator[None]:  # type: ignore[type-arg]
+def run(machine: Machine, disk: ExpertDisk, program: list[tuple]) -> Iterator[None]:  # type: ignore[type-arg]
     store = machine.store
     for name, *args in program:
         if name == "take":
@@ -300,7 +298,7 @@ def test_an_expert_is_not_ready_before_its_tensors_are(
 
 def test_neighbours_come_with_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of their blocks once, also those that two of them share, and a gap between them."""
-    disk = Disk(monkeypatch)
+    disk = ExpertDisk(monkeypatch)
     layers = write(tmp_path, 3, 5000, "rising")
     store = opened(layers, 2 * EXPERTS, 1 << 20)
     machine = Machine(store, layers)

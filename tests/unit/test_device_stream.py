@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk import Disk
 from fake_links import EagerLink, LazyLink, LimitedLink
 from safetensors.torch import save_file
 from torch import Tensor
@@ -154,28 +154,20 @@ def test_a_read_error_surfaces_and_restart_recovers(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
     link: Link,
-    monkeypatch: pytest.MonkeyPatch,
+    disk: Disk,
     passes_before: int,
 ) -> None:
-    real, broken = os.preadv, threading.Event()
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if broken.is_set():
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
     if not passes_before:
-        broken.set()
+        disk.on_read = disk.fail
     with DeviceStream(layers, ["ssd"] * LAYERS, link, host_buffers=2, device_buffers=2) as stream:
         for _ in range(passes_before):
             one_pass(stream, weights, link.device)
-        broken.set()
+        disk.on_read = disk.fail
         for _ in range(2):  # and again, never a hang
             with pytest.raises(StreamError, match="failed at byte"):
                 several(stream, weights, link, 3)
             stream.restart()
-        broken.clear()
+        disk.on_read = None
         stream.restart()
         several(stream, weights, link, 2)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from specexec_kernels import cpu_jit, cpu_matmul
+from other_cpu import other_cpu
+from specexec_kernels import cpu_matmul
 
 from specexec_cli.models.linear import TransposedLinear, mixed_linear
 
@@ -36,7 +37,7 @@ def test_a_row_of_a_streamed_linear_has_the_same_bits_in_every_pass(
     compute: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In two bytes on a CPU without arithmetic in them: the others go PyTorch's way."""
-    monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
+    other_cpu(monkeypatch, matmul=False)
     weight = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(0)).bfloat16()
     rows = torch.randn(20, 1024, generator=torch.Generator().manual_seed(1)).to(compute)
     assert torch.equal(mixed_linear(rows[7:8], weight, None), mixed_linear(rows, weight, None)[7:8])
@@ -57,7 +58,7 @@ def test_without_arithmetic_in_the_dtype_a_product_is_rounded_once(
     )
     exact = rows.double() @ weight.double().t() + bias.double()
     for native in (False, True):
-        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype, native=native: native)
+        other_cpu(monkeypatch, matmul=native)
         found = mixed_linear(rows, weight, bias)
         assert found.dtype == compute
         torch.testing.assert_close(found.double(), exact, atol=0.1, rtol=0.02)
@@ -84,7 +85,7 @@ def test_a_weight_is_rounded_to_the_dtype_of_its_rows(
 ) -> None:
     """As one that was converted when it was loaded."""
     if not there:
-        monkeypatch.setattr(cpu_jit, "has_matmul", lambda dtype: False)
+        other_cpu(monkeypatch, matmul=False)
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(700, 96, generator=generator, dtype=torch.float64).to(stored)
     bias = torch.randn(700, generator=generator).to(stored)

@@ -1,4 +1,3 @@
-import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +7,7 @@ from typing import Any
 import fake_cuda as fake
 import pytest
 import torch
+from disk import Disk
 from fake_cuda import fake_cuda
 from faults import NoMemory, points
 from specexec_kernels import dispatch
@@ -35,18 +35,15 @@ def nothing_left_behind() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_reads_cover_the_files_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reads_cover_the_files_at_random(
+    tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.write_bytes(bytes((1 << 20) + 100))
     monkeypatch.setattr(disk_probe, "RUN_BYTES", 256 << 10)
-    real, offsets = os.preadv, set()
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        offsets.add((os.readlink(f"/proc/self/fd/{fd}"), offset))
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    offsets = set()
+    disk.on_read = lambda fd, targets, at: offsets.add((os.readlink(f"/proc/self/fd/{fd}"), at))
     assert probe_ssd(paths, seconds=0.2).bytes_per_s > 0
     assert {name for name, _ in offsets} == {str(path) for path in paths}
     assert len({offset for _, offset in offsets}) > 3
@@ -59,7 +56,7 @@ def test_the_end_of_a_file_is_no_error(tmp_path: Path) -> None:
     assert probe_ssd([path], seconds=0.02).bytes_per_s > 0
 
 
-def test_failures_are_stream_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_are_stream_errors(tmp_path: Path, disk: Disk) -> None:
     empty = tmp_path / "empty"
     empty.touch()
     with pytest.raises(StreamError, match="no file to measure"):
@@ -71,25 +68,15 @@ def test_failures_are_stream_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "broken"
     path.write_bytes(bytes(8192))
 
-    def preadv(*args: object) -> int:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.on_read = disk.fail
     with pytest.raises(StreamError, match="broken failed at byte 0: Input/output error"):
         probe_ssd([path])
 
 
-def test_refused_o_direct_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_o_direct_is_told(tmp_path: Path, disk: Disk) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(8192))
-    real = os.open
-
-    def refuse(path: Path, flags: int, *args: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real(path, flags, *args)
-
-    monkeypatch.setattr(os, "open", refuse)
+    disk.refuses_direct = "open"
     assert not probe_ssd([path], seconds=0.02).direct
 
 

@@ -1,20 +1,21 @@
-import errno
 import mmap
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
 import torch
+from computer import Computer
+from disk import Disk
 from safetensors.torch import save_file
 from torch import Tensor
 
 from specexec_cli.config import Tier
 from specexec_cli.errors import OutOfMemoryError, StreamError
-from specexec_cli.offload import reader, resident
+from specexec_cli.offload import reader
 from specexec_cli.offload.checkpoint import TensorRange
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.offload.stream import LayerStream, read_tensors
@@ -154,29 +155,24 @@ def test_resident_tensors_and_progress(layers: list[list[TensorRange]]) -> None:
 
 
 def test_several_threads_read_what_stays(
-    layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
+    layers: list[list[TensorRange]], disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what fails in one of them is told as it would be of one."""
     expected = read_tensors(layers[0])
-    pieces, read_into = reader.Layout.pieces, reader.DirectFile.read_into
+    pieces = reader.Layout.pieces
     monkeypatch.setattr(reader.Layout, "pieces", lambda layout: pieces(layout, 4096))
     meeting, calls = threading.Barrier(2), count()
 
-    def together(file: reader.DirectFile, target: memoryview, start: int, stop: int) -> int:
+    def together(*args: object) -> None:
         if next(calls) < 2:
             meeting.wait(timeout=20)  # an error where one thread comes alone
-        return read_into(file, target, start, stop)
 
-    monkeypatch.setattr(reader.DirectFile, "read_into", together)
+    disk.on_read = together
     found = read_tensors(layers[0])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-    def fails(file: reader.DirectFile, target: memoryview, start: int, stop: int) -> int:
-        raise StreamError("reading failed")
-
-    monkeypatch.setattr(reader.DirectFile, "read_into", fails)
-    with pytest.raises(StreamError, match="reading failed"):
+    disk.on_read = disk.fail
+    with pytest.raises(StreamError, match=r"reading .* failed"):
         read_tensors(layers[0])
 
 
@@ -215,16 +211,10 @@ def test_restart_after_an_aborted_pass(
 def test_a_read_error_surfaces_and_restart_recovers(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    disk: Disk,
 ) -> None:
-    real, broken = os.preadv, threading.Event()
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if broken.is_set() and offset:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    broken = threading.Event()
+    disk.on_read = lambda fd, targets, at: disk.fail() if broken.is_set() and at else None
     with LayerStream(layers, ["ssd"] * LAYERS, buffers=2, piece_bytes=PIECE) as stream:
         one_pass(stream, weights)
         broken.set()
@@ -264,13 +254,11 @@ def test_where_a_cut_file_ends_now_is_told(tmp_path: Path) -> None:
     file.close()
 
 
-def test_a_bug_in_the_reader_is_not_swallowed(
-    layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def preadv(*args: object) -> int:
+def test_a_bug_in_the_reader_is_not_swallowed(layers: list[list[TensorRange]], disk: Disk) -> None:
+    def bug(*args: object) -> None:
         raise TypeError("a bug")
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.on_read = bug
     with (
         LayerStream(layers, ["ssd"] * LAYERS) as stream,
         pytest.raises(RuntimeError, match="reader thread died") as caught,
@@ -284,27 +272,10 @@ def test_a_bug_in_the_reader_is_not_swallowed(
 def test_refused_o_direct_falls_back_with_one_notice(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    disk: Disk,
     where: str,
 ) -> None:
-    real_open, real_preadv = os.open, os.preadv
-    direct = set()
-
-    def fake_open(path: Path, flags: int, *args: int) -> int:
-        if flags & os.O_DIRECT and where == "open":
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fd = real_open(path, flags & ~os.O_DIRECT, *args)
-        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
-        return fd
-
-    def fake_preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if fd in direct:
-            direct.discard(fd)
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return real_preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "open", fake_open)
-    monkeypatch.setattr(os, "preadv", fake_preadv)
+    disk.refuses_direct = where
     told: list[str] = []
     with LayerStream(layers, ["ssd"] * LAYERS, notice=told.append, piece_bytes=PIECE) as stream:
         one_pass(stream, weights)
@@ -315,14 +286,13 @@ def test_refused_o_direct_falls_back_with_one_notice(
 
 
 def test_short_reads_are_continued(
-    layers: list[list[TensorRange]], weights: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    layers: list[list[TensorRange]], weights: dict[str, Tensor], disk: Disk
 ) -> None:
-    real = os.preadv
+    def short(fd: int, targets: Sequence[memoryview], offset: int) -> int:
+        read = disk.real_read(fd, [targets[0][: 4096 * 3]], offset)
+        return read - 5 * (len(targets[0]) > 4096 * 3)
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        return real(fd, [buffers[0][: 4096 * 3]], offset) - 5 * (len(buffers[0]) > 4096 * 3)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.on_read = short
     with LayerStream(layers, ["ssd"] * LAYERS, piece_bytes=PIECE) as stream:
         one_pass(stream, weights)
 
@@ -331,18 +301,17 @@ def test_short_reads_are_continued(
 def test_ctrl_c_while_waiting_for_the_disk(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    disk: Disk,
     waiting_for: int,
 ) -> None:
-    real, go_on = os.preadv, threading.Event()
+    go_on = threading.Event()
     end_of_layer = max(tensor.stop for tensor in layers[waiting_for])
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if offset + len(buffers[0]) >= end_of_layer:
+    def late(fd: int, targets: Sequence[memoryview], offset: int) -> None:
+        if offset + len(targets[0]) >= end_of_layer:
             go_on.wait()
-        return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.on_read = late
     with LayerStream(layers, ["ssd"] * LAYERS, buffers=2) as stream:
         for layer in range(waiting_for):
             with stream.layer(layer):
@@ -361,16 +330,11 @@ def test_ctrl_c_while_waiting_for_the_disk(
 def test_while_a_layer_is_waited_for_something_else_is_done_until_there_is_no_more_of_it(
     layers: list[list[TensorRange]],
     weights: dict[str, Tensor],
-    monkeypatch: pytest.MonkeyPatch,
+    disk: Disk,
     asked: int,
 ) -> None:
-    real, go_on = os.preadv, threading.Event()
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        go_on.wait()
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    go_on = threading.Event()
+    disk.on_read = lambda *args: go_on.wait() and None
     done: list[bool] = []  # whether the disk was still waited for, each time
 
     def work() -> bool:
@@ -394,15 +358,10 @@ def test_while_a_layer_is_waited_for_something_else_is_done_until_there_is_no_mo
 
 
 def test_what_is_done_meanwhile_ends_when_the_layer_is_there(
-    layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
+    layers: list[list[TensorRange]], disk: Disk
 ) -> None:
-    real, go_on = os.preadv, threading.Event()
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        go_on.wait()
-        return real(fd, buffers, offset)
-
-    monkeypatch.setattr(os, "preadv", preadv)
+    go_on = threading.Event()
+    disk.on_read = lambda *args: go_on.wait() and None
     times = 0
 
     def work() -> bool:
@@ -432,13 +391,11 @@ def test_a_missing_file(layers: list[list[TensorRange]]) -> None:
         read_tensors(layers[0])
 
 
-def test_too_little_memory(
-    layers: list[list[TensorRange]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(resident, "free_ram_bytes", lambda: 100_000)
+def test_too_little_memory(layers: list[list[TensorRange]], computer: Computer) -> None:
+    computer.has_free_ram(100_000)
     with pytest.raises(OutOfMemoryError, match=r"layers in RAM .* `offload='ssd'`"):
         LayerStream(layers, ["ram"] * LAYERS)
-    with pytest.raises(OutOfMemoryError, match=r"resident weights: .* 100 kB are free"):
+    with pytest.raises(OutOfMemoryError, match=r"resident weights: .* 99\.3 kB are free"):
         read_tensors(layers[0])
 
 

@@ -15,7 +15,7 @@ from cli_runner import run_cli
 from fake_cuda import fake_cuda
 from gguf import GGMLQuantizationType as Kind
 from gguf_files import all_of, write_gguf
-from specexec_kernels import cpu_jit
+from other_cpu import other_cpu
 
 from specexec_cli.loading import prepare
 from specexec_cli.planning.request import Request
@@ -82,7 +82,7 @@ def test_another_tokenizer_or_arithmetic_is_told_apart(
     assert identity(target, tokenizer=words) == found[0]
     other_words(words)
     found.append(identity(target, tokenizer=words))
-    monkeypatch.setattr(cpu_jit, "lanes", lambda: 4)
+    other_cpu(monkeypatch, lanes=4)
     found.append(identity(target))
     with fake_cuda():
         found.append(identity(target, device="cuda"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from disk import Disk
 from fake_links import LazyLink, LimitedLink
 from torch import Tensor
 
@@ -70,39 +69,29 @@ def test_layers_come_whole_however_much_is_pinned(
     assert not link.registered
 
 
-def test_two_threads_read_at_once(
-    stored: Tensor, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both, real = threading.Barrier(2, timeout=60), os.preadv
+def test_two_threads_read_at_once(stored: Tensor, file: Path, disk: Disk) -> None:
+    both = threading.Barrier(2, timeout=60)
     first: set[int] = set()
 
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+    def meet(*args: object) -> None:
         if threading.get_ident() not in first:
             first.add(threading.get_ident())
             both.wait()
-        return real(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", preadv)
+    disk.on_read = meet
     assert torch.equal(torch.stack(uploaded(file, LazyLink())), stored)
     assert len(first) == 2
 
 
 @pytest.mark.parametrize("reads_before", [0, 1, 2, 3, 7, 11])
 def test_a_disk_that_fails_is_one_line(
-    stored: Tensor, file: Path, reads_before: int, monkeypatch: pytest.MonkeyPatch
+    stored: Tensor, file: Path, reads_before: int, disk: Disk
 ) -> None:
-    real, left = os.preadv, iter(range(reads_before))
-
-    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if next(left, None) is None:
-            raise OSError(errno.EIO, "Input/output error")
-        return real(fd, buffers, offset)
-
     link = LazyLink()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", preadv)
-        with pytest.raises(StreamError, match=r"^reading .* failed at byte \d+: Input.* error$"):
-            uploaded(file, link)
+    disk.fails_after(reads_before)
+    with pytest.raises(StreamError, match=r"^reading .* failed at byte \d+: Input.* error$"):
+        uploaded(file, link)
+    disk.on_read = None
     assert not link.registered
     assert torch.equal(torch.stack(uploaded(file, link)), stored)
 
