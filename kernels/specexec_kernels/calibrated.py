@@ -1,10 +1,11 @@
-"""GPTQ: quantization with the errors that a text tells apart, for the format of packing.py.
+"""GPTQ: quantization that keeps a layer's outputs close on a calibration text.
 
-Inputs of a linear go together: what rounding one column of a weight does to the outputs, others can
-mend in part. Columns are rounded one after another, and each one's error is taken up by those that
-are still to come, as far as they go together in the text. Source: Frantar et al.,
-arXiv:2210.17323, algorithm 1, over the grids of fitted.py, which are fitted to each group as it is
-by then.
+The inputs of a linear are correlated, so other columns of a weight can make up for part of the
+error of rounding one column. Columns are rounded one after another, and each one's error is
+distributed to the columns that are still to come, by their correlation in the text.
+
+Source: Frantar et al., arXiv:2210.17323, algorithm 1. Scales and zero points are those of
+fitted.py, fitted to a group when its turn comes, errors so far included.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from specexec_kernels.formats.base import PackedWeight
 from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_rows, store_zeros
 
-# Of the mean second moment, added to each input's own (section 3.3); more where rounding leaves the
-# moments without a Cholesky factor.
+# The share of the mean second moment that is added to each input's (section 3.3). The next share is
+# tried where rounding errors leave the moments without a Cholesky factor.
 _DAMPINGS = (0.01, 0.1, 1.0)
 
 
 def quantize_calibrated(weight: Tensor, moments: Tensor, fmt: Gptq) -> PackedWeight:
-    """Packs a weight, by what a text gives its inputs.
+    """Packs a weight, calibrated on a text.
 
     Args:
         weight: (outputs, inputs), any float dtype.
         moments: (inputs, inputs) float32, the sum of x x^T over the text's rows x.
-        fmt: whose groups divide the inputs.
+        fmt: GPTQ format; its groups must divide the inputs.
     """
     found = calibrated(weight, moments, fmt.bits, fmt.group)
     tensors = {
@@ -40,8 +41,14 @@ def quantize_calibrated(weight: Tensor, moments: Tensor, fmt: Gptq) -> PackedWei
 
 
 def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> Codes:
-    """Codes, zero points and scales of a weight (outputs, inputs); moments as above."""
-    left = weight.float().clone()  # what the columns are to become, errors so far included
+    """Codes, zero points and scales of a weight.
+
+    Args:
+        weight, moments: as for `quantize_calibrated`.
+        bits: bits of a code.
+        group_size: inputs of a group; divides the inputs.
+    """
+    left = weight.float().clone()  # the columns still to be rounded, with errors distributed
     factor = _factor(moments)
     codes, zeros, scales = torch.empty(left.shape, dtype=torch.int32), [], []
     for first in range(0, left.shape[1], group_size):
@@ -63,8 +70,8 @@ def calibrated(weight: Tensor, moments: Tensor, bits: int, group_size: int) -> C
 def _factor(moments: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the damped moments, (inputs, inputs).
 
-    An input that the text never has gets a moment of its own all the same, by the damping. Where
-    there is none at all, or values are not finite, inputs are taken to be independent.
+    Damping also gives a moment to an input that is zero throughout the text. If all inputs are
+    zero, or a moment is not finite, this is the identity: inputs count as independent.
     """
     mean = float(moments.diagonal().mean())
     for share in _DAMPINGS if 0.0 < mean < float("inf") else ():

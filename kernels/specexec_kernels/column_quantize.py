@@ -1,7 +1,7 @@
 """Round-to-nearest quantization into the layouts of AWQ and of GPTQ with activation order.
 
-As specexec_kernels.row_quantize, for weights whose codes lie down the inputs or across the outputs
-(specexec_kernels.packing): for rigs, benches and tests. Plain GPTQ is specexec_kernels.quantize.
+For rigs, benchmarks and tests, as row_quantize, which has the layouts that go along the inputs.
+Plain GPTQ is in quantize.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _BITS = 4
 
 
 def awq(weight: Tensor) -> dict[str, Tensor]:
-    """4 bits with a zero point for each group, as AutoAWQ's GEMM kernels want them."""
+    """4-bit codes with a scale and a zero point for each group, in the layout of AutoAWQ's GEMM
+    kernels."""
     outputs, inputs = weight.shape
     group = min(GROUP_SIZE, inputs)
     padded = torch.zeros(outputs, -(-inputs // group) * group)
@@ -40,7 +41,7 @@ def awq(weight: Tensor) -> dict[str, Tensor]:
 
 
 def gptq_by_activation(weight: Tensor) -> dict[str, Tensor]:
-    """4 bits in groups of inputs that are far apart, which `g_idx` names (desc_act)."""
+    """4-bit GPTQ codes in activation order (desc_act): `g_idx` names each input's group."""
     outputs, inputs = weight.shape
     group = min(GROUP_SIZE, inputs)
     order = activation_order(inputs)
@@ -64,7 +65,7 @@ COLUMN_RECIPES: dict[str, Recipe] = {
          "sym": True, "checkpoint_format": "gptq"}, gptq_by_activation,
     ),
 }  # fmt: skip
-PACKERS = {**RECIPES, **COLUMN_RECIPES}  # all that rigs can have
+PACKERS = {**RECIPES, **COLUMN_RECIPES}  # all recipes that rigs are made with
 
 
 def packed_weight(name: str, weight: Tensor) -> PackedWeight:

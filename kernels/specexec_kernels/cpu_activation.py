@@ -1,7 +1,8 @@
-"""SiLU, GELU and the sigmoid on a CPU, every element by the same operations.
+"""SiLU, GELU and the sigmoid on a CPU, with the same operations for every element.
 
-PyTorch computes what does not fill a vector, at the end of each thread's share, by other operations
-than the rest: with another number of rows or of threads an element may round the other way.
+PyTorch computes the elements that do not fill a vector, at the end of each thread's share, with
+other operations than the rest. So an element could round differently with another number of rows or
+threads.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from specexec_kernels.cpu_ir_emit import I16, I64, Emitter, ScaleType, build_mod
 
 Activation = Literal["silu", "gelu_tanh", "sigmoid"]
 _BLOCK = 4096  # elements of one claim
-_SHARED_BLOCKS = 4  # fewer take less time than it takes to wake a thread
+_SHARED_BLOCKS = 4  # up to this many blocks one thread is faster than waking others
 _STORED: dict[torch.dtype, ScaleType] = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3)): its tanh form, written by sigmoid
+# The tanh form of GELU, written with a sigmoid:
+# gelu(x) = x * sigmoid(2 sqrt(2 / pi) (x + 0.044715 x**3))
 _GELU = (1.5957691216057308, 0.044715)
 
 
@@ -31,23 +33,23 @@ class Arg(IntEnum):
     """Positions in the int64 argument array of a kernel."""
 
     COUNTER = 0  # next block to claim; set to 0 before a call
-    X = auto()  # (SIZE,)
-    OUT = auto()
-    SIZE = auto()  # whole vectors
-    BLOCKS = auto()
+    X = auto()  # address of (SIZE,) elements
+    OUT = auto()  # address of (SIZE,) elements
+    SIZE = auto()  # elements, whole vectors of them
+    BLOCKS = auto()  # blocks of _BLOCK elements
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationSpec:
-    """What a kernel is compiled for."""
+    """What an activation kernel is compiled for."""
 
     activation: Activation
-    stored: ScaleType
+    stored: ScaleType  # dtype of the elements, in and out
     lanes: int
 
 
 class Kernel(Emitter):
-    """Emits one kernel."""
+    """Emits an activation kernel."""
 
     def __init__(self, spec: ActivationSpec, function: ir.Function) -> None:
         super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
@@ -56,7 +58,7 @@ class Kernel(Emitter):
         self.arg = {arg: self.load(self.base, I64(arg), I64, 8) for arg in Arg}
 
     def emit(self) -> None:
-        """Claim blocks until none is left."""
+        """Emits the kernel: claims blocks until none is left."""
 
         def work(block: Any, _: Any) -> None:
             first = self.b.mul(block, I64(_BLOCK))
@@ -69,7 +71,7 @@ class Kernel(Emitter):
         self.claim_strips(counter, I64(0), self.arg[Arg.BLOCKS], I64(1), work)
 
     def element(self, at: Any, _: list[Any]) -> list[Any]:
-        """Elements at..at + lanes."""
+        """Emits the activation of elements at..at + lanes."""
         x = self.load_scales(self.spec.stored, self.arg[Arg.X], at, self.lanes)
         inner = x
         if self.spec.activation == "gelu_tanh":
@@ -81,14 +83,14 @@ class Kernel(Emitter):
         return []
 
     def times_sigmoid(self, x: Any, inner: Any) -> Any:
-        """x * sigmoid(inner), by the exponential of a number that is not positive."""
+        """x * sigmoid(inner), computed from exp(-|inner|), which cannot overflow."""
         b, one = self.b, self.constant(1.0)
         negative = b.fcmp_ordered("<", inner, self.constant(0.0))
         power = self.exp(b.select(negative, inner, b.fneg(inner)))
         return b.fdiv(b.fmul(x, b.select(negative, power, one)), b.fadd(one, power))
 
     def put(self, values: Any, at: Any) -> None:
-        """Store as the input was, rounded to nearest even."""
+        """Stores values in the input's dtype, rounded to nearest even."""
         b = self.b
         if self.spec.stored == "float32":
             self.store(values, self.arg[Arg.OUT], at)
@@ -103,8 +105,13 @@ def supports(x: Tensor) -> bool:
 
 
 def apply(activation: Activation, x: Tensor) -> Tensor:
-    """The activation of every element, in float32 and rounded once, of what `supports` accepts.
+    """Applies an activation to every element, in float32 and rounded once.
 
+    Args:
+        activation: its name.
+        x: of any shape; `supports` must accept it.
+    Returns:
+        a tensor of x's shape and dtype.
     Source: SiLU, arXiv:1702.03118; GELU and its tanh form, arXiv:1606.08415, section 2.
     """
     lanes, count = cpu_jit.lanes(), x.numel()

@@ -1,9 +1,9 @@
-"""LLVM IR that puts rows of activations into the order in which kernels read them.
+"""LLVM IR that puts rows of activations into the order in which the matmul kernels read them.
 
-Rows are summed over each block of inputs too, where a format has offsets. In one call, since as a
-dozen operations of PyTorch it took as long as the product of a small matrix, and since PyTorch's
-threads go on looking for work for a while, on the cores that the product needs. Threads claim
-chunks of rows.
+Where a format has offsets, the rows are summed over each block of inputs too. It is one kernel for
+two reasons: as a dozen PyTorch operations it took as long as the product of a small matrix, and
+PyTorch's threads go on looking for work for a while, on the cores that the product needs. Threads
+claim chunks of rows.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from llvmlite import ir
 from specexec_kernels.cpu_ir_emit import F32, I16, I32, I64, Emitter, build_module
 from specexec_kernels.cpu_tiles_ir import TILE_PAIRS
 
-# Positions in the int64 argument array; rows lie one behind the other
+# Positions in the int64 argument array. SOURCE is the address of contiguous rows.
 COUNTER, SOURCE, ROWS, INPUTS, ITEMS, SUMS, CHUNKS = range(7)
-BLOCK_INPUTS = 2 * TILE_PAIRS  # that lie side by side in lines
+BLOCK_INPUTS = 2 * TILE_PAIRS  # inputs of a line: those of one row in a tile register
 
 
 @dataclass(frozen=True, slots=True)
 class ArrangeSpec:
-    """What a kernel is compiled for."""
+    """What an arranging kernel is compiled for."""
 
-    dot: bool  # rows are bfloat16 and an item is a pair of them; otherwise float32
-    rows: int  # of a chunk
-    block: int  # inputs of a sum, a power of two; 0 where none are needed
+    dot: bool  # whether rows are bfloat16 and items pairs of them; otherwise both are float32
+    rows: int  # rows of a chunk
+    block: int  # inputs of a sum, a power of two; 0 where no sums are needed
     lanes: int
-    order: tuple[int, ...]  # the inputs of a unit, as items take them
-    tiles: bool = False  # TILE_PAIRS items of a row lie side by side, whole lines of them
+    order: tuple[int, ...]  # the inputs of a unit, in the order of its items (PackedFormat.order)
+    tiles: bool = False  # whether for tile registers: TILE_PAIRS items of a row lie side by side
 
     @property
     def unit(self) -> int:
-        """Inputs that have an order."""
+        """Inputs of a unit."""
         return len(self.order)
 
     @property
@@ -45,7 +45,7 @@ class ArrangeSpec:
 
 
 class Arrange(Emitter):
-    """Emits one kernel."""
+    """Emits an arranging kernel."""
 
     def __init__(self, spec: ArrangeSpec, function: ir.Function) -> None:
         builder = ir.IRBuilder(function.append_basic_block("entry"))
@@ -57,7 +57,7 @@ class Arrange(Emitter):
         self.word, self.size = (I16, 2) if spec.dot else (I32, 4)
 
     def emit(self) -> None:
-        """Claim chunks until none is left."""
+        """Emits the kernel: claims chunks until none is left."""
 
         def work(start: Any, stop: Any) -> None:
             self.loop(start, stop, 1, [], self.chunk)
@@ -74,7 +74,7 @@ class Arrange(Emitter):
         def row(m: Any, _: list[Any]) -> list[Any]:
             at = b.add(b.mul(number, I64(spec.rows)), m)
             is_there = b.icmp_signed("<", at, self.n_rows)
-            # rows too many are zero; the first row is read in their place
+            # places of the last chunk beyond the rows are zeros; row 0 is read in their place
             first = b.mul(b.select(is_there, at, I64(0)), self.inputs)
 
             def unit(start: Any, _: list[Any]) -> list[Any]:
@@ -113,7 +113,7 @@ class Arrange(Emitter):
         return self.loop(I64(0), I64(spec.rows), 1, [], row)
 
     def item(self, first: Any, number: int) -> Any:
-        """The 32-bit item `number` of the unit whose inputs begin at `first`."""
+        """Emits the 32-bit item `number` of the unit that begins at input `first`."""
         b, spec = self.b, self.spec
         words = []
         for i in range(number * spec.per_item, (number + 1) * spec.per_item):
@@ -124,8 +124,8 @@ class Arrange(Emitter):
         return b.or_(words[0], b.shl(words[1], I32(16)))
 
     def lines(self, first: Any) -> list[Any]:
-        """The pairs of whole units that are whole lines too, from input `first` on, a line of
-        BLOCK_INPUTS in each vector."""
+        """Emits the lines from input `first` on, each a vector of BLOCK_INPUTS bfloat16 in `order`;
+        as many as the fewest units that are whole lines."""
         b, unit = self.b, self.spec.unit
         size = lcm(unit, BLOCK_INPUTS)
         order = [start + place for start in range(0, size, unit) for place in self.spec.order]
@@ -141,7 +141,7 @@ class Arrange(Emitter):
             line = b.shuffle_vector(
                 stored[begin], stored[begin], self.ints([place for _, place in wanted])
             )
-            for vector in others:  # put in the place of what the first ones lack
+            for vector in others:  # their inputs are put where the line so far has wrong ones
                 choice = [BLOCK_INPUTS + place if of == vector else i
                           for i, (of, place) in enumerate(wanted)]  # fmt: skip
                 line = b.shuffle_vector(line, stored[vector], self.ints(choice))
@@ -149,8 +149,11 @@ class Arrange(Emitter):
         return found
 
     def block_sum(self, first: Any, number: Any) -> Any:
-        """The sum over a block, the first half's and the second's, and so on down to one input;
-        what lies behind the last input is zero."""
+        """The float32 sum over block `number` of the row that begins at `first`.
+
+        The second half of the block is added to the first, and so on down to one number. Inputs
+        beyond the last count as zeros.
+        """
         b, spec = self.b, self.spec
         width = min(spec.lanes, spec.unit & -spec.unit, spec.block)
         start = b.mul(number, I64(spec.block))
@@ -174,7 +177,7 @@ class Arrange(Emitter):
         return b.extract_element(total, I32(0))
 
     def values(self, first: Any, count: int) -> Any:
-        """`count` inputs from `first` on as float32."""
+        """Loads `count` inputs from `first` on as float32."""
         b = self.b
         if not self.spec.dot:
             return self.load(self.source, first, ir.VectorType(F32, count))

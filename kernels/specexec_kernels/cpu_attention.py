@@ -1,4 +1,4 @@
-"""Attention on a CPU, a row of which has the same bits in every pass (see cpu_attention_ir)."""
+"""Attention on a CPU; a row has the same bits in every pass (see cpu_attention_ir)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ _NO_SINKS = torch.empty(0)
 
 
 def supports(keys: Tensor, values: Tensor) -> bool:
-    """Whether the kernel reads keys and values (kv_heads, slots, dimensions of a head) in place."""
+    """Whether the kernel reads keys and values without a copy.
+
+    Args:
+        keys, values: (kv_heads, slots, dimensions of a head).
+    """
     return values.dtype == keys.dtype and all(
         each.device.type == "cpu"
         and each.dtype in _STORED
@@ -36,7 +40,7 @@ def supports(keys: Tensor, values: Tensor) -> bool:
 
 
 def _in_whole_vectors(heads: Tensor) -> Tensor:
-    """(heads, rows or slots, dimensions), and zeros behind them that fill a vector."""
+    """Pads the dimensions of (heads, rows or slots, dimensions) with zeros to whole vectors."""
     return torch.nn.functional.pad(heads, (0, -heads.shape[2] % cpu_jit.lanes()))
 
 
@@ -121,7 +125,7 @@ def attend(
 
 
 def _bits(number: float) -> int:
-    """Those of the nearest float32."""
+    """The bits of the float32 nearest to a number."""
     return int(struct.unpack("<I", struct.pack("<f", number))[0])
 
 

@@ -1,14 +1,15 @@
-"""LLVM IR of masked attention whose sums run in one order, whatever the pass looks like.
+"""LLVM IR of masked attention that forms all sums in one order, whatever else a pass carries.
 
-A unit of work is one key/value head and a few query rows. Their scores are written to memory, which
-becomes the weights of the softmax in place, and then the values are summed slot after slot.
+A unit of work is one key/value head and a tile of a few query rows. Their scores are written to
+memory, turned into the weights of the softmax in place, and then the values are summed slot after
+slot.
 
-Every sum is a single chain: a score over the head's dimensions, the softmax's denominator and the
-output over the slots, in rising order. A slot that a row does not see adds exactly zero. So a row's
-bits depend on what it sees and in which order, and not on other rows, nor on the slots of other
-branches of a tree that lie in between; the online softmax of FlashAttention (arXiv:2205.14135),
-which rescales at the ends of blocks of slots, would not have that. A sink's weight is the first
-term of the denominator.
+Every sum is a single chain in rising order: a score over the head's dimensions, the softmax's
+denominator and the output over the slots. A slot that a row does not see adds exactly zero. So a
+row's bits depend on the slots that it sees and on their order, but neither on other rows nor on the
+slots of other branches of a tree in between. The online softmax of FlashAttention
+(arXiv:2205.14135) would not do: it rescales at the end of each block of slots. A sink's weight is
+the first term of the denominator.
 
 Knows nothing of torch or thread pools.
 """
@@ -24,8 +25,8 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I32, I64, Emitter, ScaleType, build_module
 
-UNROLL = 4  # dimensions per turn of the loop over scores; divides every head's
-_SUMS = 24  # registers that hold the sums of outputs
+UNROLL = 4  # dimensions per iteration of the loop over a score; divides the dimensions of a head
+_SUMS = 24  # vector registers for the sums of outputs
 
 
 class Arg(IntEnum):
@@ -35,32 +36,32 @@ class Arg(IntEnum):
     THREADS = auto()  # threads that have begun; set to 0 before a call
     QUERIES = auto()  # float32 (kv_heads, tiles * rows, head_dim)
     KEYS = auto()  # (kv_heads, slots, head_dim) by the strides below
-    VALUES = auto()  # (kv_heads, slots, value_dim), likewise
+    VALUES = auto()  # (kv_heads, slots, value_dim) by the strides below
     MASK = auto()  # bytes (PASS_ROWS, MASK_STRIDE), not 0 = attend
-    SINKS = auto()  # float32 (kv_heads, tiles * rows), where there are any
+    SINKS = auto()  # float32 (kv_heads, tiles * rows), where the attention has sinks
     OUT = auto()  # float32 (kv_heads, tiles * rows, value_dim)
     SCORES = auto()  # float32 (threads, rows, MASK_STRIDE)
     KV_HEADS = auto()
-    TILES = auto()  # of query rows for each key/value head
-    PASS_ROWS = auto()  # query row n of a head is row n % PASS_ROWS of the pass
+    TILES = auto()  # tiles of query rows of each key/value head
+    PASS_ROWS = auto()  # rows of the pass: query row n of a key/value head is row n % PASS_ROWS
     SLOTS = auto()
     MASK_STRIDE = auto()  # slots, rounded up to whole vectors
     KEY_HEAD_STRIDE = auto()  # elements from a head's keys to the next head's
     KEY_SLOT_STRIDE = auto()
     VALUE_HEAD_STRIDE = auto()
     VALUE_SLOT_STRIDE = auto()
-    SCALE = auto()  # of the scores, the bits of a float32; over the cap where there is one
-    SOFTCAP = auto()  # likewise: the largest size of a score
+    SCALE = auto()  # bits of the float32 that multiplies scores, divided by the cap if there is one
+    SOFTCAP = auto()  # bits of the float32 that scores are capped at
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """What a kernel is compiled for."""
+    """What an attention kernel is compiled for."""
 
-    stored: ScaleType  # of keys and values
+    stored: ScaleType  # dtype of keys and values
     rows: int  # query rows of a tile
-    vectors: int  # of the dimensions of a head's keys
-    value_vectors: int
+    vectors: int  # vectors of a head's key dimensions
+    value_vectors: int  # vectors of a head's value dimensions
     lanes: int
     capped: bool = False  # whether scores are soft-capped
     sinks: bool = False  # whether the softmax has a sink in each head
@@ -77,7 +78,7 @@ class AttentionSpec:
 
 
 class Kernel(Emitter):
-    """Emits one kernel."""
+    """Emits an attention kernel."""
 
     def __init__(self, spec: AttentionSpec, function: ir.Function) -> None:
         super().__init__(ir.IRBuilder(function.append_basic_block("entry")), spec.lanes)
@@ -96,7 +97,7 @@ class Kernel(Emitter):
         )
 
     def emit(self) -> None:
-        """Claim units until none is left."""
+        """Emits the kernel: claims units until none is left."""
         b = self.b
 
         def work(unit: Any, _: Any) -> None:
@@ -113,13 +114,13 @@ class Kernel(Emitter):
         self.claim_strips(self.ptr(self.base, I64(Arg.COUNTER), 8), I64(0), units, I64(1), work)
 
     def score_at(self, row: int, slot: Any) -> Any:
-        """Element of SCORES."""
+        """Index in SCORES of a row's score of a slot."""
         return self.b.add(
             self.b.add(self.scores, self.b.mul(I64(row), self.arg[Arg.MASK_STRIDE])), slot
         )
 
     def mask_rows(self, first_row: Any) -> list[Any]:
-        """Where in MASK each row of the tile begins."""
+        """Index in MASK of each row of the tile."""
         b, found = self.b, []
         for m in range(self.spec.rows):
             row = b.urem(b.add(first_row, I64(m)), self.arg[Arg.PASS_ROWS])
@@ -127,10 +128,10 @@ class Kernel(Emitter):
         return found
 
     def seen_end(self, masks: list[Any]) -> Any:
-        """End of the last vector of slots of which any row of the tile sees one.
+        """The end of the last vector of slots that any row of the tile sees a slot of.
 
-        Rows of a long prompt see nothing of the rows behind them, and what no row sees would add
-        exactly zero. Every row sees a slot, so the search ends.
+        Rows of a long prompt do not see the rows after them; skipping slots that no row sees
+        changes no sum, since they would add zero. Every row sees a slot, so the search ends.
         """
         b = self.b
         before = b.block
@@ -150,7 +151,7 @@ class Kernel(Emitter):
         return end
 
     def sinks(self, unit: Any) -> list[Any]:
-        """For each row the score of its head's sink in every lane, minus infinity without one."""
+        """For each row the score of its head's sink in every lane; minus infinity without sinks."""
         if not self.spec.sinks:
             return [self.constant(float("-inf"))] * self.spec.rows
         first = self.b.mul(unit, I64(self.spec.rows))
@@ -160,10 +161,10 @@ class Kernel(Emitter):
     def score(
         self, unit: Any, head: Any, masks: list[Any], end: Any, sinks: list[Any]
     ) -> list[Any]:
-        """Write the tile's scores of slots before `end`, minus infinity for those not seen.
+        """Writes the tile's scores for the slots before `end`; minus infinity for slots not seen.
 
         Returns:
-            For each row the largest scores, its sink's among them, lane by lane.
+            for each row, a vector whose largest lane is its largest score, the sink's included.
         """
         b, spec = self.b, self.spec
         queries = b.mul(unit, I64(spec.rows * spec.head_dim))
@@ -201,12 +202,12 @@ class Kernel(Emitter):
         return self.loop(I64(0), end, spec.lanes, sinks, block)
 
     def transpose_keys(self, head: Any, slot: Any) -> None:
-        """Put the keys of as many slots as there are lanes into the block."""
+        """Loads the keys of as many slots as there are lanes to `block`, as [dimension][slot]."""
         b, spec = self.b, self.spec
         last = b.sub(self.arg[Arg.SLOTS], I64(1))
         start = b.mul(head, self.arg[Arg.KEY_HEAD_STRIDE])
         places = []
-        for lane in range(spec.lanes):  # behind the last slot it is read again, and masked
+        for lane in range(spec.lanes):  # beyond the last slot that slot is read, and masked
             one = self.minimum(b.add(slot, I64(lane)), last)
             places.append(b.add(start, b.mul(one, self.arg[Arg.KEY_SLOT_STRIDE])))
 
@@ -222,10 +223,10 @@ class Kernel(Emitter):
         self.loop(I64(0), I64(spec.head_dim), spec.lanes, [], dimensions)
 
     def exponentiate(self, maxima: list[Any], end: Any, sinks: list[Any]) -> list[Any]:
-        """Scores to e to the (score - the row's largest).
+        """Turns scores to exp(score - the row's largest score), in place.
 
         Returns:
-            For each row the same of its sink, in every lane.
+            for each row, the same of its sink in every lane; zeros without sinks.
         """
         totals = []
         for m, lanes in enumerate(maxima):
@@ -236,7 +237,7 @@ class Kernel(Emitter):
         return totals
 
     def exponentiate_row(self, row: int, largest: Any) -> Callable[[Any, list[Any]], list[Any]]:
-        """The body of the loop over slots."""
+        """The body of `exponentiate`'s loop over slots."""
 
         def block(slot: Any, _: list[Any]) -> list[Any]:
             at = self.score_at(row, slot)
@@ -247,7 +248,7 @@ class Kernel(Emitter):
         return block
 
     def largest(self, lanes: Any) -> Any:
-        """The largest lane."""
+        """The largest lane of a vector."""
         found = self.b.extract_element(lanes, ir.IntType(32)(0))
         for lane in range(1, self.lanes):
             other = self.b.extract_element(lanes, ir.IntType(32)(lane))
@@ -255,17 +256,19 @@ class Kernel(Emitter):
         return found
 
     def sum_values(self, unit: Any, head: Any, end: Any, totals: list[Any]) -> None:
-        """Write the tile's outputs: values weighted by the scores, over the scores' sum.
+        """Writes the tile's outputs: values weighted by the exponentials, divided by their sum.
 
         Args:
-            totals: for each row what its scores are added to.
+            unit, head: numbers of the unit of work and of its key/value head.
+            end: end of the slots that are summed.
+            totals: for each row, what the sum of its exponentials begins with.
         """
         b, spec = self.b, self.spec
         start = b.mul(head, self.arg[Arg.VALUE_HEAD_STRIDE])
         together = max(1, min(_SUMS // spec.rows - 1, spec.value_vectors))
         for first in range(0, spec.value_vectors, together):
             vectors = range(first, min(first + together, spec.value_vectors))
-            counts = first == 0  # the first group sums the weights themselves as well
+            counts = first == 0  # the first group of vectors also sums the exponentials themselves
 
             def slot(
                 s: Any, sums: list[Any], vectors: range = vectors, counts: bool = counts

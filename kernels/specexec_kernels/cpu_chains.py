@@ -1,8 +1,8 @@
-"""Products and softmax of activations on a CPU for layers that attend by code of their own.
+"""Products and softmax of activations on a CPU, for layers with attention code of their own.
 
-Every sum is one chain over its terms in rising order, as in cpu_attention: a term that is zero, as
-of a slot that a row does not see, changes nothing wherever it stands. So a row's bits depend on
-neither the other rows, nor the threads, nor the slots of other branches of a tree.
+Every sum is one chain over its terms in rising order, as in cpu_attention. A term that is zero,
+such as that of a slot that a row does not see, changes nothing wherever it stands. So a row's bits
+depend neither on other rows, nor on threads, nor on the slots of other branches of a tree.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether `product`, or `softmax`, computes with them."""
+    """Whether `product` and `softmax` compute with these tensors."""
     return all(
         each.device.type == "cpu" and each.dtype in _DTYPES and each.dtype == tensors[0].dtype
         for each in tensors
@@ -27,10 +27,10 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with sums in float32.
+    """Computes left @ right with float32 sums.
 
     Args:
-        left: (..., rows, terms) that `takes` accepts with `right`.
+        left: (..., rows, terms); `takes` must accept it together with `right`.
         right: (..., terms, columns), finite; the leading dimensions are broadcast.
     Returns:
         (..., rows, columns) float32.
@@ -42,7 +42,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
         return left.new_zeros(*batch, rows, columns)
     left = left.expand(*batch, rows, terms).reshape(-1, terms)
     right = right.expand(*batch, terms, columns).reshape(-1, terms, columns).contiguous()
-    # zeros behind the last term and the last column, up to what the kernels read
+    # padded with zeros to whole units of terms and at least one vector of columns, which is the
+    # least that the kernels read
     unit = chained_weight(right[0]).format.unit
     missing = -terms % unit, max(cpu_jit.lanes() - columns, 0)
     if any(missing):
@@ -56,7 +57,7 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 def softmax(scores: Tensor) -> Tensor:
     """The softmax over the last dimension, with exponentials and sums in float32."""
     wide = scores.float()
-    # PyTorch's exponential of an element does not depend on where it stands
+    # torch.exp, unlike PyTorch's activations, gives an element the same bits wherever it stands
     powers = torch.exp(wide - wide.amax(dim=-1, keepdim=True))
     terms = powers.shape[-1]
     ones = powers.new_ones(terms, 1)

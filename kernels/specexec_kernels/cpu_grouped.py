@@ -1,8 +1,8 @@
-"""Products of rows with many weights of one kind in one launch, on a CPU.
+"""Multiplies rows by many weights of one format and shape in one launch, on a CPU.
 
-A mixture's layer multiplies a few rows with the matrices of many experts. Kernels claim strips of
-outputs from a counter of their own, so the threads of one launch can go from product to product
-without waiting for one another. A product has the same bits alone (cpu_matmul) and among others.
+A mixture's layer multiplies a few rows by the matrices of many experts. Each product has a counter
+of its own from which threads claim strips of outputs, so the threads of one launch go from product
+to product without waiting for one another. A product has the same bits as alone (cpu_matmul).
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from specexec_kernels.formats.plain import Plain
 
 
 class Placed:
-    """A weight, and where its tensors lie, which is looked up once."""
+    """A weight and the addresses of its tensors, which are looked up once."""
 
     __slots__ = ("_addresses", "_stored", "weight")
 
     def __init__(self, weight: PackedWeight) -> None:
         self.weight = weight
-        self._stored: Mapping[int, Tensor] = {}  # kept while addresses are
+        self._stored: Mapping[int, Tensor] = {}  # keeps the memory at the addresses alive
         self._addresses: list[tuple[int, int]] = []
 
     @property
     def addresses(self) -> list[tuple[int, int]]:
-        """Arguments of the weight's own tensors, each with its address."""
+        """(position in the kernel's arguments, address) of each of the weight's tensors."""
         if not self._addresses:
             self._stored = stored(self.weight)
             self._addresses = [(at, tensor.data_ptr()) for at, tensor in self._stored.items()]
@@ -44,17 +44,22 @@ class Placed:
 
 
 class Group:
-    """The weights of one group, such as an expert's, looked at once."""
+    """The weights of one group, such as an expert, with what is derived from them once.
+
+    Attributes:
+        weights: the weights.
+        kinds: format and shape of each weight; groups with equal `kinds` differ by values alone.
+    """
 
     __slots__ = ("_taken", "kinds", "weights")
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
         self.weights = [Placed(weight) for weight in weights]
-        self.kinds = tuple(map(_kind, weights))  # equal where weights differ by values alone
+        self.kinds = tuple(map(_kind, weights))
         self._taken: dict[torch.dtype, bool] = {}
 
     def takes(self, rows: torch.dtype) -> bool:
-        """Whether kernels multiply all of the weights with rows of a dtype."""
+        """Whether kernels multiply rows of a dtype by all of the weights."""
         if rows not in self._taken:
             self._taken[rows] = all(_takes(rows, placed.weight) for placed in self.weights)
         return self._taken[rows]
@@ -75,11 +80,14 @@ def _takes(rows: torch.dtype, weight: PackedWeight) -> bool:
 
 
 def takes_together(rows: Tensor, groups: Sequence[Group]) -> bool:
-    """Whether one launch multiplies rows with all of these weights.
+    """Whether one launch can multiply rows by all weights of these groups.
+
+    That takes groups whose first weights are of one format and shape, and so are their second ones,
+    and so on.
 
     Args:
-        rows: of the dtype and on the device of those that will be multiplied.
-        groups: whose weights at one place are alike, as `products` wants them.
+        rows: any tensor of the dtype and device of the rows.
+        groups: at least one.
     """
     first = groups[0]
     alike = all(first.kinds == group.kinds for group in groups[1:])
@@ -89,14 +97,15 @@ def takes_together(rows: Tensor, groups: Sequence[Group]) -> bool:
 def products(
     x: Tensor, takes: Sequence[Sequence[int]], weights: Sequence[Sequence[Placed]]
 ) -> Tensor:
-    """Some rows times some weights, others times others, in one launch.
+    """Multiplies each group's rows by the group's weights, in one launch.
 
     Args:
         x: (rows, inputs).
-        takes: for each group of weights the rows of x that it multiplies, one at least.
-        weights: the groups, of as many weights each; all weights are alike but for their values.
+        takes: for each group, the numbers of the rows of x that it multiplies, at least one.
+        weights: for each group its weights, the same number in each. All weights are of one format
+            and shape.
     Returns:
-        (weights of a group, rows of all takes, outputs) float32, in the order of `takes`.
+        (weights of a group, rows of all takes, outputs) float32, rows in the order of `takes`.
     """
     alike, each = weights[0][0].weight, len(weights[0])
     by_plan: dict[Plan, list[int]] = {}
@@ -121,10 +130,12 @@ def products(
 def _in_order(
     found: Sequence[tuple[int, Sequence[int], Tensor]], takes: Sequence[Sequence[int]]
 ) -> Tensor:
-    """What groups came to, put together.
+    """Puts the groups' results together in the order of `takes`.
 
     Args:
-        found: rows of a chunk, groups, and their (weights, rows of whole chunks, outputs).
+        found: for each plan, the rows of a chunk, the numbers of the groups that it multiplied, and
+            their results (weights, rows of whole chunks, outputs).
+        takes: as for `products`.
     """
     ends = list(accumulate(map(len, takes)))
     first = found[0][2]
@@ -151,7 +162,12 @@ def _enqueue(
     takes: Sequence[Sequence[int]],
     weights: Sequence[Sequence[Placed]],
 ) -> Tensor:
-    """Groups that share a plan; returns where their results will be, by weight of a group."""
+    """Adds the products of groups that share a plan to a launch.
+
+    Returns:
+        the memory of the results, (weights of a group * chunks of all groups, rows of a chunk,
+        outputs of all strips); all groups' first weights come first, then their second ones.
+    """
     chunks = [-(-len(take) // plan.rows) for take in takes]
     firsts = [end - count for end, count in zip(accumulate(chunks), chunks, strict=True)]
     in_all = sum(chunks)
@@ -159,7 +175,7 @@ def _enqueue(
     sums = plan.sums(len(weights[0]) * in_all)
     out_address, out_bytes = sums.data_ptr(), _item_bytes(sums)
     starts_of_x = [(at, tensor.data_ptr(), _item_bytes(tensor)) for at, tensor in arranged.items()]
-    # a line of arguments for each weight, one group's after another's
+    # a line of arguments for each weight, group by group
     lines: list[int] = []
     for number, group in enumerate(weights):
         for place_of_weight, placed in enumerate(group):
@@ -183,7 +199,11 @@ def _enqueue(
 def _arranged(
     plan: Plan, x: Tensor, takes: Sequence[Sequence[int]], chunks: Sequence[int]
 ) -> tuple[Mapping[int, Tensor], list[int]]:
-    """Rows as the kernel reads them, and each take's first chunk; takes that are equal share."""
+    """Arranges rows for the kernel; equal takes share their chunks.
+
+    Returns:
+        the arranged rows, as Plan.arrange has them, and the first chunk of each take.
+    """
     rows: list[int] = []
     starts: dict[tuple[int, ...], int] = {}
     keys = [tuple(take) for take in takes]
@@ -191,7 +211,7 @@ def _arranged(
         if take not in starts:
             starts[take] = len(rows) // plan.rows
             rows += take
-            # rows too many are computed for nobody
+            # any row fills the last chunk; those results are not used
             rows += take[:1] * (count * plan.rows - len(take))
     if rows != list(range(x.shape[0])):
         x = x[rows]
@@ -199,20 +219,20 @@ def _arranged(
 
 
 def _item_bytes(tensor: Tensor) -> int:
-    """Bytes of tensor[0], of a tensor that lies in one piece."""
+    """The bytes of tensor[0]; the tensor must be contiguous."""
     return tensor.element_size() * (tensor.numel() // len(tensor))
 
 
 class _Launch:
-    """Calls of kernels that all threads go through one after another."""
+    """A list of kernel calls that every thread goes through."""
 
     def __init__(self) -> None:
-        self._calls: list[int] = []  # kernel and arguments, in turns
+        self._calls: list[int] = []  # for each call, the kernel's address and its arguments'
         self._claims = 0
         self._kept: list[Any] = []
 
     def add(self, plan: Plan, lines: list[int]) -> None:
-        """A call for each line of arguments, which begins with the call's own counter."""
+        """Adds a call for each line of arguments; the first argument of a line is its counter."""
         table, width = array("q", lines), len(plan.arguments)
         first, end = table.buffer_info()[0], len(table) * table.itemsize
         for at in range(0, end, width * table.itemsize):
@@ -221,7 +241,7 @@ class _Launch:
         self._kept.append(table)
 
     def keep(self, kept: Any) -> None:
-        """What the calls read stays until they are done."""
+        """Keeps tensors alive until the calls that read them are done."""
         self._kept.append(kept)
 
     def run(self) -> None:
@@ -230,8 +250,8 @@ class _Launch:
         self._kept.clear()
 
 
-# Calls kernel after kernel, of args = count, (kernel, its arguments) * count. A thread that finds
-# nothing left to claim of one goes on to the next.
+# Calls kernel after kernel. `args` is the count, and then a kernel and its arguments for each. A
+# thread that finds nothing left to claim in one call goes on to the next.
 _EACH = """
 define void @each(ptr %args) {
 entry:

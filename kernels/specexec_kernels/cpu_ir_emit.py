@@ -1,9 +1,10 @@
-"""The frame that the generators of CPU kernels share, and small LLVM IR building blocks.
+"""The frame that all CPU kernels share, and the LLVM IR building blocks that they are made of.
 
-A kernel is `void name(int64 *args)`. Its work is a range of strips (some output columns each) that
-threads claim from a counter in args[0], so any number of them may call it with the same arguments
-at once. What is done with a strip is the generator's own, those files whose names end in _ir.
-Knows nothing of groups, of torch, or of thread pools.
+A kernel is `void name(int64 *args)`. Its work is a range of pieces, such as strips of outputs.
+Threads claim them from a counter in args[0], so any number of threads may call it at once with the
+same arguments. What is done with a piece is written in the modules that emit a kernel.
+
+Knows nothing of torch or thread pools.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _LOG2_E = 1.4426950408889634
 _LN2 = (
     0.693359375,
     -2.12194440e-4,
-)  # high part exact in 9 bits, and the rest (Cody and Waite, 1980)
-_SMALLEST = -87.0  # below it e to the x is taken as zero
-_NEAR = 0.5  # |x| below which tanh is a fraction of polynomials
-_ROUND = 12582912.0  # 1.5 * 2**23: a float32 plus this has no bits behind the point
+)  # a high part that is exact in 9 bits, and the rest (Cody and Waite, 1980)
+_SMALLEST = -87.0  # exp(x) is zero for x below
+_NEAR = 0.5  # tanh(x) is a fraction of polynomials for |x| below
+_ROUND = 12582912.0  # 1.5 * 2**23: adding it rounds a float32 to a whole number
 
 
 class Bfloat(ir.types.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
@@ -41,7 +42,7 @@ class Bfloat(ir.types.Type):
 
 
 class Emitter:
-    """An IRBuilder with the few composite operations the kernels are made of."""
+    """An IRBuilder with the composite operations that kernels are made of."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int) -> None:
         self.b, self.lanes = builder, lanes
@@ -62,13 +63,13 @@ class Emitter:
         work: Callable[[Any, Any], None],
         finish: Callable[[], None] = lambda: None,
     ) -> None:
-        """The whole kernel: claims strips first..end until none is left, then returns.
+        """Emits the body of a kernel: claims strips first..end until none is left, then returns.
 
         Args:
-            counter: address of the int64 that counts claims, 0 before a call.
+            counter: address of the int64 that counts claims; it must be 0 before a call.
             at_once: strips of one claim.
             work: emits what is done with strips start..stop.
-            finish: emits what is done when none is left.
+            finish: emits what a thread does when none is left.
         """
         b = self.b
         claim, found, done = (b.append_basic_block(name) for name in ("claim", "work", "done"))
@@ -89,10 +90,11 @@ class Emitter:
         return self.b.call(self._fma, [left, right, addend])
 
     def prefetch(self, base: Any, index: Any) -> None:
-        """Ask for the cache line of 4-byte element `index`; it may lie outside the array.
+        """Prefetches the cache line of 4-byte element `index`, which may lie outside the array.
 
-        For the L2 cache: lines on their way into the L1 cache take the few places that its misses
-        have, and hold up what is read now: 7.8 GB/s on one thread where this reads 13.9.
+        The line goes to the L2 cache. The L1 cache tracks only few misses at a time, and
+        prefetches into it hold up the reads of the moment: one thread then read 7.8 GB/s, and
+        13.9 GB/s with prefetches into L2.
         """
         read, into_l2, data = I32(0), I32(2), I32(1)
         self.b.call(self._prefetch, [self.ptr(base, index), read, into_l2, data])
@@ -118,7 +120,11 @@ class Emitter:
         carried: list[Any],
         body: Callable[[Any, list[Any]], list[Any]],
     ) -> list[Any]:
-        """`for i in range(start, stop, step)` that carries SSA values; returns the last ones."""
+        """Emits `for i in range(start, stop, step): carried = body(i, carried)`.
+
+        Returns:
+            the carried SSA values after the loop.
+        """
         b = self.b
         before = b.block
         head, inside, after = (b.append_basic_block(n) for n in ("head", "body", "after"))
@@ -140,23 +146,23 @@ class Emitter:
         return phis
 
     def reserve(self, size: int) -> Any:
-        """Address of so many 32-bit words on the stack."""
+        """Reserves `size` 32-bit words on the stack, aligned to 64 bytes; their address."""
         array = self.b.alloca(ir.ArrayType(F32, size))
         array.align = 64
         return self.b.ptrtoint(array, I64)
 
     def minimum(self, left: Any, right: Any) -> Any:
-        """Smaller of two signed integers."""
+        """The smaller of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", left, right), left, right)
 
     def maximum(self, left: Any, right: Any) -> Any:
-        """Larger of two signed integers."""
+        """The larger of two signed integers."""
         return self.b.select(self.b.icmp_signed(">", left, right), left, right)
 
     def transpose(self, rows: list[Any]) -> list[Any]:
-        """n vectors of words, a power of two up to the lanes: every n x n words are transposed.
+        """Transposes each n x n square of n vectors of words; n is a power of two up to the lanes.
 
-        Ever larger blocks are swapped, in all of those squares at once.
+        Swaps blocks of 1, 2, 4 ... words across the diagonal, in all squares at once.
         """
         b, lanes = self.b, self.lanes
         rows, size = list(rows), 1
@@ -172,18 +178,19 @@ class Emitter:
         return rows
 
     def splat(self, scalar: Any, lanes: int) -> Any:
-        """`scalar` in every lane."""
+        """A vector with `scalar` in every lane."""
         typ = ir.VectorType(scalar.type, lanes)
         one = self.b.insert_element(ir.Constant(typ, ir.Undefined), scalar, I32(0))
         zeros = ir.Constant(ir.VectorType(I32, lanes), [0] * lanes)
         return self.b.shuffle_vector(one, ir.Constant(typ, ir.Undefined), zeros)
 
     def ints(self, values: list[int]) -> Any:
-        """Constant int32 vector."""
+        """A constant int32 vector."""
         return ir.Constant(ir.VectorType(I32, len(values)), values)
 
     def field(self, bits: int, low: Any, high: Any, shifts: list[int]) -> Any:
-        """The `bits`-bit codes that start `shifts` bits into `low`; some straddle into `high`."""
+        """The `bits`-bit codes that begin at bits `shifts` of `low`, one for each lane; those that
+        do not fit go on in `high`."""
         value = self.b.lshr(low, self.ints(shifts))
         if any(shift + bits > 32 for shift in shifts):
             # (high << 1) << (31 - shift) is high << (32 - shift) without the undefined shift by 32
@@ -193,13 +200,14 @@ class Emitter:
         return self.b.and_(value, self.ints([2**bits - 1] * len(shifts)))
 
     def constant(self, value: float) -> Any:
-        """A number in every lane."""
+        """A constant float32 vector with `value` in every lane."""
         return ir.Constant(self.vector, [value] * self.lanes)
 
     def exp(self, x: Any) -> Any:
-        """e to the x for x <= 0, to about one unit in the last place; zero below _SMALLEST.
+        """exp(x) for x <= 0, to about one unit in the last place; zero below _SMALLEST.
 
-        x = n ln 2 + f with |f| <= ln 2 / 2, and the Taylor polynomial of degree 7 of e to the f.
+        x = n ln 2 + f with |f| <= ln 2 / 2, so exp(x) = 2**n * exp(f), with the Taylor polynomial
+        of degree 7 for exp(f).
         """
         b = self.b
         is_zero = b.fcmp_ordered("<", x, self.constant(_SMALLEST))
@@ -213,16 +221,16 @@ class Emitter:
         for degree in range(6, -1, -1):
             factorial /= degree + 1
             result = self.fma(result, f, self.constant(1.0 / factorial))
-        # the low bits of `shifted` are n; so many are added to the exponent
+        # the low bits of `shifted` are n, which is added to the exponent
         power = b.shl(b.bitcast(shifted, self.words), self.ints([23] * self.lanes))
         scaled = b.bitcast(b.add(b.bitcast(result, self.words), power), self.vector)
         return b.select(is_zero, self.constant(0.0), scaled)
 
     def tanh(self, x: Any) -> Any:
-        """The hyperbolic tangent, to a few units in the last place.
+        """tanh(x), to a few units in the last place.
 
-        By e to the -2|x|, which cancels where x is small: there by Lambert's continued fraction,
-        x / (1 + x**2 / (3 + x**2 / (5 + ...))), cut off behind 9.
+        Computed from exp(-2|x|). That loses bits by cancellation where x is small, so below _NEAR
+        it is Lambert's continued fraction x / (1 + x**2 / (3 + x**2 / (5 + ...))), cut off after 9.
         """
         b, one = self.b, self.constant(1.0)
         negative = b.fcmp_ordered("<", x, self.constant(0.0))
@@ -237,7 +245,7 @@ class Emitter:
         return b.fdiv(above, below)
 
     def to_float(self, codes: Any) -> Any:
-        """int32 lanes as float32, exactly where they are below 2**24."""
+        """int32 lanes as float32; exact below 2**24."""
         return self.b.sitofp(codes, ir.VectorType(F32, codes.type.count))
 
     def bfloat_bits(self, values: Any) -> Any:
@@ -250,12 +258,12 @@ class Emitter:
         bits = b.bitcast(values, self.words)
         odd = b.and_(b.lshr(bits, same(16)), same(1))
         rounded = b.lshr(b.add(bits, b.add(odd, same(0x7FFF))), same(16))
-        # the carry of a NaN with all bits set would make it a zero
+        # rounding a NaN with all bits set would carry over to a zero
         is_number = b.fcmp_ordered("==", values, values)
         return b.select(is_number, rounded, same(0x7FC0))
 
     def load_scales(self, kind: ScaleType, base: Any, index: Any, lanes: int, step: int = 1) -> Any:
-        """`lanes` scales, every `step`-th from element `index` on, as float32."""
+        """Loads `lanes` numbers of a dtype, every `step`-th from element `index` on, as float32."""
         wide = ir.VectorType(F32, lanes)
         if kind == "float32":
             return self.load_every(step, base, index, wide, 4)
@@ -267,7 +275,7 @@ class Emitter:
         return self.b.bitcast(bits, wide)
 
     def load_every(self, step: int, base: Any, index: Any, typ: Any, size: int) -> Any:
-        """A vector of every `step`-th element from `index` on."""
+        """Loads a vector of type `typ`: every `step`-th element of `size` bytes from `index` on."""
         if step == 1:
             return self.load(base, index, typ, size)
         vector = ir.Constant(typ, ir.Undefined)
@@ -279,9 +287,10 @@ class Emitter:
 
 
 def build_module(name: str, emit: Callable[[ir.Function], None]) -> str:
-    """LLVM IR of a kernel.
+    """The LLVM IR of a module with one kernel.
 
     Args:
+        name: name of the kernel.
         emit: fills in the function `void name(int64 *args)`.
     """
     module = ir.Module(name)

@@ -1,4 +1,4 @@
-"""Compile LLVM IR to native code for this CPU."""
+"""Compiles LLVM IR to native code for this CPU, and knows the CPU's features."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from llvmlite import binding as llvm
 from specexec_kernels import kernel_files
 
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-# LLVM's names of instructions that multiply in a dtype, on x86-64 and on Arm.
+# LLVM's names of the features that multiply in a dtype, on x86-64 and on Arm.
 _MULTIPLY = {
     torch.bfloat16: ("amx-bf16", "avx512bf16", "bf16"),
     torch.float16: ("amx-fp16", "avx512fp16", "fullfp16"),
 }
-# Of Linux on x86-64: arch_prctl, its ARCH_REQ_XCOMP_PERM, and the state component of tiles' data.
+# Linux on x86-64: the system call arch_prctl, its ARCH_REQ_XCOMP_PERM, and the component XTILEDATA.
 _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
-_compiling = threading.Lock()  # targets in several threads share one engine
+_compiling = threading.Lock()  # models in several threads share one engine
 
 
 @cache
 def features() -> dict[str, bool]:
-    """LLVM's names of what this CPU can do, less what SPECEXEC_CPU_WITHOUT turns off.
+    """LLVM's names of CPU features, and whether this CPU has each.
 
-    That environment variable lists beginnings of names, as in "avx512,amx": kernels are then made
-    as for a CPU without them. Tests run the narrower forms so.
+    The environment variable SPECEXEC_CPU_WITHOUT lists prefixes of features to turn off, as in
+    "avx512,amx". Kernels are then made as for a CPU without them; tests use it.
     """
     without = tuple(filter(None, os.environ.get("SPECEXEC_CPU_WITHOUT", "").split(",")))
     return {
@@ -50,7 +50,7 @@ class Compiler:
         llvm.initialize_native_asmprinter()
         flags = ["+" + name if there else "-" + name for name, there in features().items()]
         if features().get("avx512f"):
-            # LLVM avoids 512-bit vectors on early AVX-512 parts; these kernels gain from them
+            # LLVM avoids 512-bit vectors on early AVX-512 CPUs, but these kernels gain from them
             flags.append("-prefer-256-bit")
         triple, cpu, joined = llvm.get_default_triple(), llvm.get_host_cpu_name(), ",".join(flags)
         version = (llvmlite.__version__, *llvm.llvm_version_info)
@@ -63,7 +63,7 @@ class Compiler:
         self.compilations = 0
 
     def kernel(self, kind: str, spec: object, build: Callable[[str], str]) -> Any:
-        """See compiled."""
+        """See `compiled`, which holds the lock."""
         told = repr(spec)
         assert " at 0x" not in told, f"{told} is told from others by an address"
         symbol = f"specexec_{hashlib.sha256(f'{self._target} {kind} {told}'.encode()).hexdigest()}"
@@ -77,12 +77,12 @@ class Compiler:
             address = self._engine.get_function_address(symbol)
             assert address, f"the object file of {symbol} lacks it"  # address 0 would be called
             kernel = Kernel(address)
-            kernel.address = address  # type: ignore[attr-defined]  # for kernels that call it
+            kernel.address = address  # type: ignore[attr-defined]  # compiled code calls it
             self._kernels[symbol] = kernel
         return self._kernels[symbol]
 
     def _compiled(self, text: str) -> bytes:
-        """The object file of a module."""
+        """The object file of a module, given as the text of its LLVM IR."""
         self.compilations += 1
         module = llvm.parse_assembly(text)
         module.verify()
@@ -99,7 +99,7 @@ def _compiler() -> Compiler:
 
 @cache
 def lanes() -> int:
-    """float32 lanes of the widest vector registers of this CPU."""
+    """float32 lanes of this CPU's widest vector registers: 16, 8 or 4."""
     if features().get("avx512f"):
         return 16
     return 8 if features().get("avx2") else 4
@@ -113,13 +113,14 @@ def has_dot() -> bool:
 
 @cache
 def has_tiles() -> bool:
-    """Whether this CPU multiplies tiles of bfloat16 (AMX), and the system lets this process."""
+    """Whether this process can multiply tiles of bfloat16: the CPU has AMX, and the system allows
+    its use."""
     named = all(features().get(name) for name in ("amx-tile", "amx-bf16", "avx512bf16"))
     return named and lanes() == 16 and _request_tiles()
 
 
 def _request_tiles() -> bool:
-    """Asks Linux for the tiles' registers, as each process has to; whether it may use them."""
+    """Asks Linux to let this process use the tile registers; returns whether it may."""
     if platform.system() != "Linux":
         return False
     return ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0
@@ -132,19 +133,21 @@ def has_matmul(dtype: torch.dtype) -> bool:
 
 
 def compilations() -> int:
-    """Kernels that this process has compiled so far, each of which took from 0.1 s to seconds."""
+    """How many kernels this process has compiled so far; each takes from 0.1 s to some seconds."""
     return _compiler().compilations
 
 
 def compiled(kind: str, spec: object, build: Callable[[str], str]) -> Any:
-    """Native function `void (int64 *)` of the LLVM IR that is built.
+    """Compiles LLVM IR to a native function `void (int64 *)`.
 
-    Nothing is built where an earlier process has kept the same kernel for the same CPU.
+    The result of an earlier call is reused, also one of another process for the same CPU.
 
     Args:
-        kind: of kernel.
-        spec: what it is built for; its repr tells it from others of the kind.
-        build: the IR of a function by the name that it is given.
+        kind: name of the kind of kernel.
+        spec: what the kernel is built for. Its repr must differ for different kernels of a kind.
+        build: given a name, returns the IR of a module with a function of that name.
+    Returns:
+        a ctypes function with its address as attribute `address`.
     """
     with _compiling:
         return _compiler().kernel(kind, spec, build)

@@ -1,7 +1,7 @@
-"""Run compiled kernels on several threads.
+"""Runs compiled kernels on several threads.
 
-On Linux a team of our own does (cpu_team_ir), elsewhere a pool of Python threads. There are as many
-threads as torch has, which computes with its own between two kernels.
+On Linux these are a team of our own (cpu_team_ir), elsewhere a pool of Python threads. There are as
+many of them as torch uses; torch keeps threads of its own for the operations between two kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import torch
 
 from specexec_kernels import cpu_jit, cpu_team_ir
 
-# A row of words is walked across as many strips as one thread claims: 16 strips of 64 outputs in 4
-# bits are a page of it. Claims of 4 strips took 0.71 ms where these took 0.53 (4096 x 11008).
+# A thread reads a row of words across all strips that it claims. 16 strips of 64 outputs, with a
+# word for each output, are a page of such a row. Claims of 4 strips took 0.71 ms where claims of 16
+# took 0.53 ms (a weight of 4096 x 11008).
 _MOST_STRIPS_AT_ONCE = 16
 
 
 class Team:
-    """Threads that help whoever runs a kernel, and wait in between."""
+    """Helper threads that join whichever thread runs a kernel, and wait in between."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(cpu_team_ir.TEAM_BYTES, dtype=torch.uint8)
@@ -35,11 +36,14 @@ class Team:
         self._hiring = threading.Lock()
 
     def run(self, kernel: Any, address: int, threads: int) -> None:
-        """Run a kernel on the calling thread, and on `threads` - 1 others as they come.
+        """Runs a kernel on the calling thread and on up to `threads` - 1 helpers.
+
+        Helpers join as they wake; the call waits for none that has not joined.
 
         Args:
             kernel: from cpu_jit.compiled.
-            address: of its arguments.
+            address: address of its arguments.
+            threads: the most threads, the calling one included.
         """
         helpers = min(threads - 1, cpu_team_ir.MOST_HELPERS)
         if len(self._helpers) < helpers:
@@ -52,13 +56,13 @@ class Team:
             for number in range(len(self._helpers), helpers):
                 helper = threading.Thread(
                     target=self._help, args=(self._at,), name=f"kernel-team-{number}",
-                    daemon=True,  # the interpreter waits for others before it calls `stop`
+                    daemon=True,  # the interpreter would wait for others before it calls `stop`
                 )  # fmt: skip
                 helper.start()
                 self._helpers.append(helper)
 
     def stop(self) -> None:
-        """Has all helpers end, before the code that they run is taken from memory."""
+        """Ends all helpers, which must be done before the code that they run is freed."""
         given = array("q", (self._at, 0, 0, 0))
         self._launch(given.buffer_info()[0])
         for helper in self._helpers:
@@ -73,7 +77,7 @@ def _team() -> Team:
 
 
 if hasattr(os, "register_at_fork"):
-    # a child process has none of its parent's threads
+    # a forked child has none of its parent's threads, so it needs a team of its own
     os.register_at_fork(after_in_child=_team.cache_clear)
 
 
@@ -90,10 +94,11 @@ def _run_in_pool(kernel: Any, address: int, threads: int) -> None:
 
 
 def strips_at_once(strips: int, most: int = _MOST_STRIPS_AT_ONCE) -> int:
-    """How many strips a thread claims: few enough that all threads have equal shares.
+    """How many strips a thread claims at once: so many that all threads get equal shares.
 
     Args:
-        most: of one claim.
+        strips: of the whole kernel.
+        most: the most strips of one claim.
     """
     threads = torch.get_num_threads()
     rounds = -(-strips // (most * threads))
@@ -101,10 +106,12 @@ def strips_at_once(strips: int, most: int = _MOST_STRIPS_AT_ONCE) -> int:
 
 
 def run(kernel: Any, address: int, tiles: int) -> None:
-    """Run `kernel` on the int64 arguments at `address`, on as many threads as torch has.
+    """Runs `kernel` on the int64 arguments at `address`, on as many threads as torch uses.
 
     Args:
-        tiles: how often the kernel's threads can claim something; more threads are of no use.
+        kernel: from cpu_jit.compiled.
+        address: address of its argument array.
+        tiles: how many claims the kernel's work comes to; more threads than that find nothing.
     """
     threads = min(torch.get_num_threads(), tiles)
     if threads <= 1:

@@ -1,40 +1,42 @@
-"""LLVM IR of threads that run a kernel together, and wait for none that has not come.
+"""LLVM IR of threads that run a kernel together, without waiting for any that has not joined.
 
-A kernel's threads claim its strips one by one, so whoever is awake can do them all. OpenMP's rule
-is another: a region ends when every thread of it has come and is done, and where a thread sleeps or
-another program has its core each product waits for it (docs/tried.md, "Threads that spin").
+A kernel's threads claim its strips one by one, so the threads that are awake can do all of them. An
+OpenMP region, in contrast, ends only when every one of its threads has come and is done: while one
+sleeps, or another program has its core, each product waits (docs/tried.md, "Threads that spin").
 
-Helpers wait for a launch, enter while it is open, and leave when no strip is left to claim. The
-thread that launches computes too, then closes the launch and waits for helpers that are inside. A
-helper that comes late finds it closed, or finds the next one open, and either is right.
+Helpers wait for a launch, enter it while it is open, and leave when no strip is left to claim. The
+launching thread computes too, then closes the launch and waits for the helpers inside. A helper
+that comes late finds that launch closed, or the next one open; both are correct.
 
-Text and no builder's calls: nothing here is generated, and the order of memory should be read.
+The IR is written as text, not built by calls, so that the memory order of each access can be read.
 """
 
 from __future__ import annotations
 
 import platform
 
-# Bytes from the beginning of a team's memory; what changes has a cache line of its own
-LAUNCHES = 0  # how many there were; helpers sleep on it
-STATE = 64  # of the launch that goes on
+# Byte offsets in a team's memory. Each variable has a cache line of its own, since threads write
+# them at the same time.
+LAUNCHES = 0  # number of launches so far; helpers sleep on this word
+STATE = 64  # of the present launch, in the bits below
 BUSY = 128  # 1 while a thread launches
-SLEEPERS = 192  # helpers that sleep, or are about to
-KERNEL, ARGUMENTS = 256, 264  # of the launch that goes on
-STOP = 320  # 1: helpers return
+SLEEPERS = 192  # number of helpers that sleep or are about to
+KERNEL, ARGUMENTS = 256, 264  # of the present launch
+STOP = 320  # 1 tells helpers to return
 TEAM_BYTES = 384
 
-# STATE: helpers inside, how many may be, whether the launching thread sleeps, whether it is open
+# Bits of STATE: number of helpers inside (12), the most that may be inside (12), whether the
+# launching thread sleeps, whether the launch is open.
 MOST_HELPERS = 0xFFF
 _LIMIT_SHIFT = 12
 _WAITED_FOR = 1 << 30
 _OPEN = -(1 << 31)  # the sign of an int32
 
-# How often a helper looks for the next launch before it sleeps: some 0.2 ms, since that is what
-# Python takes between two products of a pass of one row, and waking a thread takes half of it.
+# How often a thread looks before it sleeps, some 0.2 ms: Python takes that long between two
+# products of a pass of one row, and waking a thread takes half of that.
 _LOOKS = 6000
 
-_MACHINES = {  # number of the system call futex, and a hint that this thread only waits
+_MACHINES = {  # number of the system call futex; the instruction that hints at a waiting loop
     "x86_64": (202, "declare void @llvm.x86.sse2.pause()", "call void @llvm.x86.sse2.pause()"),
     "aarch64": (98, "declare void @llvm.aarch64.hint(i32)", "call void @llvm.aarch64.hint(i32 1)"),
 }
@@ -42,7 +44,7 @@ _WAIT, _WAKE = 128, 129  # futex operations within one process
 
 
 def has_team() -> bool:
-    """Whether this system has what a team is made of: Linux on x86-64 or Arm."""
+    """Whether a team can run on this system: Linux on x86-64 or 64-bit Arm."""
     return platform.system() == "Linux" and platform.machine() in _MACHINES
 
 

@@ -1,7 +1,8 @@
-"""What a kernel of packed weights multiplies with: the items of a unit, by a format's few lines.
+"""Calls a format to emit what a matmul kernel multiplies by: the items and terms of a unit.
 
-Where a format has an index, inputs of one group are not neighbours. The terms of all groups are
-then put into memory for the outputs of a claim, and each value is multiplied by its group's.
+In a format with an index (PackedFormat.index), a block's inputs do not share a group. The terms of
+all groups are then written to memory for the outputs of a claim, and each value is multiplied by
+the terms of its own group.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from specexec_kernels.cpu_unpack_lanes import Lanes
 
 
 class Items(Lanes):
-    """The items and terms of strips.
+    """Emits the items and terms of a strip's outputs.
 
     Attributes:
-        first: the output where the strip begins that `begin_strip` named last.
+        first: the first output of the strip that `begin_strip` was last called with.
     """
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
@@ -33,13 +34,16 @@ class Items(Lanes):
             self.groups = self.b.udiv(self.b.add(self.inputs, I64(group - 1)), I64(group))
 
     def first_output(self, strip: Any) -> Any:
-        """The output where a strip begins: the last one is moved back to end at the edge. In OUT it
-        has columns of its own."""
+        """The first output of a strip.
+
+        The last strip is moved back so that it ends at the last output; in OUT each strip has
+        columns of its own.
+        """
         limit = self.b.sub(self.outputs, I64(self.spec.strip))
         return self.minimum(self.b.mul(strip, I64(self.spec.strip)), limit)
 
     def weight_items(self) -> Iterator[Any]:
-        """The items of the unit that `unit` and `row` name."""
+        """Emits the items of the unit and outputs that `at` was last called with."""
         fmt = self.spec.format
         if not fmt.index:
             return fmt.pairs(self) if self.spec.dot else fmt.values(self)
@@ -50,17 +54,18 @@ class Items(Lanes):
         return (self.pair(first, next(values)) for first in values) if self.spec.dot else values
 
     def block_terms(self, number: int) -> tuple[Any, Any]:
-        """See PackedFormat.terms; with an index no block has terms."""
+        """The terms of a block (PackedFormat.terms); (None, None) in a format with an index, where
+        values have terms instead."""
         return (None, None) if self.spec.format.index else self.spec.format.terms(self, number)
 
     def prepare(self, start: Any, stop: Any) -> None:
-        """Put the terms of all groups of strips start..stop into the scratch, where groups have an
-        index: [strip][group][2][output]."""
+        """Writes the terms of all groups of strips start..stop to the scratch memory, as
+        [strip][group][2][output]; nothing to do in a format without an index."""
         b, spec = self.b, self.spec
         if not spec.format.index:
             return
         group, unit = spec.format.index[1], spec.format.unit
-        each, step = max(unit // group, 1), max(group // unit, 1)  # groups, or of units
+        each, step = max(unit // group, 1), max(group // unit, 1)  # groups of a unit; or reverse
 
         def strip_terms(strip: Any, _: list[Any]) -> list[Any]:
             self.begin_strip(strip)
@@ -79,20 +84,21 @@ class Items(Lanes):
         self.loop(start, stop, 1, [], strip_terms)
 
     def begin_strip(self, strip: Any) -> None:
-        """Know where a strip begins, and where its groups' terms are."""
+        """Sets the strip that the other methods emit for, and where its groups' terms are."""
         self.first = self.first_output(strip)
         if self.spec.format.index:
             size = self.b.mul(self.groups, I64(4 * 2 * self.spec.strip))
             self.scratch = self.b.add(self.argument(SCRATCH), self.b.mul(strip, size))
 
     def scratch_place(self, group: Any, term: int) -> Any:
-        """Where a term of the lanes' outputs is in the strip's scratch."""
+        """The index in the strip's scratch memory of a group's term, 0 for scales and 1 for
+        offsets, for the outputs of the lanes."""
         b, width = self.b, self.spec.strip
         lane = b.add(b.sub(self.row, self.first), I64(term * width))
         return b.add(b.mul(group, I64(2 * width)), lane)
 
     def scaled(self, place: int, value: Any) -> Any:
-        """A value of input `place` of the unit by the terms of its group."""
+        """Applies the scale and offset of its group to the value of input `place` of the unit."""
         fmt = self.spec.format
         assert fmt.index is not None
         leaf, size = fmt.index

@@ -1,8 +1,8 @@
-"""What formats emit their LLVM IR with: the items of one unit, a lane per output.
+"""The methods with which formats emit LLVM IR: they read the bytes of one unit, a lane per output.
 
-Where neighbouring inputs of an output are neighbouring bytes, the words of as many outputs as a
-register has lanes are transposed before they are unpacked: there are fewer of them than of weights.
-Tensors that go down the inputs are read by cpu_unpack_lines.
+In most formats an output's inputs are neighbouring bytes. Then the words of as many outputs as a
+register has lanes are loaded, and transposed before they are unpacked, since there are fewer words
+than weights. cpu_unpack_lines reads tensors that go down the inputs.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from specexec_kernels.cpu_unpack_lines import LINE_BYTES, Fetch, Lines
 from specexec_kernels.cpu_unpack_numbers import ITEM_TYPES
 from specexec_kernels.formats.base import Part
 
-RUN_WORDS = 4  # of an output that are loaded at once: of more, the transposing costs more
-AHEAD_BYTES = 1024  # of an output's codes that are asked for before they are unpacked
-AHEAD_IN_PANEL_BYTES = 256  # as AHEAD_BYTES, of a panel that was asked for before
+RUN_WORDS = 4  # words of an output that are loaded at once; transposing more costs more
+AHEAD_BYTES = 1024  # how far ahead of the unpacking an output's codes are prefetched
+AHEAD_IN_PANEL_BYTES = 256  # the same where the panel was prefetched once already
 
 
 class Lanes(Lines):
-    """What a format emits its IR with: the bytes of one unit, one lane for each output."""
+    """Reads the bytes of the unit that `at` was last called with, one lane for each output."""
 
     def __init__(self, spec: MatmulSpec, function: ir.Function) -> None:
         super().__init__(spec, function)
         self._read: dict[Any, Any] = {}  # see `once`
 
     def once(self, key: object, read: Callable[[], Any]) -> Any:
-        """What `read` emits, emitted once for the unit: values and terms may share bytes.
+        """The result of `read`, which is called once for a unit: values and terms may share bytes.
 
         Args:
-            key: by which it is known.
+            key: tells the results of one unit apart.
+            read: emits the reading.
         """
         place = id(self.unit), id(self.row), id(self.b.block), key
         if place not in self._read:
-            # with what it is known by, so that no other takes its identity
+            # the objects are kept too, so that no new one can get the id of one that is gone
             self._read[place] = read(), self.unit, self.row, self.b.block
         return self._read[place][0]
 
     def _unit_bytes(self, part: Part) -> int:
-        """Bytes of a unit in one output's run of a tensor."""
+        """Bytes of a unit of one output in a tensor."""
         return part.items * ITEM_TYPES[part.dtype][1] * self.spec.format.unit // part.inputs
 
     def _address(self, leaf: str, offset: int) -> tuple[Any, Any]:
-        """Address of byte `offset` of the unit, in the first lane; bytes from lane to lane."""
+        """The address of byte `offset` of the unit in the first lane, and the bytes from one lane's
+        to the next lane's."""
         b, (part, base, _) = self.b, self.parts[leaf]
         n_bytes = self._unit_bytes(part)
         stride = b.mul(self.units, I64(n_bytes))
@@ -58,10 +60,11 @@ class Lanes(Lines):
     def read_words(
         self, leaf: str, offset: int = 0, count: int | None = None, run: int = RUN_WORDS
     ) -> list[Any]:
-        """`count` little-endian words from byte `offset` of the unit on, int32 lanes each.
+        """Reads little-endian words from byte `offset` of the unit on; int32 lanes each.
 
         Args:
-            count: as many as the unit has, unless told.
+            leaf: name of the tensor.
+            count: number of words; all words of the unit where not given.
             run: the most words of an output that are loaded at once, at most the lanes.
         """
         if count is None:
@@ -80,8 +83,11 @@ class Lanes(Lines):
         return found
 
     def read_pairs(self, leaf: str) -> list[Any]:
-        """A unit of twice as many floats as there are lanes, as pairs of bfloat16, rounded to
-        nearest. They are rounded before they are transposed: by then a register is full."""
+        """Reads a unit of twice as many floats as there are lanes, as pairs of bfloat16 rounded to
+        nearest.
+
+        They are rounded first and transposed then, since two vectors of float32 are one of pairs.
+        """
         b, part = self.b, self.parts[leaf][0]
         typ, size = ITEM_TYPES[part.dtype]
         vector = ir.VectorType(typ, self.lanes)
@@ -101,7 +107,7 @@ class Lanes(Lines):
         return self.transpose(runs)
 
     def _words_at(self, first: Any, stride: Any, count: int) -> list[Any]:
-        """`count` words, a power of two up to the lanes, as vectors of one word of each lane."""
+        """`count` vectors with one word of each lane; `count` is a power of two up to the lanes."""
         b = self.b
         runs = []
         for lane in range(self.lanes):
@@ -113,7 +119,7 @@ class Lanes(Lines):
         return self.transpose(rows)
 
     def _joined(self, runs: list[Any]) -> Any:
-        """Vectors one behind the other."""
+        """Concatenates vectors."""
         while len(runs) > 1:
             width = 2 * runs[0].type.count
             order = self.ints(list(range(width)))
@@ -122,11 +128,11 @@ class Lanes(Lines):
         return runs[0]
 
     def read_halfword(self, leaf: str, offset: int) -> Any:
-        """The two bytes from byte `offset` of the unit on, int32 lanes."""
+        """Reads the two bytes from byte `offset` of the unit on; int32 lanes."""
         return self._narrow_items(*self._address(leaf, offset), I16)
 
     def read_byte(self, leaf: str, offset: int) -> Any:
-        """The byte at `offset` of the unit, int32 lanes."""
+        """Reads the byte at `offset` of the unit; int32 lanes."""
         return self._narrow_items(*self._address(leaf, offset), I8)
 
     def _narrow_items(self, first: Any, stride: Any, typ: Any) -> Any:
@@ -134,7 +140,7 @@ class Lanes(Lines):
         return self.b.zext(self._gathered(items, typ), self.words)
 
     def _gathered(self, addresses: list[Any], typ: Any) -> Any:
-        """One item of each lane."""
+        """Loads one item for each lane, each from an address of its own."""
         vector = ir.Constant(ir.VectorType(typ, self.lanes), ir.Undefined)
         for lane, at in enumerate(addresses):
             one = self.b.load(self.b.inttoptr(at, ir.PointerType()), typ=typ, align=1)
@@ -142,12 +148,13 @@ class Lanes(Lines):
         return vector
 
     def item(self, leaf: str, number: int = 0) -> Any:
-        """The item of a tensor beside that covers the unit, in each lane.
+        """Reads the item of a tensor that covers the unit, such as its scale, for each lane.
 
         Args:
-            number: where several items cover a unit, which of them.
+            leaf: name of the tensor.
+            number: which item, where several cover a unit.
         Returns:
-            float32 lanes; int32 lanes of a tensor of integers, whose sign is not carried on.
+            float32 lanes; for a tensor of integers int32 lanes, not sign-extended.
         """
         b, (part, base, columns) = self.b, self.parts[leaf]
         typ, size = ITEM_TYPES[part.dtype]
@@ -166,7 +173,7 @@ class Lanes(Lines):
             return self.splat(b.load(b.inttoptr(at, ir.PointerType()), typ=typ, align=1),
                               self.lanes)  # fmt: skip
 
-        if part.down:  # neighbours are those of neighbouring outputs
+        if part.down:  # neighbours in memory belong to neighbouring outputs
             at = b.add(b.mul(column, columns), self.row)
             return self.number(
                 self.load(base, at, ir.VectorType(typ, self.lanes), size), part.dtype
@@ -196,7 +203,7 @@ class Lanes(Lines):
         return self.number(items, part.dtype)
 
     def _column(self, part: Part, number: int) -> Any:
-        """The column of a tensor in which the unit's item lies."""
+        """The column of a tensor in which item `number` of the unit lies."""
         b, unit = self.b, self.spec.format.unit
         if part.inputs == 0:
             return I64(0)
@@ -205,15 +212,17 @@ class Lanes(Lines):
         return b.udiv(self.unit, I64(part.inputs // unit))
 
     def column(self, leaf: str, number: int = 0) -> Any:
-        """The column of a tensor beside in which the unit's item lies, see item; the row of one
+        """The column of a tensor in which the unit's item lies (see `item`); its row, in a tensor
         that goes down the inputs."""
         return self._column(self.parts[leaf][0], number)
 
     def column_bits(self, leaf: str, bits: int, column: Any) -> Any:
-        """A code of each lane out of words that go down the outputs, int32 lanes.
+        """Reads a code for each lane from words that are packed along the outputs; int32 lanes.
 
         Args:
-            leaf: (outputs * bits / 32, columns) int32, codes of 1, 2, 4 or 8 bits.
+            leaf: name of a tensor (outputs * bits / 32, columns) int32.
+            bits: bits of a code: 1, 2, 4 or 8.
+            column: of the tensor.
         """
         b, (_, base, columns) = self.b, self.parts[leaf]
         rows = [b.add(self.row, I64(lane)) for lane in range(self.lanes)]
@@ -226,10 +235,10 @@ class Lanes(Lines):
         return b.and_(b.lshr(words, shifts), self.same(2**bits - 1))
 
     def run_item(self, leaf: str, skipped: int = 0) -> Any:
-        """The float32 of a tensor beside that covers the unit's inputs behind the first `skipped`,
-        rows taken as one long run."""
+        """Reads the float32 of a tensor of runs (Part.run) that covers the unit's inputs from input
+        `skipped` on."""
         if self.parts[leaf][0].run % self.spec.format.unit == 0:
-            skipped = 0  # all of the unit's inputs are covered by the same
+            skipped = 0  # one item covers all of the unit's inputs
         return self.once((leaf, skipped), lambda: self._run_item(leaf, skipped))
 
     def _run_item(self, leaf: str, skipped: int) -> Any:
@@ -242,8 +251,15 @@ class Lanes(Lines):
         return self._gathered([b.add(base, b.mul(place, I64(4))) for place in places], F32)
 
     def lookup(self, table: str, leaf: str, number: int = 0) -> Any:
-        """The float32 of a small tensor beside that the item of a tensor of bytes names; see item
-        for its number. Bytes become addresses without a detour through vectors."""
+        """Reads table[byte] for the item that covers the unit in a tensor of bytes; float32 lanes.
+
+        Each byte is made an address as a scalar, without a detour through vectors.
+
+        Args:
+            table: name of the float32 tensor.
+            leaf: name of the tensor of bytes.
+            number: which item, where several cover a unit.
+        """
         b, (_, values, _), (part, base, columns) = self.b, self.parts[table], self.parts[leaf]
         column = self._column(part, number)
         found = []
@@ -254,7 +270,8 @@ class Lanes(Lines):
         return self._gathered(found, F32)
 
     def ahead(self) -> list[Fetch]:
-        """What asks for each line that lies ahead of the unit; at its end, for the next strip's."""
+        """The prefetches of each cache line that lies ahead of the unit; near the end of the
+        inputs, of the next strip's first lines."""
         b, spec = self.b, self.spec
         codes, early = spec.format.parts[0], spec.format.fetches_early
         if early and (spec.mode == "many" or (spec.mode == "tiles" and codes.down)):
@@ -280,11 +297,11 @@ class Lanes(Lines):
         return found
 
     def fetch_share(self, output: Any, unit: Any, turn: Any, turns: Any) -> None:
-        """Ask for a share of a tile's codes: all at once they would wait for one another.
+        """Prefetches a share of a tile's codes: all at once they would wait for one another.
 
         Args:
-            output, unit: where the tile begins.
-            turn, turns: which share, of how many.
+            output, unit: the first of the tile.
+            turn, turns: which share, and how many there are.
         """
         b, spec = self.b, self.spec
         codes, base, columns = self.parts[spec.format.parts[0].leaf]

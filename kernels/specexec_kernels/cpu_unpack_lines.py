@@ -1,8 +1,8 @@
-"""Where a kernel of packed weights is, and how it reads tensors that go down the inputs.
+"""The place in a weight that a kernel reads at, and how it reads tensors that go down the inputs.
 
-Such a tensor has a line in memory for one or more inputs, in which the words of neighbouring
-outputs are neighbours, so that a register takes as many outputs at once as it has lanes.
-cpu_unpack_lanes reads all others.
+Such a tensor has a line in memory for one or more inputs. In a line the words of neighbouring
+outputs are neighbours, so one load gives every lane its output's word. cpu_unpack_lanes reads all
+other tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,18 @@ from specexec_kernels.cpu_matmul_spec import PARTS, UNITS, MatmulSpec
 from specexec_kernels.cpu_unpack_numbers import ITEM_TYPES, Numbers
 from specexec_kernels.formats.base import Part
 
-Fetch = Callable[[], None]  # asks for one line of a tensor
-AHEAD_OUTPUTS = 64  # whose words lie between those that are unpacked and those that are asked for
+Fetch = Callable[[], None]  # emits the prefetch of a cache line, or of one in each line of a unit
+AHEAD_OUTPUTS = 64  # how far ahead of the unpacking a line is prefetched, in outputs
 LINE_BYTES, LINE_WORDS = 64, 16  # of a cache line
 
 
 class Lines(Numbers):
-    """The place in a weight, and what lies there in lines.
+    """The place in a weight, and the reading of tensors that go down the inputs.
 
     Attributes:
-        unit: the unit's number, counted from the first input.
+        parts: by leaf, the format's tensor, its address, and its number of columns.
+        units: units of the weight's inputs.
+        unit: number of the present unit, counted from the first input.
         row: the output in the first lane.
     """
 
@@ -45,24 +47,24 @@ class Lines(Numbers):
         self.row: Any = None
 
     def at(self, row: Any, unit: Any) -> None:
-        """Go to a unit of the outputs from `row` on."""
+        """Sets the place: a unit of the outputs from `row` on."""
         self.row, self.unit = row, unit
 
     def argument(self, position: int) -> Any:
-        """An int64 of the argument array."""
+        """Loads an int64 of the argument array."""
         return self.load(self.base, I64(position), I64, 8)
 
     def input_at(self, place: int) -> Any:
-        """The number of input `place` of the unit, counted from the first one of all."""
+        """The number of input `place` of the unit, counted from the weight's first input."""
         return self.b.add(self.b.mul(self.unit, I64(self.spec.format.unit)), I64(place))
 
     def number_at(self, leaf: str, place: int) -> Any:
-        """The int32 that a tensor beside has for an input of the unit, as a column."""
+        """Reads the int32 of input `place` of the unit in a tensor of one number for each input, as
+        int64."""
         return self.b.sext(self.load(self.parts[leaf][1], self.input_at(place), I32), I64)
 
     def line_word(self, leaf: str, number: int) -> Any:
-        """Word `number` of the unit of a tensor that goes down the inputs: neighbours are those of
-        neighbouring outputs."""
+        """Reads word `number` of the unit for each lane, in a tensor that goes down the inputs."""
         b, (part, base, columns) = self.b, self.parts[leaf]
         assert part.dtype == "I32", f"codes that go down are read as words, not {part.dtype}"
         lines = part.items * self.spec.format.unit // part.inputs
@@ -71,7 +73,8 @@ class Lines(Numbers):
         return self.load(base, at, self.words)
 
     def line_number(self, leaf: str, place: int) -> Any:
-        """Input `place` of the unit, of a tensor that has a line of plain numbers for each."""
+        """Reads the weights of input `place` of the unit in a tensor of plain numbers, where each
+        input has a line; float32 lanes."""
         part, base, columns = self.parts[leaf]
         typ, size = ITEM_TYPES[part.dtype]
         at = self.b.add(self.b.mul(self.input_at(place), columns), self.row)
@@ -80,13 +83,14 @@ class Lines(Numbers):
     def codes_along(
         self, leaf: str, row: Any, bits: int, *, added: int = 0, interleaved: bool = False
     ) -> Any:
-        """A code of each lane out of words that go along the outputs, int32 lanes.
+        """Reads a code for each lane from words that are packed along the outputs; int32 lanes.
 
         Args:
-            leaf: (rows, outputs * bits / 32) int32, codes of 2, 3, 4 or 8 bits.
+            leaf: name of a tensor (rows, outputs * bits / 32) int32.
             row: of the tensor.
-            added: to each word before codes are cut out of it; not with 3 bits.
-            interleaved: codes of 4 bits lie in AWQ's order, those of outputs 0 2 4 6 1 3 5 7.
+            bits: bits of a code: 2, 3, 4 or 8.
+            added: number that is added to each word before codes are cut out; 0 with 3 bits.
+            interleaved: whether codes of 4 bits lie in AWQ's order, outputs 0 2 4 6 1 3 5 7.
         """
         b, (_, base, columns) = self.b, self.parts[leaf]
         bit = b.mul(self.row, I64(bits))
@@ -116,11 +120,16 @@ class Lines(Numbers):
                            self.same(2**bits - 1))  # fmt: skip
 
     def pairs_along(self, leaf: str, rows: tuple[Any, Any]) -> Any:
-        """As `codes_along` of interleaved codes, of two rows, which go to the lower and the upper
-        halves; for a table of 16 values (table_pair), since the bits above a code are anything.
+        """Reads interleaved 4-bit codes of two rows for `table_pair` with a table of 16 values.
 
-        An output's code is in the lower half of a word if its number is even, in the upper if odd.
+        The first row's codes are in the lower halves of the lanes, the second row's in the upper.
+        The bits above a code are undefined.
+
+        Args:
+            leaf: name of a tensor (rows, outputs / 8) int32, as for `codes_along`.
         """
+        # In AWQ's order the codes of even outputs are in the lower half of a word, those of odd
+        # outputs in the upper half.
         b, (_, base, columns) = self.b, self.parts[leaf]
         typ = ir.VectorType(I16, self.lanes // 4)
         first, second = (
@@ -135,9 +144,9 @@ class Lines(Numbers):
         return b.bitcast(b.lshr(both, ir.Constant(both.type, shifts)), self.words)
 
     def lines_ahead(self, codes: Part) -> list[Fetch]:
-        """As `ahead`, of codes that go down the inputs: what comes next in their lines."""
+        """The prefetches of what comes next in each of the unit's lines; see Lanes.ahead."""
         b, (_, base, columns) = self.b, self.parts[codes.leaf]
-        row = self.row  # lines are asked for later, when others have come
+        row = self.row  # the place may be another when the prefetches are emitted
         lines = codes.items * self.spec.format.unit // codes.inputs
         first = b.mul(self.unit, I64(lines))
         outputs = codes.outputs // codes.row_items * 4 // ITEM_TYPES[codes.dtype][1]  # of a word
@@ -148,7 +157,7 @@ class Lines(Numbers):
             self.prefetch(base, b.add(b.mul(b.add(first, I64(line)), columns), at))
 
         def fetch_new() -> None:
-            """All at once, where a cache line begins that several vectors of outputs lie in."""
+            """Prefetches in all lines at once, when a cache line of several vectors begins."""
             is_new = b.icmp_unsigned("==", b.urem(row, I64(LINE_WORDS * outputs)), I64(0))
             with b.if_then(is_new):
                 for line in range(lines):
@@ -158,6 +167,6 @@ class Lines(Numbers):
 
 
 def share(whole: list[Fetch], number: int, parts: int) -> list[Fetch]:
-    """Part `number` of a list in as many parts, as equal as they can be."""
+    """Part `number` of a list that is cut into `parts` parts, as equal as possible."""
     size = len(whole)
     return whole[number * size // parts : (number + 1) * size // parts]

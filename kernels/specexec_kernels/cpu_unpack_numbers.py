@@ -1,7 +1,7 @@
-"""LLVM IR of the numbers that packed words hold: what formats of packed weights unpack with.
+"""LLVM IR that converts the codes of packed weights to numbers.
 
-Codes come in int32 lanes, and go out as float32 or, where the CPU multiplies them, as pairs of
-bfloat16. Knows nothing of where bytes lie; cpu_unpack_lines and cpu_unpack_lanes read them.
+Codes are int32 lanes. The results are float32 lanes or, where the CPU multiplies them, pairs of
+bfloat16. Knows nothing of where the bytes lie; cpu_unpack_lines and cpu_unpack_lanes read them.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from llvmlite import ir
 
 from specexec_kernels.cpu_ir_emit import F32, I8, I16, I32, Bfloat, Emitter
 
-# safetensors' dtypes as they are read, and bytes of each
+# For each of safetensors' dtypes, the LLVM type that it is read as, and its bytes
 ITEM_TYPES = {
     "F32": (F32, 4), "F16": (I16, 2), "BF16": (I16, 2), "F8_E4M3": (I8, 1), "F8_E5M2": (I8, 1),
     "F8_E8M0": (I8, 1), "U8": (I8, 1), "I8": (I8, 1), "I32": (I32, 4),
 }  # fmt: skip
-# what the lower 7 bits of a code mean
+# The E4M3 number of each code's lower 7 bits
 _E4M3 = (
     *(code / 512 for code in range(8)),
     *((1 + code % 8 / 8) * 2.0 ** (code // 8 - 7) for code in range(8, 127)),
@@ -28,10 +28,17 @@ _E4M3 = (
 
 
 class Numbers(Emitter):
-    """Conversions of int32 lanes."""
+    """Emits conversions of int32 lanes."""
 
     def __init__(self, builder: ir.IRBuilder, lanes: int, dot: bool, byte_tables: bool) -> None:
-        """With what pairs of bfloat16 need, where `dot`, and bytes that choose from tables."""
+        """Declares the instructions.
+
+        Args:
+            builder: of the kernel.
+            lanes: float32 lanes of a vector register.
+            dot: whether pairs of bfloat16 are made.
+            byte_tables: whether the CPU looks bytes up in tables of 128 entries.
+        """
         super().__init__(builder, lanes)
         self.has_byte_tables = dot and byte_tables
         module = builder.function.module
@@ -55,7 +62,7 @@ class Numbers(Emitter):
             self._narrow = ir.Function(module, narrow, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
 
     def same(self, value: int) -> Any:
-        """An integer in every lane."""
+        """A constant vector with an integer in every lane."""
         return self.ints([value] * self.lanes)
 
     def byte(self, words: Any, number: int) -> Any:
@@ -67,34 +74,35 @@ class Numbers(Emitter):
         return self.bits(words, 4 * number, 4)
 
     def bits(self, words: Any, first: int, count: int) -> Any:
-        """`count` bits of each word from bit `first` on."""
+        """`count` bits of each word, from bit `first` on."""
         if count == 32:
             return words
         moved = self.b.lshr(words, self.same(first)) if first else words
         return self.b.and_(moved, self.same(2**count - 1))
 
     def signed_byte(self, words: Any, number: int) -> Any:
-        """Byte `number` of each word as a signed number."""
+        """Byte `number` of each word, sign-extended."""
         moved = self.b.shl(words, self.same(24 - 8 * number)) if number < 3 else words
         return self.b.ashr(moved, self.same(24))
 
     def less(self, codes: Any, offset: int) -> Any:
-        """int32 lanes from 0 to 255 less a number, as float32.
+        """int32 lanes from 0 to 255 minus `offset`, as float32.
 
-        By way of floats between 2**23 and 2**24, whose lowest bits are the code: the upper bits are
-        put in with the mask that cuts the code out, and one subtraction does the rest.
+        A float32 from 2**23 on has the code in its lowest bits. So the code is or-ed into the bits
+        of 2**23, and one subtraction of 2**23 + offset does the rest.
         """
         large = self.b.or_(codes, self.same(0x4B000000))
         return self.b.fsub(self.b.bitcast(large, self.vector), self.constant(2.0**23 + offset))
 
     def half(self, bits: Any) -> Any:
-        """int32 lanes whose lower halves are float16, as float32."""
+        """The float16 in the lower half of each int32 lane, as float32."""
         narrow = self.b.trunc(bits, ir.VectorType(I16, self.lanes))
         return self.b.fpext(self.b.bitcast(narrow, ir.VectorType(ir.HalfType(), self.lanes)),
                             self.vector)  # fmt: skip
 
     def floats(self, words: Any, dtype: str) -> tuple[Any, ...]:
-        """The numbers of four bytes, or of two, that words hold, the lower half's first."""
+        """The float32 numbers in words: one of dtype F32, or two of F16 or BF16, the lower half's
+        first."""
         if dtype == "F32":
             return (self.b.bitcast(words, self.vector),)
         upper = self.b.lshr(words, self.same(16))
@@ -103,11 +111,11 @@ class Numbers(Emitter):
         return self.bfloat(words), self.bfloat(upper)
 
     def bfloat(self, bits: Any) -> Any:
-        """int32 lanes whose lower halves are bfloat16, as float32."""
+        """The bfloat16 in the lower half of each int32 lane, as float32."""
         return self.b.bitcast(self.b.shl(bits, self.same(16)), self.vector)
 
     def rounded(self, values: Any, dtype: str) -> Any:
-        """float32 lanes that are rounded to a dtype, to nearest even, as float32."""
+        """float32 lanes rounded to a dtype, to nearest even, and back to float32."""
         if dtype == "BF16":
             return self.bfloat(self.bfloat_bits(values))
         if dtype == "F16":
@@ -116,10 +124,11 @@ class Numbers(Emitter):
         return values
 
     def number(self, items: Any, dtype: str) -> Any:
-        """Items as memory has them, one of each lane: floats as float32, integers as int32 lanes,
-        whose sign is not carried on.
+        """Converts items as they lie in memory, one for each lane: floats to float32 lanes,
+        integers to int32 lanes, not sign-extended.
 
         Args:
+            items: vector of ITEM_TYPES[dtype].
             dtype: safetensors' name.
         """
         if dtype == "F32":
@@ -132,7 +141,7 @@ class Numbers(Emitter):
         return self.float8(codes, dtype) if dtype.startswith("F8_E") else codes
 
     def float8(self, codes: Any, dtype: str) -> Any:
-        """int32 lanes from 0 to 255 as the float8 that they encode, in float32."""
+        """Converts float8 codes, int32 lanes from 0 to 255, to float32."""
         b = self.b
         if dtype == "F8_E5M2":
             return self.half(b.shl(codes, self.same(8)))
@@ -140,13 +149,14 @@ class Numbers(Emitter):
             return self.power_of_two(codes)
         sign = b.shl(b.and_(codes, self.same(0x80)), self.same(8))
         magnitude = b.and_(codes, self.same(0x7F))
-        value = self.half(b.or_(sign, b.shl(magnitude, self.same(7))))  # exponents are 8 too small
+        # as a float16 it has an exponent 8 too small
+        value = self.half(b.or_(sign, b.shl(magnitude, self.same(7))))
         is_nan = b.icmp_signed("==", magnitude, self.same(0x7F))
         nan = self.constant(float("nan"))
         return b.select(is_nan, nan, b.fmul(value, self.constant(256.0)))
 
     def power_of_two(self, codes: Any) -> Any:
-        """2 to the code - 127, as scales of MX formats are stored; 255 is NaN."""
+        """2**(code - 127), the scales of MX formats (E8M0), as float32; code 255 is NaN."""
         b = self.b
         normal = b.shl(codes, self.same(23))
         smallest = b.icmp_signed("==", codes, self.same(0))
@@ -155,7 +165,7 @@ class Numbers(Emitter):
         return b.bitcast(b.select(is_nan, self.same(0x7FC00000), bits), self.vector)
 
     def table(self, values: tuple[float, ...], codes: Any) -> Any:
-        """values[code] for int32 lanes from 0 to 15, in float32."""
+        """values[code] as float32, for codes in int32 lanes from 0 to 15."""
         b = self.b
         if self.lanes == 16:
             return b.call(self._table, [ir.Constant(self.vector, values), codes])
@@ -171,17 +181,18 @@ class Numbers(Emitter):
             result = b.select(is_code, self.constant(values[code]), result)
         return result
 
-    # Pairs of bfloat16; on CPUs of 16 lanes alone
+    # What follows makes pairs of bfloat16, which only CPUs with 16 lanes multiply.
 
     def narrow(self, low: Any, high: Any) -> Any:
-        """Two vectors of float32, one behind the other, as words of bfloat16, to nearest."""
+        """Two vectors of float32, concatenated and rounded to bfloat16, as one vector of words."""
         return self.b.bitcast(self._narrowed(low, high), self.words)
 
     def _narrowed(self, low: Any, high: Any) -> Any:
         return self.b.call(self._narrow, [high, low])
 
     def pair(self, first: Any, second: Any) -> Any:
-        """Two float32 of each lane as a pair of bfloat16, rounded to nearest."""
+        """Two float32 vectors as one of pairs of bfloat16, rounded to nearest; `first` is in the
+        lower halves."""
         narrow = self.b.bitcast(self._narrowed(first, second), self.pair_type)
         order = [half * self.lanes + lane for lane in range(self.lanes) for half in (0, 1)]
         undefined = ir.Constant(narrow.type, ir.Undefined)
@@ -190,7 +201,7 @@ class Numbers(Emitter):
         )
 
     def exact_pair(self, first: Any, second: Any) -> Any:
-        """As `pair`, of numbers that bfloat16 holds exactly."""
+        """`pair` for numbers that are exact in bfloat16."""
         b = self.b
         low, high = (b.bitcast(number, self.words) for number in (first, second))
         return b.or_(b.lshr(low, self.same(16)), high)
@@ -199,9 +210,12 @@ class Numbers(Emitter):
         """values[code] as pairs of bfloat16, for the codes in both halves of the words.
 
         Args:
-            values: 16 or 32, of which the 4 or 5 bits from `first` on choose.
+            values: 16 or 32, exact in bfloat16.
+            words: with a code in each half; other bits are ignored.
+            first: bit of each half where the code of 4 or 5 bits begins.
         """
-        # the instruction looks at five bits of each half: twice 16 values need no mask
+        # the instruction reads five bits of each half: 16 values are repeated, so that the fifth
+        # bit does not matter
         table = ir.Constant(self.pair_type, [bfloat_bits(v) for v in values * (32 // len(values))])
         moved = self.b.lshr(words, self.same(first)) if first else words
         return self.b.bitcast(
@@ -210,9 +224,9 @@ class Numbers(Emitter):
         )
 
     def float8_pairs(self, words: Any) -> tuple[Any, Any]:
-        """Four E4M3 codes in each word as pairs of bfloat16: bytes 0 and 2, and bytes 1 and 3.
+        """The four E4M3 codes of each word as pairs of bfloat16: bytes 0 and 2, then bytes 1 and 3.
 
-        Only where `has_byte_tables`: both bytes of a bfloat16 are looked up by 7 bits of the code.
+        Only where `has_byte_tables`: both bytes of a bfloat16 are looked up by 7 bits of its code.
         """
         b = self.b
         codes = b.bitcast(words, self.bytes_type)
@@ -231,23 +245,23 @@ class Numbers(Emitter):
         return first, second
 
     def _bytes(self, values: tuple[float, ...], first: int) -> Any:
-        """8 bits of each value's bfloat16."""
+        """A constant vector of 8 bits of each value's bfloat16, from bit `first` on."""
         return ir.Constant(self.bytes_type, [bfloat_bits(v) >> first & 0xFF for v in values])
 
     def wide_table_pair(self, values: tuple[float, ...], words: Any) -> Any:
-        """values[code] as pairs of bfloat16, of 64 that the lowest 6 bits of both halves choose."""
+        """values[code] as pairs of bfloat16, for 64 values and the lowest 6 bits of both halves."""
         bits = [bfloat_bits(value) for value in values]
         low, high = (ir.Constant(self.pair_type, bits[at : at + 32]) for at in (0, 32))
         codes = self.b.bitcast(words, self.pair_type)
         return self.b.bitcast(self.b.call(self._wide_table, [low, codes, high]), self.words)
 
     def both_bits(self, words: Any, first: int, count: int) -> Any:
-        """`count` bits of each half of the words from bit `first` on."""
+        """`count` bits of each half of the words, from bit `first` on."""
         moved = self.b.lshr(words, self.same(first)) if first else words
         return self.b.and_(moved, self.same((2**count - 1) * 0x10001))
 
 
 def bfloat_bits(value: float) -> int:
-    """The bits of the bfloat16 that is nearest to a normal number or zero."""
+    """The bits of the bfloat16 nearest to `value`, which must be a normal number, zero or NaN."""
     bits = int.from_bytes(struct.pack("<f", value), "little")
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF

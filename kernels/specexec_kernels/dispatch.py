@@ -1,8 +1,7 @@
-"""Which kernel runs where: compiled for the CPU by LLVM, Triton on a GPU, PyTorch otherwise.
+"""Chooses the implementation of an operation by device: LLVM on a CPU, Triton or PyTorch on a GPU.
 
-Callers name the operation, and what stands in is chosen here. On a CPU products, attention and
-activations have kernels of their own, which the models call by name: there is nothing to choose
-but PyTorch. `choices` is what `doctor` prints.
+Attention, activations and plain linears on a CPU are not chosen here: models call those kernels
+(cpu_attention, cpu_activation, cpu_matmul) by name.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from specexec_kernels.formats.gguf import GGUF_FORMATS
 from specexec_kernels.row_blocks import in_row_blocks
 from specexec_kernels.tree_attention import tree_attention_ref
 
-GPU_FUSED_ROWS = 16
-OLDEST_CAPABILITY = (8, 0)  # of a GPU for Triton, as its documentation says
+GPU_FUSED_ROWS = 16  # the most rows for the kernel that unpacks and multiplies at once
+OLDEST_CAPABILITY = (8, 0)  # the least compute capability that Triton's documentation supports
 
 
 @cache
 def triton_obstacle(device: torch.device) -> str | None:
     """Why Triton's kernels do not run on a GPU; None if they do.
 
-    Triton starts by compiling a small C module, which many an image made for running programs
-    cannot do. Before Ampere it has no tensor cores for tl.dot and spills instead.
+    Triton compiles a small C module when it starts, for which many container images lack a
+    compiler. GPUs before Ampere have no tensor cores for tl.dot, so its kernels spill registers.
     """
     if importlib.util.find_spec("triton") is None:  # as on Windows
         return "Triton is not installed"
@@ -49,12 +48,12 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether operations on this device go to Triton's kernels."""
+    """Whether operations on this device run as Triton kernels."""
     return device.type == "cuda" and triton_obstacle(device) is None
 
 
 def rounding(device: torch.device) -> tuple[str, ...]:
-    """What decides how results are rounded on `device`, besides their dtype and the inputs."""
+    """Names all that decides how results are rounded on `device`, besides dtypes and inputs."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device), "Triton" if uses_triton(device) else "PyTorch"
     native = [str(dtype) for dtype in (torch.bfloat16, torch.float16) if cpu_jit.has_matmul(dtype)]
@@ -68,13 +67,17 @@ def quantized_matmul(
     out_dtype: torch.dtype | None = None,
     block_rows: int | None = None,
 ) -> Tensor:
-    """x (rows, inputs) @ W (inputs, outputs); sums in float32 or better.
+    """Computes x @ W.T for a packed weight W, with sums in float32 or better.
 
     Args:
-        out_dtype: of the result, x's unless told; float32 is the other choice, on a GPU.
-        block_rows: on a GPU, rows of every product that PyTorch is asked for, so that a row has
-            the same bits among any number of others (see row_blocks). Without it few rows take a
-            fused kernel.
+        x: (rows, inputs).
+        weight: W, (outputs, inputs).
+        out_dtype: dtype of the result: x's where not given, or float32.
+        block_rows: on a GPU, the rows of every product that PyTorch computes, so that a row has
+            the same bits among any number of others (see row_blocks). Where not given, up to
+            GPU_FUSED_ROWS rows take a fused kernel.
+    Returns:
+        (rows, outputs)
     """
     out_dtype = out_dtype or x.dtype
     few = block_rows is None and x.shape[0] <= GPU_FUSED_ROWS
@@ -90,7 +93,7 @@ def quantized_matmul(
 
 
 def _matmul(x: Tensor, dense: Tensor, out_dtype: torch.dtype, block_rows: int | None) -> Tensor:
-    """x @ dense on a GPU, whose sums in float32 may be kept."""
+    """x @ dense on a GPU; with `out_dtype` float32 the sums are not rounded to x's dtype."""
     if block_rows is not None:
         return in_row_blocks(x, block_rows, lambda own: _matmul(own, dense, out_dtype, None))
     return x @ dense if out_dtype == x.dtype else torch.mm(x, dense, out_dtype=out_dtype)
@@ -107,7 +110,7 @@ def tree_attention(
     sinks: Tensor | None = None,
     first_seen: Tensor | None = None,
 ) -> Tensor:
-    """Attention over the prefix and each row's ancestors; see tree_attention_ref."""
+    """Attention over the prefix and each row's ancestors; see tree_attention_ref for arguments."""
     attend = tree_attention_ref
     if uses_triton(queries.device):
         from specexec_kernels import triton_tree_attention
@@ -117,11 +120,14 @@ def tree_attention(
 
 
 def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best log-probabilities (rows, k) float32, falling, and their columns (rows, k).
+    """The k largest log-probabilities of each row.
 
     Args:
-        logits: (rows, vocab); of equal ones any order.
+        logits: (rows, vocab), any float dtype.
         k: 1 to vocab.
+    Returns:
+        log-probabilities (rows, k) float32, falling, and their columns (rows, k) int64; of equal
+        logits any order.
     """
     if uses_triton(logits.device):
         from specexec_kernels import triton_topk
@@ -132,7 +138,7 @@ def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
-    """Moves the rows of slots `kept` behind the first `start`, in place; see compact_kv_ref."""
+    """Moves the rows of slots `kept` to the slots from `start` on; see compact_kv_ref."""
     if uses_triton(cache.device):
         from specexec_kernels import triton_compact_kv
 
@@ -142,7 +148,7 @@ def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
 
 
 def choices(device: torch.device) -> dict[str, str]:
-    """Implementation of each operation on `device`, for people."""
+    """The implementation of each operation on `device`, as `specexec doctor` prints it."""
     if device.type == "cpu":
         vectors = f"{32 * cpu_jit.lanes()}-bit vectors"
         pairs = ", bfloat16 by pairs" if cpu_jit.has_dot() else ""
@@ -168,6 +174,6 @@ def choices(device: torch.device) -> dict[str, str]:
 
 
 def _unpacked(names: Iterable[str]) -> str:
-    """What is added about GGUF's types that have no kernel here."""
+    """The addition that names GGUF types without a kernel; empty if there are none."""
     listed = ", ".join(names)
     return f"; of GGUF's types PyTorch unpacks {listed}" if listed else ""

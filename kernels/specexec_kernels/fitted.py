@@ -1,18 +1,17 @@
-"""Quantization by error minimisation: scales and zero points fitted to each group of weights.
+"""Quantization that fits scale and zero point to each group of weights, without a text.
 
-A group of weights w is stored as scale * (code - zero). As in HQQ (Badri and Shaji, 2023,
-"Half-Quadratic Quantization of Large Machine Learning Models", whose step for the zero point this
-is), codes and grid are found by turns, and no text is needed for it:
+A group of weights w is stored as scale * (code - zero). Codes and zero point are computed in turns:
 
     code = clamp(round(w / scale) + zero)
     zero = round(mean(code - w / scale))
 
-HQQ leaves the scale as it began. Zero points of a GPTQ checkpoint are whole numbers, so that they
-alone can mend little: here scale = sum(w * (code - zero)) / sum((code - zero)^2) is fitted too, by
-least squares, beginning at several ranges of the group, for in few bits the best range leaves the
-largest weights out. HQQ's other half, errors counted by their 0.7th power so that outliers weigh
-less, made the weights and the text worse here (docs/tried.md). What is kept is the least squared
-error that was met, round-to-nearest's included.
+Source of these steps: HQQ (Badri and Shaji, 2023, "Half-Quadratic Quantization of Large Machine
+Learning Models"). HQQ keeps the first scale. Here zero points are whole numbers, as GPTQ
+checkpoints have them, so changing them alone helps little, and the scale is fitted too, by least
+squares: scale = sum(w * (code - zero)) / sum((code - zero)^2). That begins from several ranges of
+the group, because with few bits the best range leaves the largest weights out. HQQ also counts
+errors by their 0.7th power, so that outliers weigh less; that made weights and text worse here
+(docs/tried.md). The result with the least squared error is kept, round-to-nearest included.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from specexec_kernels.formats.gptq import Gptq
 from specexec_kernels.packing import pack_rows, store_zeros
 
 _RANGES = (1.0, 0.85, 0.7, 0.55)  # shares of a group's range that fitting begins with
-_BLOCK_WEIGHTS = 1 << 21  # fitted at once: a handful of float32 tensors of this size in memory
-_LEAST_SCALE = 2.0**-24  # of float16
+# Weights that are fitted at a time; fitting takes a handful of float32 tensors of this size.
+_BLOCK_WEIGHTS = 1 << 21
+_LEAST_SCALE = 2.0**-24  # the smallest positive float16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,26 +36,26 @@ class Codes:
     """A quantized weight, W (outputs, inputs) = scales[g] * (codes - zeros[g])."""
 
     codes: Tensor  # (outputs, inputs) int32 in [0, 2**bits)
-    zeros: Tensor  # (outputs, groups) int32, likewise
+    zeros: Tensor  # (outputs, groups) int32 in [0, 2**bits)
     scales: Tensor  # (outputs, groups) float16
 
     def weight(self) -> Tensor:
-        """(outputs, inputs) float32: what the codes stand for."""
+        """The weight that the codes stand for, (outputs, inputs) float32."""
         outputs, inputs = self.codes.shape
         grouped = self.codes.view(outputs, self.scales.shape[1], -1) - self.zeros.unsqueeze(-1)
         return (self.scales.float().unsqueeze(-1) * grouped).view(outputs, inputs)
 
 
 def quantize_fitted(weight: Tensor, fmt: Gptq) -> PackedWeight:
-    """Packs a weight, scales and zero points fitted group by group.
+    """Packs a weight with scales and zero points fitted group by group.
 
     Args:
-        weight: (outputs, inputs), any float dtype; taken in blocks of rows, whose results do not
-            depend on each other.
-        fmt: whose groups divide the inputs.
+        weight: (outputs, inputs), any float dtype.
+        fmt: GPTQ format; its groups must divide the inputs.
     """
     outputs, inputs = weight.shape
-    rows = max(32, _BLOCK_WEIGHTS // inputs // 32 * 32)  # of 32 outputs zero points are whole words
+    # some outputs at a time, to save memory; the zero points of 32 outputs are whole words
+    rows = max(32, _BLOCK_WEIGHTS // inputs // 32 * 32)
     codes, zeros, scales = [], [], []
     for first in range(0, outputs, rows):
         found = fit(weight[first : first + rows], fmt.bits, fmt.group)
@@ -71,12 +71,18 @@ def quantize_fitted(weight: Tensor, fmt: Gptq) -> PackedWeight:
 
 
 def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
-    """Codes, zero points and scales of a weight (outputs, inputs), fitted group by group."""
+    """Codes, zero points and scales of a weight, fitted group by group.
+
+    Args:
+        weight: (outputs, inputs), any float dtype.
+        bits: bits of a code.
+        group_size: inputs of a group; divides the inputs.
+    """
     rows, inputs = weight.shape
     grouped = weight.float().reshape(rows, inputs // group_size, group_size)
     best, top = _Best(grouped, bits), 2**bits - 1
     lowest, highest = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    # round-to-nearest's grid, see quantize.py
+    # the scale and zero point of quantize.py's round-to-nearest
     nearest = _storable(2 * torch.maximum(-lowest, highest) / top)
     best.meet(nearest, torch.full_like(nearest, 2 ** (bits - 1)))
     for share in _RANGES:
@@ -90,10 +96,15 @@ def fit(weight: Tensor, bits: int, group_size: int) -> Codes:
 
 
 class _Best:
-    """The codes of the least squared error that was met, group by group."""
+    """The codes with the least squared error so far, for each group by itself."""
 
     def __init__(self, weight: Tensor, bits: int) -> None:
-        """weight: (rows, groups, group_size) float32."""
+        """Begins without any codes.
+
+        Args:
+            weight: (rows, groups, group_size) float32.
+            bits: bits of a code.
+        """
         groups = weight.shape[:2]
         self._weight, self._top = weight, 2**bits - 1
         self._error = torch.full(groups, float("inf"))
@@ -102,10 +113,10 @@ class _Best:
         self.scales = torch.ones(groups)
 
     def meet(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """Rounds with this grid, and keeps the codes of groups that never were nearer.
+        """Rounds with a scale and a zero point, and keeps the codes where they are the best so far.
 
         Args:
-            scale, zero: (rows, groups), the scale a float16 number.
+            scale, zero: (rows, groups) float32; the scale must be exact in float16.
         Returns:
             code - zero, (rows, groups, group_size).
         """
@@ -122,5 +133,5 @@ class _Best:
 
 
 def _storable(scale: Tensor) -> Tensor:
-    """The scale as float16 stores it, in float32; never 0."""
+    """A scale rounded to float16 and back to float32; at least the smallest positive float16."""
     return scale.clamp(_LEAST_SCALE, torch.finfo(torch.float16).max).half().float()

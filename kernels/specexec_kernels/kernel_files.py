@@ -1,6 +1,6 @@
-"""Machine code of CPU kernels, kept in files: the next process need neither build nor compile it.
+"""Keeps the machine code of CPU kernels in files, so that the next process need not compile them.
 
-One takes 0.1 to 1.5 s, and a model of several formats has a dozen.
+Compiling a kernel takes 0.1 to 1.5 s, and a model of several formats needs a dozen.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _DIGEST_BYTES = 32
 
 
 def folder() -> Path:
-    """Where the files are: SPECEXEC_KERNEL_CACHE, or `kernels` in the user's cache folder."""
+    """The folder of the files: SPECEXEC_KERNEL_CACHE, or `kernels` in the user's cache folder."""
     given = os.environ.get("SPECEXEC_KERNEL_CACHE")
     return Path(given) if given else user_cache_path("specexec", appauthor=False) / "kernels"
 
 
 def read(symbol: str) -> bytes | None:
-    """An object file as this user kept it; None where there is none, or it is not to be trusted.
+    """The object file that this user kept for a symbol; None if there is none, or it is not safe.
 
-    The bytes are run as code. So the file and its folder have to be this user's and writable by
-    nobody else, and the file has to begin with the digest of its symbol and machine code.
+    The bytes are run as code. So the file and its folder must belong to this user and be writable
+    by nobody else, and the file must begin with the digest of its symbol and machine code.
 
     Args:
-        symbol: a name that says all that the machine code follows from.
+        symbol: a name that differs for different machine code.
     """
     try:
         with _opened_folder() as where:
@@ -40,20 +40,21 @@ def read(symbol: str) -> bytes | None:
             with open(file, "rb") as opened:
                 _check_ours(file, stat.S_ISREG)
                 stored = opened.read()
-    except OSError:  # a cache: it is compiled
+    except OSError:  # this is a cache: the kernel is compiled instead
         return None
     digest, machine_code = stored[:_DIGEST_BYTES], stored[_DIGEST_BYTES:]
     return machine_code if _digest(symbol, machine_code) == digest else None
 
 
 def keep(symbol: str, machine_code: bytes) -> None:
-    """Writes an object file, whole or not at all; where that fails the next process compiles."""
-    partial = f"{symbol}.{secrets.token_hex(8)}"  # another process may be at the same one
+    """Writes an object file, whole or not at all. On failure the next process compiles again."""
+    partial = f"{symbol}.{secrets.token_hex(8)}"  # another process may write the same symbol
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
         folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.environ.get("SPECEXEC_KERNEL_CACHE"):
-            folder().chmod(0o700)  # one that was made under another umask; a given one stays
+            # an older folder may be open to others; one that the user named is left as it is
+            folder().chmod(0o700)
         with _opened_folder() as where:
             file = os.open(partial, flags, 0o600, dir_fd=where)
             try:
@@ -67,10 +68,11 @@ def keep(symbol: str, machine_code: bytes) -> None:
 
 @contextlib.contextmanager
 def _opened_folder() -> Iterator[int]:
-    """The folder's descriptor, so that what was checked is what is used.
+    """A descriptor of the folder. Files are opened by it, so that they are in the folder that was
+    checked.
 
     Raises:
-        OSError: there is no such folder, or others than this user could have written into it.
+        OSError: there is no such folder, or other users could have written into it.
     """
     where = os.open(folder(), os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -83,7 +85,8 @@ def _opened_folder() -> Iterator[int]:
 def _check_ours(file: int, is_kind: Callable[[int], bool]) -> None:
     """
     Raises:
-        PermissionError: it is of another kind or user, or others may write it.
+        PermissionError: the file is of another kind, belongs to another user, or others may write
+            to it.
     """
     found = os.fstat(file)
     if not is_kind(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -96,7 +99,7 @@ def _digest(symbol: str, machine_code: bytes) -> bytes:
 
 @cache
 def code_digest() -> str:
-    """Of all files that kernels are built by."""
+    """A digest of all source files of this package, any of which may change a kernel's code."""
     digest, here = hashlib.sha256(), Path(__file__).parent
     for path in sorted(here.rglob("*.py")):
         digest.update(f"{path.relative_to(here)}\0".encode() + path.read_bytes() + b"\0")

@@ -1,7 +1,8 @@
-"""The k most likely tokens of each row and their log-probabilities: the reference.
+"""The k most likely tokens of each row and their log-probabilities: the reference in PyTorch.
 
-log p(v) = logits[v] - log sum exp(logits). A drafter needs k of 32 000 to 256 000 columns; the full
-log-softmax would be written to memory and read again for the top-k.
+log p(v) = logits[v] - log sum exp(logits). A drafter needs few of 32,000 to 256,000 columns. This
+reference writes the whole log-softmax to memory and reads it again; a fused kernel (triton_topk)
+does not.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ from torch import Tensor
 
 
 def log_softmax_topk_ref(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities (rows, k) float32, falling, and their columns (rows, k) int64.
+    """The k largest log-probabilities of each row.
 
     Args:
         logits: (rows, vocab), any float dtype.
-        k: 1 to vocab; of equal logits the lower column comes first.
+        k: 1 to vocab.
+    Returns:
+        log-probabilities (rows, k) float32, falling, and their columns (rows, k) int64; of equal
+        logits the lower column comes first.
     Raises:
         ValueError: k is out of range.
     """

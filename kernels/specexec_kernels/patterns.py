@@ -1,11 +1,13 @@
-"""Regular expressions that a checkpoint brings, matched to names of modules in bounded time.
+"""Matches regular expressions that a checkpoint brings to names of modules, in bounded time.
 
-Python's own matcher tries one way after another, and `(a+)+$` has more ways than anybody waits for.
-Here all ways are followed at once: places in the name are the bits of a whole number, and each part
-of an expression turns the places where it may begin into those where it may end. Python's parser
-says what an expression means; back references and look-behind, which no places tell, are refused.
-Source: K. Thompson, Regular Expression Search Algorithm, 1968; the star of one character by an
-addition is R. D. Cameron et al., Bitwise Data Parallelism in Regular Expression Matching, 2014.
+Python's matcher backtracks, which takes exponential time for expressions such as `(a+)+$`. Here all
+ways of matching are followed at once: a set of places in the name is a whole number with a bit for
+each place, and each part of an expression turns the set of places where it may begin into the set
+where it may end. Python's own parser reads the expression. Back references and look-behind cannot
+be written as sets of places and are refused.
+
+Source: K. Thompson, Regular Expression Search Algorithm, 1968; the star of one character as an
+addition: R. D. Cameron et al., Bitwise Data Parallelism in Regular Expression Matching, 2014.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
 from typing import Any
 
-_MOST_CHARACTERS = 10_000  # of an expression
-_MOST_OF_NAME = 1_000
-_MOST_STEPS = 10_000  # parts that one match may go through: some hundred times what is usual
+_MOST_CHARACTERS = 10_000  # characters of an expression
+_MOST_OF_NAME = 1_000  # characters of a name
+_MOST_STEPS = 10_000  # sequences that one match may go through, some hundred times the usual
 
 Accepts = Callable[[str], bool]
 
 
 class _Name:
-    """A name that an expression is matched to.
+    """A name that expressions are matched to.
 
-    A set of places is a number whose bit i is set where a match may have got to character i.
+    A set of places is a number. Its bit i says that a match may have got to character i.
     """
 
     def __init__(self, text: str) -> None:
@@ -39,7 +41,7 @@ class _Name:
             self._each[character] = self._each.get(character, 0) | 1 << place
 
     def characters(self, accepts: Accepts) -> int:
-        """The places of the characters that are accepted."""
+        """The places of all characters that are accepted."""
         found = 0
         for character, places in self._each.items():
             if accepts(character):
@@ -58,14 +60,16 @@ class _Name:
         return found
 
 
-Part = Callable[[_Name, int], int]  # from the places where it may begin to those where it may end
+# A part of an expression: given the places where it may begin, those where it may end
+Part = Callable[[_Name, int], int]
 
 
 def matches(expression: str, name: str) -> bool:
     """Whether an expression matches the beginning of a name, as re.match does.
 
     Raises:
-        ValueError: see check, or the name is too long, or the match takes too many steps.
+        ValueError: `check` refuses the expression, the name is too long, or the match takes too
+            many steps.
     """
     if len(name) > _MOST_OF_NAME:
         raise ValueError(f"a name of {len(name)} characters is longer than any module's")
@@ -75,7 +79,7 @@ def matches(expression: str, name: str) -> bool:
 def check(expression: str) -> None:
     """
     Raises:
-        ValueError: it is no regular expression, or one of a kind that is not matched here.
+        ValueError: it is no regular expression, or has a construct that is not supported.
     """
     _compiled(expression)
 
@@ -178,7 +182,8 @@ def _repeat(least: int, most: int, items: Any) -> Part:
         return _star(accepts, once=least == 1)
 
     def repeat(name: _Name, places: int) -> int:
-        # whoever stays where it is may do so any number of times: more rounds reach nothing new
+        # a body may match the empty text, so a place may stay; each further round must reach a new
+        # place or be the last
         rounds = len(name.text) + 1
         for _ in range(min(least, rounds)):
             places = body(name, places)
@@ -196,7 +201,8 @@ def _repeat(least: int, most: int, items: Any) -> Part:
 
 
 def _star(accepts: Accepts, once: bool) -> Part:
-    """Any number of characters, or one at least: the carry of an addition runs through them."""
+    """Any number of accepted characters, at least one if `once`: the carry of an addition runs
+    through a stretch of them."""
 
     def star(name: _Name, places: int) -> int:
         found = name.characters(accepts)
@@ -240,12 +246,12 @@ def _at(where: Any) -> Part:
 
 
 def _ends(text: str) -> int:
-    """The end, and the place before a line break that ends the text."""
+    """The places where `$` matches: the end, and the place before a final line break."""
     return (1 << len(text)) | (1 << len(text) - 1 if text.endswith("\n") else 0)
 
 
 def _accepts(op: Any, value: Any) -> Accepts | None:
-    """Which characters a part of one character accepts; None for other parts."""
+    """The test of a part that matches exactly one character; None for other parts."""
     if op is ops.LITERAL:
         return lambda each: ord(each) == value
     if op is ops.NOT_LITERAL:
@@ -259,7 +265,7 @@ def _accepts(op: Any, value: Any) -> Accepts | None:
     if op is ops.IN:
         negated = value[0][0] is ops.NEGATE
         inside = [_accepts(*each) for each in value[negated:]]
-        # asked of the same few characters for name after name
+        # the same few characters are asked about for every name
         return lru_cache(maxsize=256)(
             lambda each: any(one is not None and one(each) for one in inside) is not negated
         )

@@ -1,8 +1,8 @@
-"""Round-to-nearest quantization into the GPTQ layout: our own packer, for rigs, demos and tests.
+"""Round-to-nearest quantization into the GPTQ layout, for rigs, demos and tests.
 
-scale = 2 * max|w| / (2**bits - 1) per output and group of inputs, zero point 2**(bits - 1),
-code = clamp(round(w / scale) + zero): symmetric quantization as in GPTQ (arXiv:2210.17323) without
-its error correction. Scales are rounded to fp16 before the codes are chosen.
+For each output and group of inputs, scale = 2 * max|w| / (2**bits - 1), zero = 2**(bits - 1) and
+code = clamp(round(w / scale) + zero). That is symmetric quantization as in GPTQ (arXiv:2210.17323)
+without its error correction. Scales are rounded to float16 before the codes are chosen.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from specexec_kernels.packing import pack_rows, store_zeros
 
 
 def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight.
+    """Quantizes a weight by rounding to nearest.
 
     Args:
         weight: (outputs, inputs), any float dtype.
+        bits: bits of a code.
         group_size: inputs per group; the last group may be shorter.
     Returns:
         codes (outputs, inputs) int32 in [0, 2**bits), scales (outputs, groups) float16.
@@ -37,7 +38,7 @@ def round_to_nearest(weight: Tensor, bits: int, group_size: int) -> tuple[Tensor
 
 
 def quantize(weight: Tensor, fmt: Gptq) -> PackedWeight:
-    """Pack a weight (outputs, inputs)."""
+    """Packs a weight (outputs, inputs) by rounding to nearest."""
     outputs, inputs = weight.shape
     codes, scales = round_to_nearest(weight, fmt.bits, fmt.group)
     zeros = torch.full((scales.shape[1], outputs), 2 ** (fmt.bits - 1))

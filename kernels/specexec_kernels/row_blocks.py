@@ -1,8 +1,8 @@
-"""Products that a library is asked for with the same number of rows, whatever a pass has.
+"""Calls a library's matmul with one fixed number of rows, however many a pass has.
 
-cuBLAS chooses a kernel by the shapes that it is given, and with it the order in which a row's
-products are summed: a row of a pass by itself and the same row among 64 others then differ in their
-last bits. Asked for one shape alone it takes one kernel.
+cuBLAS chooses a kernel, and with it the order of sums, by the shapes that it is given: a row in a
+pass by itself and the same row among 64 others then differ in their last bits. Called with a single
+shape, it always takes the same kernel.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from torch.nn import functional
 
 
 def in_row_blocks(x: Tensor, block_rows: int, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """product(x), `block_rows` rows at a time; zeros stand behind the last.
+    """Computes product(x), `block_rows` rows at a time; the last block is padded with zeros.
 
     Args:
         x: (rows, inputs).
-        product: (block_rows, inputs) contiguous -> (block_rows, outputs), each row by itself; no
-            rows -> no rows.
+        block_rows: rows of every call of `product`, but for an x without rows.
+        product: maps contiguous (block_rows, inputs) to (block_rows, outputs), each row by itself,
+            and no rows to no rows.
     Returns:
         (rows, outputs)
     """
@@ -39,6 +40,6 @@ def in_row_blocks(x: Tensor, block_rows: int, product: Callable[[Tensor], Tensor
 
 
 def _block(x: Tensor, block_rows: int) -> Tensor:
-    """The rows, and zeros behind them."""
+    """Rows padded with zeros to `block_rows`."""
     missing = block_rows - x.shape[0]
     return functional.pad(x, (0, 0, 0, missing)) if missing else x.contiguous()

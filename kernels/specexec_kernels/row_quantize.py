@@ -1,7 +1,7 @@
-"""Round-to-nearest quantization into packed formats: our own, for rigs, benches and tests.
+"""Round-to-nearest quantization into packed formats, for rigs, benchmarks and tests.
 
-A recipe gives the tensors of a weight by leaf, and the quantization_config that describes them. No
-error correction, as specexec_kernels.quantize for GPTQ.
+A recipe makes the tensors of a weight, and has the quantization_config that describes them. There
+is no error correction, as in quantize, which does the same for GPTQ.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from specexec_kernels.formats.fp4 import E2M1
 from specexec_kernels.packing import pack_rows, unpack_rows
 
 _E4M3_MAX = 448.0
-_NESTED_RUN = 256  # scales of bitsandbytes' 4-bit codes that share one of their own
-_STATE_BYTES = 192  # of the JSON that says how they are meant: as long whatever its numbers are
-# quantiles of a normal distribution, the largest 1 (QLoRA, arXiv:2305.14314, appendix E)
+_NESTED_RUN = 256  # absmax codes of bitsandbytes that share a nested absmax
+_STATE_BYTES = 192  # bytes of the JSON in quant_state, padded to one length for all numbers
+# quantiles of a normal distribution, scaled so that the largest is 1 (QLoRA, arXiv:2305.14314,
+# appendix E)
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
     -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
     0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
     0.7229568362236023, 1.0,
 )  # fmt: skip
-# magnitudes of bitsandbytes' 3 lower bits as its functional.create_fp4_map has them, over 12
+# the table of create_fp4_map in bitsandbytes' functional.py, divided by its largest value, 12
 FP4 = tuple(sign * value / 12.0 for sign in (1, -1) for value in (0.0, 0.0625, 8, 12, 4, 6, 2, 3))
 
 
@@ -36,8 +37,8 @@ class Recipe:
     """One way to quantize.
 
     Attributes:
-        settings: quantization_config.
-        pack: (outputs, inputs) float32 -> tensors by leaf.
+        settings: its quantization_config.
+        pack: makes the tensors, by leaf, of a weight (outputs, inputs) float32.
     """
 
     settings: Mapping[str, Any]
@@ -47,7 +48,7 @@ class Recipe:
 def fp8_blocks(
     weight: Tensor, size: int = 128, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> dict[str, Tensor]:
-    """float8 with a float32 scale for each size x size tile, as DeepSeek-V3 has in E4M3."""
+    """float8 with a float32 scale for each size x size tile, as DeepSeek-V3 does in E4M3."""
     outputs, inputs = weight.shape
     rows, columns = -(-outputs // size), -(-inputs // size)
     padded = torch.zeros(rows * size, columns * size)
@@ -71,16 +72,17 @@ def fp8_tensor(weight: Tensor) -> dict[str, Tensor]:
 
 
 def mxfp4(weight: Tensor) -> dict[str, Tensor]:
-    """E2M1 with a power of two for each 32 inputs, as OCP's specification chooses it."""
+    """E2M1 with a power-of-two scale for each 32 inputs, chosen as OCP's specification says."""
     groups = weight.view(weight.shape[0], -1, 32)
-    exponents = torch.floor(torch.log2(_positive(groups.abs().amax(2)))) - 2  # 6 is below 2 ** 3
+    # 2 is the exponent of E2M1's largest value, 6
+    exponents = torch.floor(torch.log2(_positive(groups.abs().amax(2)))) - 2
     stored = (exponents + 127).clamp(0, 254)
     codes = _nearest(groups / torch.exp2(stored - 127)[..., None], E2M1)
     return {"weight_packed": _nibbles(codes.view(weight.shape)), "weight_scale": stored.byte()}
 
 
 def nvfp4(weight: Tensor) -> dict[str, Tensor]:
-    """E2M1 with an E4M3 scale for each 16 inputs, and a factor by which these are divided."""
+    """E2M1 with an E4M3 scale for each 16 inputs, and a factor that divides the scales."""
     groups = weight.view(weight.shape[0], -1, 16)
     factor = _E4M3_MAX * 6.0 / _positive(weight.abs().amax().reshape(1))
     scales = (groups.abs().amax(2) / 6.0 * factor).clamp(2.0**-9, _E4M3_MAX)
@@ -93,7 +95,7 @@ def nvfp4(weight: Tensor) -> dict[str, Tensor]:
 
 
 def nvfp4_modelopt(weight: Tensor) -> dict[str, Tensor]:
-    """The same as modelopt names it, with a factor by which the scales are multiplied."""
+    """`nvfp4` by modelopt's names, with a factor that multiplies the scales."""
     packed = nvfp4(weight)
     return {
         "weight": packed["weight_packed"], "weight_scale": packed["weight_scale"],
@@ -102,7 +104,7 @@ def nvfp4_modelopt(weight: Tensor) -> dict[str, Tensor]:
 
 
 def packed_integers(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-    """Symmetric codes in words with a bfloat16 scale for each group of inputs."""
+    """Symmetric codes packed in words, with a bfloat16 scale for each group of inputs."""
     groups = weight.view(weight.shape[0], -1, group)
     middle = 2 ** (bits - 1)
     scales = _positive(groups.abs().amax(2) / (middle - 0.5)).bfloat16()
@@ -115,7 +117,8 @@ def packed_integers(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
 
 
 def packed_with_zeros(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-    """As packed_integers, but with a zero point for each group, packed along the outputs."""
+    """Asymmetric codes packed in words, with a bfloat16 scale and a zero point for each group of
+    inputs; zero points are packed along the outputs."""
     groups = weight.view(weight.shape[0], -1, group)
     low, high = groups.amin(2).clamp(max=0.0), groups.amax(2).clamp(min=0.0)
     most = 2**bits - 1
@@ -133,8 +136,8 @@ def packed_with_zeros(weight: Tensor, bits: int, group: int) -> dict[str, Tensor
 
 
 def packed_by_activation(weight: Tensor, bits: int, group: int) -> dict[str, Tensor]:
-    """As packed_integers where groups are of inputs that are far apart: in a random order, as the
-    one of falling activations is to the weight."""
+    """`packed_integers` in activation order: `weight_g_idx` names each input's group. The order is
+    random; a real one sorts the inputs by the size of their activations."""
     order = activation_order(weight.shape[1])
     packed = packed_integers(weight[:, order], bits, group)
     codes = unpack_rows(packed["weight_packed"].T, bits)  # (inputs, outputs), sorted by groups
@@ -145,12 +148,12 @@ def packed_by_activation(weight: Tensor, bits: int, group: int) -> dict[str, Ten
 
 
 def activation_order(inputs: int) -> Tensor:
-    """Inputs as an imagined calibration would sort them: any order, the same each time."""
+    """A random order of inputs in place of a calibration's, the same in each call."""
     return torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
 
 
 def int8_vectors(weight: Tensor) -> dict[str, Tensor]:
-    """int8 with 127 scales for each output, as LLM.int8 stores it (arXiv:2208.07339)."""
+    """int8 as LLM.int8() stores it (arXiv:2208.07339): SCB is 127 times each output's scale."""
     stats = _positive(weight.abs().amax(1))
     codes = torch.round(weight * (127.0 / stats[:, None])).to(torch.int8)
     return {"weight": codes, "SCB": stats, "weight_format": torch.zeros((), dtype=torch.uint8)}
@@ -163,10 +166,13 @@ def int8_channels(weight: Tensor) -> dict[str, Tensor]:
 
 
 def table4(weight: Tensor, kind: str, nested: bool = False) -> dict[str, Tensor]:
-    """bitsandbytes' 4-bit codes, absmax in float32 for each 64 inputs where they are whole runs.
+    """bitsandbytes' 4-bit codes with an absmax for each 64 inputs (32 where 64 does not divide the
+    inputs).
 
     Args:
-        nested: quantize these again, to 8 bits ("double quantization").
+        weight: (outputs, inputs) float32.
+        kind: "nf4" or "fp4".
+        nested: whether absmax are quantized to 8 bits in turn ("double quantization").
     """
     run, table = 32 if weight.shape[1] % 64 else 64, {"nf4": NF4, "fp4": FP4}[kind]
     groups = weight.reshape(-1, run)
@@ -190,8 +196,11 @@ def table4(weight: Tensor, kind: str, nested: bool = False) -> dict[str, Tensor]
 
 
 def _nested(absmax: Tensor) -> tuple[dict[str, Tensor], float]:
-    """Scales as codes of evenly spaced values, times a float32 for each run of them, plus an
-    offset. The file holds the values; bitsandbytes itself has more of them near 0."""
+    """Quantizes absmax to 8 bits: the tensors by leaf, and the offset.
+
+    Codes stand for evenly spaced values, which the file lists; bitsandbytes itself has more values
+    near 0. They are multiplied by a float32 for each run of _NESTED_RUN.
+    """
     offset = float(absmax.mean())
     padded = torch.nn.functional.pad(absmax - offset, (0, -len(absmax) % _NESTED_RUN))
     runs = padded.view(-1, _NESTED_RUN)
@@ -211,7 +220,7 @@ def _bitsandbytes(kind: str, nested: bool = False) -> Recipe:
 
 
 def _compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    """quantization_config of compressed-tensors for all linears but the head."""
+    """A quantization_config of compressed-tensors for all linears but the output head."""
     group = {"targets": ["Linear"], "weights": {"symmetric": True, "dynamic": False, **weights}}
     return {"quant_method": "compressed-tensors", "format": layout,
             "config_groups": {"group_0": group}, "ignore": ["lm_head"]}  # fmt: skip
@@ -274,12 +283,12 @@ RECIPES: dict[str, Recipe] = {
 
 
 def _positive(scales: Tensor) -> Tensor:
-    """Any scale will do for a group of zeros."""
+    """Replaces scales of 0 by 1: any scale will do for a group of zeros."""
     return torch.where(scales > 0, scales, 1.0)
 
 
 def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
-    """The number of the nearest value of a table, uint8."""
+    """For each value, the index of the nearest one in a table, uint8."""
     order = sorted(range(len(table)), key=lambda i: table[i])
     rising = torch.tensor([table[i] for i in order])
     between = (rising[1:] + rising[:-1]) / 2
@@ -288,5 +297,5 @@ def _nearest(values: Tensor, table: tuple[float, ...]) -> Tensor:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    """Two codes to a byte, the earlier one in its lower half."""
+    """Packs two 4-bit codes to a byte, the earlier one in its lower half."""
     return codes[:, ::2] | (codes[:, 1::2] << 4)

@@ -1,11 +1,11 @@
-"""Attention of draft-tree rows over the cached prefix and their own ancestors: the reference.
+"""Attention of draft-tree rows over the cached prefix and their ancestors: the reference.
 
-Row r sees every slot below `prefix_len` from its first one on, and slot prefix_len + j where bit j
-of its ancestor mask is set. Bits instead of a float mask: 256 nodes take 8 KB instead of
-(prefix + 256) * 256 * 4 bytes, and the prefix needs no mask at all.
-Source: tree attention of SpecInfer, arXiv:2305.09781, section 4; online softmax of FlashAttention,
-arXiv:2205.14135; soft-capped scores of Gemma 2, arXiv:2408.00118, section 2; sinks of gpt-oss,
-arXiv:2508.10925, section 2.
+A row sees the slots of the prefix from its first one on (0 without a sliding window), and slot
+prefix_len + j where bit j of its ancestor mask is set. With bits, 256 nodes take 8 KB; a float32
+mask would take (prefix + 256) * 256 * 4 bytes. The prefix needs no mask.
+
+Source: tree attention of SpecInfer, arXiv:2305.09781, section 4; soft-capped scores of Gemma 2,
+arXiv:2408.00118, section 2; sinks of gpt-oss, arXiv:2508.10925, section 2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def pack_ancestors(mask: Tensor) -> Tensor:
-    """Pack a mask into words.
+    """Packs a mask into words.
 
     Args:
         mask: (rows, slots) bool, True = attend.
@@ -33,7 +33,7 @@ def pack_ancestors(mask: Tensor) -> Tensor:
 
 
 def unpack_ancestors(words: Tensor, slots: int) -> Tensor:
-    """Inverse of `pack_ancestors`: (rows, slots) bool."""
+    """The inverse of `pack_ancestors`: (rows, words) int32 to (rows, slots) bool."""
     bits = words.unsqueeze(-1) >> torch.arange(32, dtype=torch.int32, device=words.device)
     return (bits & 1).bool().reshape(words.shape[0], -1)[:, :slots]
 
@@ -49,18 +49,18 @@ def tree_attention_ref(
     sinks: Tensor | None = None,
     first_seen: Tensor | None = None,
 ) -> Tensor:
-    """Dense masked attention.
+    """Attention over the prefix and each row's ancestors, with a dense mask.
 
     Args:
         queries: (rows, heads, head_dim); consecutive heads share a key/value head.
         keys: (kv_heads, slots, head_dim), slots > prefix_len.
         values: (kv_heads, slots, value_dim).
-        ancestors: (rows, words) int32, see `pack_ancestors`; a row sees at least one slot.
-        prefix_len: slots that every row sees, but for those that `first_seen` hides.
-        scale: of the scores; 1 / sqrt(head_dim) unless told.
+        ancestors: (rows, words) int32, see `pack_ancestors`; each row must see at least one slot.
+        prefix_len: slots of the prefix, which every row sees from its `first_seen` on.
+        scale: multiplies the scores; 1 / sqrt(head_dim) where not given.
         softcap: the scores become softcap * tanh(score / softcap).
-        sinks: (heads,) logits that take part in the softmax and in nothing else.
-        first_seen: (rows,) int32, the first slot of the prefix that a row sees; 0 unless told.
+        sinks: (heads,) logits that take part in the softmax alone, without a value.
+        first_seen: (rows,) int32, the first slot of the prefix that a row sees; 0 where not given.
     Returns:
         (rows, heads, value_dim) in the dtype of `queries`.
     """

@@ -1,5 +1,5 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Cache compaction in Triton; reference: specexec_kernels.compact_kv."""
+"""Cache compaction in Triton; compact_kv has the reference."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ def _compact_kernel(
 
 
 def compact_kv(cache: Tensor, kept: Tensor, start: int) -> None:
-    """As compact_kv_ref; rows of the cache are contiguous."""
+    """compact_kv_ref in Triton.
+
+    Raises:
+        ValueError: rows of the cache are not contiguous.
+    """
     if cache.stride(2) != 1:
         raise ValueError(f"cache rows must be contiguous, not of strides {cache.stride()}")
     heads, _, head_dim = cache.shape

@@ -1,4 +1,4 @@
-"""How kernels that multiply few rows with a packed weight are launched, whatever packs it."""
+"""Launches Triton kernels that multiply few rows by a packed weight."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 import triton
 from torch import Tensor
 
-# Rows and outputs of a program, which it carries through all inputs, so many at a time: each packed
-# byte is read once for all its rows, and the order of the sums does not depend on the launch.
+# A program multiplies _ROWS rows by _BLOCK_N outputs, and goes through all inputs, _BLOCK_K at a
+# time. So it reads each packed byte once for all its rows, and the order of sums does not depend on
+# the size of the launch.
 _ROWS, _BLOCK_K, _BLOCK_N = 16, 64, 32
 
 
@@ -22,13 +23,15 @@ def launch_few_rows(
     out_dtype: torch.dtype | None,
     constants: Mapping[str, Any],
 ) -> Tensor:
-    """x (rows, inputs) times a packed weight in x's dtype, sums in float32.
+    """Multiplies x by the transpose of a packed weight in x's dtype, with float32 sums.
 
     Args:
-        kernel: (*weight, x, out, M, K, N) with the constants, ROWS, BLOCK_K and BLOCK_N.
-        weight: its first arguments.
-        outputs: of the weight.
-        out_dtype: of the result, x's unless told.
+        kernel: takes (*weight, x, out, M, K, N), `constants`, ROWS, BLOCK_K and BLOCK_N.
+        weight: the kernel's first arguments.
+        x: (rows, inputs).
+        outputs: outputs of the weight.
+        out_dtype: dtype of the result; x's where not given.
+        constants: further constants of the kernel.
     Returns:
         (rows, outputs)
     """

@@ -1,14 +1,14 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""How the formats of formats/ are read inside Triton kernels.
+"""Functions with which Triton kernels read the formats of formats/.
 
-Each function gives float32 weights of outputs `n` (a column of int64 indices) and inputs `k` (a
-row); what is not `inside` may be anything.
+The public functions all have the same arguments. Each returns the float32 weights of outputs `n` (a
+column of int64 indices) and inputs `k` (a row); weights that are not `inside` may be anything.
 
-Args of all:
-    parts: pointers to the tensors that PackedFormat.parts names, in that order, each row by row,
-        and to the format's table behind them. float8 are read as bytes.
+Args:
+    parts: pointers to the contiguous tensors of PackedFormat.parts, in that order, then to the
+        format's table if it has one. float8 tensors are given as bytes.
     K, N: inputs and outputs of the weight.
-    SETTINGS: what the format's `triton` says of itself.
+    SETTINGS: TritonForm.settings of the format, as each function's docstring lists them.
 """
 
 from __future__ import annotations

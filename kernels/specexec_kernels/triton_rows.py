@@ -1,8 +1,8 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Triton kernels over packed weights: unpacked whole, and the fused product for few rows.
+"""Triton kernels for packed weights of any format: unpacking, and the fused product of few rows.
 
-References: PackedWeight.unpack, and x @ unpack().T. How weights are read is a function of the
-format (PackedFormat.triton, triton_formats); everything else is shared.
+The references are PackedWeight.unpack and x @ unpack().T. Each format names the function of
+triton_formats that reads its weights (PackedFormat.triton); everything else is shared.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def _unpack_kernel(
 
 
 def unpack(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """(outputs, inputs), as PackedWeight.unpack rounded to `dtype`."""
+    """The weight of PackedWeight.unpack, rounded to `dtype`: (outputs, inputs)."""
     inputs, outputs = weight.in_features, weight.out_features
     parts, constants = _arguments(weight)
     out = torch.empty(outputs, inputs, dtype=dtype, device=parts[0].device)
-    # longest where neighbours in memory are
+    # a block is longest along the dimension in which neighbours in memory lie
     block_k, block_n = (32, 128) if weight.format.goes_down else (128, 16)
     grid = (triton.cdiv(inputs, block_k), triton.cdiv(outputs, block_n))
-    # weights are rounded as their definition says: no product joins an addition
+    # without fused multiply-add, weights are rounded as `unpack` rounds them
     _unpack_kernel[grid](
         parts, out, inputs, outputs, **constants, BLOCK_K=block_k, BLOCK_N=block_n,
         enable_fp_fusion=False,
@@ -70,12 +70,12 @@ def _few_rows_kernel(
 def quantized_matmul(
     x: Tensor, weight: PackedWeight, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """x (rows, inputs) times the transposed weight in x's dtype, sums in float32.
+    """Computes x @ W.T with W in x's dtype and float32 sums; for few rows.
 
     Args:
-        out_dtype: of the result, x's unless told.
-
-    See launch_few_rows for the order of the sums.
+        x: (rows, inputs).
+        weight: W, (outputs, inputs).
+        out_dtype: dtype of the result; x's where not given.
     """
     parts, constants = _arguments(weight)
     outputs = weight.out_features
@@ -83,12 +83,12 @@ def quantized_matmul(
 
 
 def _arguments(weight: PackedWeight) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    """The tensors that a format's function reads, its table behind them, and what it is told."""
+    """The tensors that a format's function reads, its table included; and kernel constants."""
     found = weight.format.triton()
     assert found is not None, f"{weight.format.name} has no Triton form"
     matrices = weight.matrices()
     parts = [matrices[part.leaf].contiguous() for part in weight.format.parts]
-    # GPUs before Ada know no E4M3: its bytes are decoded with integers
+    # GPUs before Ada have no E4M3, so float8 are given as bytes and decoded with integers
     parts = [part.view(torch.uint8) if part.is_floating_point() and part.element_size() == 1
              else part for part in parts]  # fmt: skip
     if found.table:

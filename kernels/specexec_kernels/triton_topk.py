@@ -1,9 +1,9 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Fused log-softmax and top-k in Triton; reference: specexec_kernels.log_softmax_topk.
+"""Fused log-softmax and top-k in Triton; log_softmax_topk has the reference.
 
-Each program reads one chunk of a row once and leaves its k best, its maximum and its sum of
-exponentials: few are picked one by one, for many the chunk is sorted. Merging those few candidates
-is left to PyTorch.
+Each program reads one chunk of a row once, and writes its k largest values, its maximum and its sum
+of exponentials. For a small k the values are picked one by one, for a large one the chunk is
+sorted. PyTorch merges the chunks' candidates.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # stands for logits of -inf, which may be chosen too
+_LOWEST: tl.constexpr = tl.constexpr(-3.0e38)  # replaces logits of -inf, which may be chosen too
 _CHUNK = 1024  # columns of a program
-# Up to so many a chunk's best are picked one by one. Chosen by reasoning, not measured: sorting a
-# chunk takes 55 steps, and a pick is a reduction over it.
+# Up to this k a chunk's largest values are picked one by one. Estimated, not measured: sorting a
+# chunk takes 55 steps, and each pick is a reduction over the chunk.
 _MOST_PICKED = 64
 
 
@@ -67,7 +67,11 @@ def _chunk_kernel(
 
 
 def log_softmax_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As log_softmax_topk_ref."""
+    """log_softmax_topk_ref in Triton.
+
+    Raises:
+        ValueError: k is out of range.
+    """
     rows, vocab = logits.shape
     if not 1 <= k <= vocab:
         raise ValueError(f"k must be between 1 and {vocab}, not {k}")

@@ -1,10 +1,12 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
-"""Tree attention in Triton; reference and formula: specexec_kernels.tree_attention.
+"""Tree attention in Triton; tree_attention has the reference.
 
-Slots are walked over in blocks of one size that begin at its multiples, wherever the prefix ends
-and however many rows there are. A block of which a row sees nothing leaves its sums as they are, so
-a committed row has the same bits in a pass by itself and among others. A node of a tree has not:
-its ancestors lie in other slots than they will once they are committed.
+Slots are taken in blocks of one size that begin at its multiples, wherever the prefix ends and
+however many rows there are. A block in which a row sees nothing leaves the row's sums as they are,
+so a committed row has the same bits in a pass by itself and among others. A node of a tree does not
+have its later bits: its ancestors lie in other slots than they will once they are committed.
+
+Source: online softmax of FlashAttention, arXiv:2205.14135.
 """
 
 from __future__ import annotations
@@ -117,10 +119,10 @@ def tree_attention(
     sinks: Tensor | None = None,
     first_seen: Tensor | None = None,
 ) -> Tensor:
-    """As tree_attention_ref; keys and values may be views of a larger cache.
+    """tree_attention_ref in Triton; keys and values may be views of a larger cache.
 
-    Where their slots do not lie one behind the other (values that a latent was expanded to, beside
-    their keys) they are copied first.
+    They are copied first where the slots of a head are not contiguous, as with values that were
+    expanded from a latent together with their keys.
     """
     rows, heads, head_dim = queries.shape
     (kv_heads, slots), value_dim = keys.shape[:2], values.shape[2]
@@ -148,12 +150,12 @@ def tree_attention(
 
 
 def _blocks(block_d: int, item_bytes: int) -> tuple[int, int, int]:
-    """Rows and slots of a program's tiles, and how many steps' tiles are loaded at once.
+    """Rows of a program, slots of a block, and pipeline stages.
 
-    Powers of two whose tiles spill no registers and fit into the 99 KiB of shared memory that
-    GeForce cards give a block; scripts/compile_kernels.py shows both. They follow from heads and
-    dtype alone: a tile of another shape would share a block's sum out among threads otherwise, and
-    sums are to be the same in passes of few rows and many.
+    They are powers of two for which no registers spill and the tiles fit into the 99 KiB of shared
+    memory that GeForce cards give a block; scripts/compile_kernels.py shows both. They depend on
+    heads and dtype alone, not on the number of rows: a tile of another shape would distribute a sum
+    over threads in another way, and sums must be the same in passes of few rows and of many.
     """
     if block_d > 256:  # Gemma-4's layers with full attention have heads of 512
         return (16, 32, 2) if item_bytes == 2 else (16, 16, 1)
