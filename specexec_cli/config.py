@@ -1,13 +1,23 @@
-"""Settings as frozen dataclasses that check themselves. They know no model and no device."""
+"""Settings as frozen dataclasses that check themselves. They know no model and no device.
+
+A setting that users meet is declared once, as a field made by `setting`. The command line makes an
+option of it (cli/option_groups.py), the server a field of requests (serve/bodies.py), a file of
+prompts a key (engine/jobs.py), and a chat a key of /set (chat/settings.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from specexec_cli.errors import ConfigError
+
+_T = TypeVar("_T")
+# What a setting is about; the help of a command shows settings of one topic together.
+COMMON, ADVANCED, MEMORY, TREE = "Common", "Advanced", "Memory", "Draft tree"
+SAMPLING, DSI = "Sampling", "Several devices"
 
 Method = Literal["specexec", "autoregressive", "dsi"]
 SUFFIX = "suffix"  # in the place of a draft model: drafts from the text's own past
@@ -28,34 +38,77 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What users are told of a field, beside its type and default."""
+
+    topic: str
+    help: str
+    name: str = ""  # the option's name; empty: the field's own
+    auto: bool = False  # None is written as the word auto
+    listed: str = ""  # values are written in one text with commas; an example of it
+    must: str = ""  # what a value must be
+    allows: Callable[[Any], bool] = lambda value: True  # whether a value is that
+
+
+def setting(default: _T, topic: str, help: str, **more: Any) -> _T:
+    """A field of a dataclass, with the facts from which its option is made.
+
+    Args:
+        more: other fields of Setting.
+    """
+    return field(default=default, metadata={"": Setting(topic=topic, help=help, **more)})
+
+
+def setting_of(field: Field[Any]) -> Setting | None:
+    """What users are told of a field; None if it is not one of theirs."""
+    return field.metadata.get("")
+
+
+def check(settings: Any) -> None:
+    """Holds the fields of a dataclass against what their settings allow.
+
+    Raises:
+        ConfigError: a value is not allowed.
+    """
+    for each in fields(settings):
+        told, value = setting_of(each), getattr(settings, each.name)
+        if told is not None and not told.allows(value):
+            name = each.name.replace("_", "-")
+            raise ConfigError(f"{name} must be {told.must}, not {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
     """How a token is drawn from the target's logits; transformers' definitions and order."""
 
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0 keeps every token
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+    # logits divided by a smaller temperature would overflow float32 to infinities, which tie
+    temperature: float = setting(
+        0.0, SAMPLING, "0 is greedy.", must="0 (greedy) or between 0.001 and 100",
+        allows=lambda value: value == 0.0 or 0.001 <= value <= 100.0,
+    )  # fmt: skip
+    top_k: int = setting(
+        0, SAMPLING, "Keep this many tokens; 0 keeps all.", must="0 (keep all) or more",
+        allows=lambda value: value >= 0,
+    )  # fmt: skip
+    top_p: float = setting(
+        1.0, SAMPLING, "Keep the likeliest tokens of this total.", must="above 0 and at most 1",
+        allows=lambda value: 0.0 < value <= 1.0,
+    )  # fmt: skip
+    min_p: float = setting(
+        0.0, SAMPLING, "Drop tokens below this share of the likeliest one.",
+        must="between 0 and 1", allows=lambda value: 0.0 <= value <= 1.0,
+    )  # fmt: skip
+    repetition_penalty: float = setting(
+        1.0, SAMPLING, "Above 1 discourages repeated tokens.", must="above 0 and at most 100",
+        allows=lambda value: 0.0 < value <= 100.0,
+    )  # fmt: skip
+    seed: int = setting(
+        0, SAMPLING, "Same seed, same text.", must="between 0 and 2^64 - 1",
+        allows=lambda value: 0 <= value < 2**64,
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
-        # logits divided by a smaller temperature would overflow float32 to infinities, which tie
-        if self.temperature != 0.0 and not 0.001 <= self.temperature <= 100.0:
-            raise ConfigError(
-                f"temperature must be 0 (greedy) or between 0.001 and 100, not {self.temperature}"
-            )
-        if self.top_k < 0:
-            raise ConfigError(f"top-k must be 0 (keep all) or more, not {self.top_k}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top-p must be above 0 and at most 1, not {self.top_p}")
-        if not 0.0 <= self.min_p <= 1.0:
-            raise ConfigError(f"min-p must be between 0 and 1, not {self.min_p}")
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise ConfigError(
-                f"repetition-penalty must be above 0 and at most 100, not {self.repetition_penalty}"
-            )
-        if not 0 <= self.seed < 2**64:
-            raise ConfigError(f"seed must be between 0 and 2^64 - 1, not {self.seed}")
+        check(self)
 
 
 MOST_NODES = 65536  # in a tree, and on a path in it
@@ -90,12 +143,13 @@ class TreeConfig:
 class GenerationConfig:
     """When a generation ends."""
 
-    max_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    max_tokens: int = setting(
+        128, COMMON, "Most tokens to generate.", must="1 or more", allows=lambda value: value >= 1
+    )
+    stop: tuple[str, ...] = setting((), SAMPLING, "End before this text. May be repeated.")
 
     def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise ConfigError(f"max-tokens must be 1 or more, not {self.max_tokens}")
+        check(self)
         if any(not text for text in self.stop):
             raise ConfigError("a `stop` string must not be empty")
 
@@ -104,10 +158,15 @@ class GenerationConfig:
 class DsiOptions:
     """Speculation over several devices (method dsi); the program chooses what is left out."""
 
-    sp: int | None = None  # target servers at once
-    lookahead: int | None = None  # draft tokens before each verification
-    devices: tuple[str, ...] = ()  # empty: every GPU, or the CPU
-    ray: str | None = None  # address of a Ray cluster that runs the workers on its GPUs
+    sp: int | None = setting(None, DSI, "Target servers at once, or auto.", auto=True)
+    lookahead: int | None = setting(
+        None, DSI, "Draft tokens before each verification, or auto.", auto=True
+    )
+    devices: tuple[str, ...] = setting(
+        (), DSI, "Of the workers, as in cuda:0,cuda:1. Default: every GPU.",
+        listed="names as in cuda:0,cuda:1",
+    )  # fmt: skip
+    ray: str | None = setting(None, DSI, "Run them on a Ray cluster: auto, host:port, or local.")
     more_drafts: tuple[str, ...] = ()  # further draft models; each drafts by itself
 
     def __post_init__(self) -> None:

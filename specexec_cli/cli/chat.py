@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specexec_cli.cli import option_groups, options
+from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
-from specexec_cli.config import GenerationConfig
+from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.chat.chat import Chat, Screen
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 
-@option_groups.grouped
+@grouped
 def chat(
     *,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
@@ -52,13 +54,11 @@ def chat(
     hide_thinking: Annotated[
         bool, typer.Option("--hide-thinking", help="Do not show <think> parts of replies.")
     ] = False,
-    max_tokens: options.MaxTokens = 1024,
-    stop: options.Stop = None,
+    generation: Annotated[GenerationConfig, Shown(max_tokens=1024)],
     context: options.Context = None,
-    models: option_groups.ModelOptions,
-    sampling: option_groups.SamplingOptions,
-    tree: option_groups.TreeOptions,
-    machine: option_groups.MachineOptions,
+    sampling: SamplingConfig,
+    asked: Request,
+    yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Chat with a model. /help lists the commands; Ctrl-C stops a reply, Ctrl-D leaves.
@@ -78,13 +78,11 @@ def chat(
         if resume is not None:
             raise ConfigError("give either --continue or --resume, not both")
         resume = last_chat()
-    generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
-    drawn = sampling.config()
-    if models == option_groups.ModelOptions() and resume is None and not quiet:
+    if resume is None and not (quiet or yes) and _names_no_model(asked):
         from specexec_cli.cli.first_chat import offered_pair
 
-        models = replace(models, pair=offered_pair())
-    request = option_groups.request(models, tree, machine, context_tokens=context, remember=True)
+        asked = replace(asked, pair=offered_pair())
+    request = replace(with_drafts(asked), context_tokens=context, remember=True)
 
     from specexec_cli.chat.settings import ChatSettings
     from specexec_cli.chat.transcript import load
@@ -96,9 +94,9 @@ def chat(
     from specexec_cli.session import open_session
 
     if not quiet:
-        for line in option_groups.without_effect(models, sampling, tree, machine):
+        for line in without_effect(asked, sampling):
             notice(line)
-    fetch_first(request, yes=models.yes, quiet=quiet)
+    fetch_first(request, yes=yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet)
     try:
         with open_session(
@@ -107,7 +105,7 @@ def chat(
             bar.close()
             session.context_limit = context
             settings = ChatSettings(
-                sampling=drawn,
+                sampling=sampling,
                 tree=session.pair.tree,
                 generation=generation,
                 thinking=not hide_thinking,
@@ -120,6 +118,15 @@ def chat(
     except KeyboardInterrupt:  # while the models load
         code = INTERRUPTED_EXIT_CODE
     raise typer.Exit(code)
+
+
+def _names_no_model(asked: Request) -> bool:
+    """Whether nothing was said of which models to run, and how."""
+    machine = {
+        name: getattr(asked, name)
+        for name in ("tree", "offload", "experts", "device", "dtype", "dsi")
+    }
+    return asked == Request(**machine)
 
 
 def converse(

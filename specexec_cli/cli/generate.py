@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +16,7 @@ from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.generate_many import generate_many, jobs_of, longest
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
+from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
@@ -35,12 +36,10 @@ def generate(
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
-    max_tokens: options.MaxTokens = 128,
-    stop: options.Stop = None,
-    models: option_groups.ModelOptions,
-    sampling: option_groups.SamplingOptions,
-    tree: option_groups.TreeOptions,
-    machine: option_groups.MachineOptions,
+    generation: GenerationConfig,
+    sampling: SamplingConfig,
+    asked: Request,
+    yes: options.Yes = False,
     stats: options.Stats = False,
     as_json: options.Json = False,
     as_lines: options.Jsonl = False,
@@ -54,40 +53,37 @@ def generate(
     "method", "pair", "config": {...}, "stats": {...}}; after Ctrl-C finish_reason is
     "interrupted".
     """
-    generation = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop or ()))
-    drawn = sampling.config()
+    asked = replace(option_groups.with_drafts(asked), remember=True)
     if as_lines:
         from specexec_cli.engine.jobs import place_of_texts
 
         _check_lines(prompt, file, as_json, stats)
         output = place_of_texts(output) if output is not None else None
         text = read_prompt(None, file)
-        jobs = jobs_of(text, file or "standard input", drawn, generation, chat)
+        jobs = jobs_of(text, file or "standard input", sampling, generation, chat)
         text, most_tokens = longest(jobs)
-        request = option_groups.request(
-            models, tree, machine, prompt=text, remember=True,
-            context_tokens=most_tokens + options.TEMPLATE_TOKENS,
-            slots=1 if models.method == "dsi" else min(slots, len(jobs)),
+        request = replace(
+            asked, prompt=text, context_tokens=most_tokens + options.TEMPLATE_TOKENS,
+            slots=1 if asked.method == "dsi" else min(slots, len(jobs)),
         )  # fmt: skip
-        fetch_first(request, yes=models.yes, quiet=quiet)
+        fetch_first(request, yes=yes, quiet=quiet)
         generate_many(request, jobs, output, quiet)
         return
     if output is not None:
         raise ConfigError("--output needs --jsonl: the text of one prompt goes to stdout")
     text = read_prompt(prompt, file)
-    request = option_groups.request(
-        models, tree, machine,
-        prompt=text, context_tokens=max_tokens + options.TEMPLATE_TOKENS, remember=True,
-    )  # fmt: skip
+    request = replace(
+        asked, prompt=text, context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS
+    )
 
     from specexec_cli.cli.live import LiveStatus
     from specexec_cli.cli.render import LoadingBar, notice, stats_line
     from specexec_cli.session import open_session
 
     if not quiet:
-        for line in option_groups.without_effect(models, sampling, tree, machine):
+        for line in option_groups.without_effect(asked, sampling):
             notice(line)
-    fetch_first(request, yes=models.yes, quiet=quiet)
+    fetch_first(request, yes=yes, quiet=quiet)
     bar = LoadingBar(shown=not quiet and not as_json)
     with open_session(
         request, notice=(lambda line: None) if quiet else notice, progress=bar,
@@ -98,12 +94,12 @@ def generate(
             if chat
             else session.encode(text)
         )
-        if len(tokens) < session.context_length < len(tokens) + max_tokens and not quiet:
+        if len(tokens) < session.context_length < len(tokens) + generation.max_tokens and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
         live = LiveStatus(shown=not quiet and not as_json)
-        steps, interrupted = _run(session, tokens, drawn, generation, live, as_json)
+        steps, interrupted = _run(session, tokens, sampling, generation, live, as_json)
         if as_json:
-            print(json.dumps(_result(session, steps, interrupted, drawn, generation)))
+            print(json.dumps(_result(session, steps, interrupted, sampling, generation)))
         elif stats and not quiet:
             print(stats_line(session.stats), file=sys.stderr)
     if interrupted:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import typer
 
@@ -12,43 +13,36 @@ from specexec_cli.planning.machine import Site, described_site
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY_UNITS = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_PANEL = "Machine to plan for"
-
-Ram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="Memory, such as 64GB. Default: free here.", rich_help_panel=_PANEL
-    ),
-]
-Vram = Annotated[
-    str | None,
-    typer.Option(
-        metavar="SIZE", help="GPU memory, such as 24GB; 0 is none. Default: the first GPU here.",
-        rich_help_panel=_PANEL,
-    ),
-]  # fmt: skip
-Ssd = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="SSD read rate, such as 3GB/s.", rich_help_panel=_PANEL),
-]
-Link = Annotated[
-    str | None,
-    typer.Option(metavar="RATE", help="RAM to GPU rate, such as 25GB/s.", rich_help_panel=_PANEL),
-]
 
 
-def site(ram: str | None, vram: str | None, ssd: str | None, link: str | None) -> Site:
-    """The machine that these options describe; options left out are filled in from this machine.
+def _option(metavar: str, help: str) -> Any:
+    return typer.Option(metavar=metavar, help=help, rich_help_panel="Machine to plan for")
 
-    Raises:
-        ConfigError: an option is not a size or not a rate.
-    """
-    return described_site(
-        ram_bytes=None if ram is None else parse_bytes(ram, "--ram"),
-        vram_bytes=None if vram is None else parse_bytes(vram, "--vram"),
-        ssd_bytes_per_s=_rate(ssd, "--ssd"),
-        link_bytes_per_s=_rate(link, "--link"),
-    )
+
+@dataclass(frozen=True, kw_only=True)
+class DescribedMachine:
+    """A machine as the user describes it; what is left out is filled in from this machine."""
+
+    ram: Annotated[str | None, _option("SIZE", "Memory, such as 64GB. Default: free here.")] = None
+    vram: Annotated[
+        str | None,
+        _option("SIZE", "GPU memory, such as 24GB; 0 is none. Default: the first GPU here."),
+    ] = None
+    ssd: Annotated[str | None, _option("RATE", "SSD read rate, such as 3GB/s.")] = None
+    link: Annotated[str | None, _option("RATE", "RAM to GPU rate, such as 25GB/s.")] = None
+
+    def site(self) -> Site:
+        """The machine to plan for.
+
+        Raises:
+            ConfigError: an option is not a size or not a rate.
+        """
+        return described_site(
+            ram_bytes=None if self.ram is None else parse_bytes(self.ram, "--ram"),
+            vram_bytes=None if self.vram is None else parse_bytes(self.vram, "--vram"),
+            ssd_bytes_per_s=_rate(self.ssd, "--ssd"),
+            link_bytes_per_s=_rate(self.link, "--link"),
+        )
 
 
 def parse_bytes(text: str, flag: str) -> int:

@@ -19,8 +19,10 @@ from specexec_cli.catalog.models_file import TASKS, ModelEntry
 from specexec_cli.catalog.others import FoundFile, found_files
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import load_registry, user_models_file
-from specexec_cli.cli import machine, options
+from specexec_cli.cli import options
 from specexec_cli.cli.complete import names
+from specexec_cli.cli.machine import DescribedMachine
+from specexec_cli.cli.option_groups import grouped
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import UnknownModelError, nearest
@@ -51,17 +53,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 @app.command("list", cls=PanelCommand)
+@grouped
 def list_command(
+    *,
     models_file: ModelsFile = None,
-    ram: machine.Ram = None,
-    vram: machine.Vram = None,
-    ssd: machine.Ssd = None,
-    link: machine.Link = None,
+    machine: DescribedMachine,
     as_json: AsJson = False,
 ) -> None:
     """List all pairs and models: where they would run on this machine, how fast, what to fetch."""
     registry = load_registry(models_file)
-    found = fits(machine.site(ram, vram, ssd, link), models_file)
+    found = fits(machine.site(), models_file)
     if as_json:
         content = {
             "schema": 1,
@@ -90,12 +91,11 @@ def list_command(
 
 
 @app.command("recommend", cls=PanelCommand)
+@grouped
 def recommend_command(
+    *,
     task: Annotated[str, typer.Option(help="chat, code, or text (base models).")] = "chat",
-    ram: machine.Ram = None,
-    vram: machine.Vram = None,
-    ssd: machine.Ssd = None,
-    link: machine.Link = None,
+    machine: DescribedMachine,
     models_file: ModelsFile = None,
     as_json: AsJson = False,
 ) -> None:
@@ -106,9 +106,9 @@ def recommend_command(
     faster. Superseded models come last. Of this machine the disk counts too.
     """
     options.one_of(task, "--task", TASKS)
-    site = machine.site(ram, vram, ssd, link)
+    site = machine.site()
     able = fits(site, models_file)
-    room = free_disk_bytes() if (ram, vram, ssd, link) == (None,) * 4 else None
+    room = free_disk_bytes() if machine == DescribedMachine() else None
     fetched = [fit for fit in able if room is None or (fit.fetch_bytes or 0) <= room]
     found, wanted = recommended(fetched, task), recommended(able, task)
     if as_json:

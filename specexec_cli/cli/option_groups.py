@@ -1,281 +1,239 @@
-"""Groups of options that a command takes as one parameter, and what they come to.
+"""Makes the options of a command from the settings of the configs that it takes.
 
-A command names these dataclasses as parameters and is decorated with `grouped`, which shows their
-fields to typer as options.
+A command names configs as parameters, such as a Request or a SamplingConfig, and is decorated with
+`grouped`: each of their settings (see config.py) is an option, and the command is given the
+configs with what the user chose.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from specexec_cli.cli import options
-from specexec_cli.config import DraftScoring, DsiOptions, Method, Overlap, SamplingConfig
+from specexec_cli.cli.complete import among, model_names, pair_names
+from specexec_cli.cli.options import option
+from specexec_cli.cli.panels import DEVICES
+from specexec_cli.config import (
+    DSI,
+    DsiOptions,
+    GenerationConfig,
+    SamplingConfig,
+    Setting,
+    setting_of,
+)
+from specexec_cli.drafting.policies import POLICIES
+from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request, TreeRequest
 
-
-@dataclass(frozen=True, kw_only=True)
-class NamedModels:
-    """Options that say which models to use, and where their files are."""
-
-    pair: options.Pair = None
-    target: options.Target = None
-    draft: options.Draft = None
-    models_file: options.ModelsFile = None
-    tokenizer: options.Tokenizer = None
-    offline: options.Offline = False
-    yes: options.Yes = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(NamedModels):
-    """The models of one session, and how it decodes."""
-
-    method: options.MethodName = "specexec"
-    revision: options.Revision = None
+_POLICIES = policies_for("specexec")
+# What the command line adds to settings: what TAB offers, and words that are registered above them.
+_MORE: dict[str, dict[str, Any]] = {
+    "pair": {"autocompletion": pair_names},
+    "target": {"autocompletion": model_names},
+    "draft": {"autocompletion": model_names},
+    "device": {"autocompletion": among("auto", "cpu", "cuda")},
+    "ray": {"metavar": "ADDRESS"},
+    "policy": {"words": ("auto", *_POLICIES)},
+}
+_HELP = {"policies": ", ".join(f"{name} ({POLICIES[name].help})" for name in _POLICIES)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """Options that say how a token is drawn."""
+class Shown:
+    """Which settings of a config a command has as options, beside the config in Annotated.
 
-    temperature: options.Temperature = 0.0
-    top_p: options.TopP = 1.0
-    top_k: options.TopK = 0
-    min_p: options.MinP = 0.0
-    repetition_penalty: options.RepetitionPenalty = 1.0
-    seed: options.Seed = 0
+    Args:
+        names: of the options, in the order of the help, between spaces; empty: all.
+        without: an option that is left out.
+        defaults: by name, where they are not the config's own.
+    """
 
-    def config(self) -> SamplingConfig:
-        """These options as a SamplingConfig, which checks their values."""
-        return SamplingConfig(**{field.name: getattr(self, field.name) for field in fields(self)})
+    def __init__(self, names: str = "", *, without: str = "", **defaults: Any) -> None:
+        self.names, self.without, self.defaults = names.split(), without, defaults
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TreeOptions:
-    """Options of the draft tree."""
-
-    budget: options.Budget = None
-    depth: options.Depth = None
-    batch: options.Batch = None
-    draft_scoring: options.Scoring = "noise"
-    policy: options.PolicyName = "auto"
-    calibration: options.Calibration = True
-    past: options.Past = True
-    overlap: options.Overlapping = "off"
-
-    def request(self) -> TreeRequest:
-        """These options as a TreeRequest."""
-        return TreeRequest(
-            budget=self.budget, depth=self.depth, batch=self.batch,
-            scoring=cast(DraftScoring, self.draft_scoring),
-            policy=None if self.policy == "auto" else self.policy,
-            calibrated=self.calibration, past=self.past, overlap=cast(Overlap, self.overlap),
-        )  # fmt: skip
+    def __contains__(self, name: str) -> bool:
+        return name in self.names if self.names else name != self.without
 
 
-@dataclass(frozen=True, kw_only=True)
-class ComputeOptions:
-    """Options that say where weights lie, and where and how to compute."""
-
-    offload: options.Offload = "auto"
-    experts: options.Experts = "auto"
-    device: options.Device = "auto"
-    dtype: options.Dtype = "auto"
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerOptions:
-    """Options of the method dsi: how many workers, and where they run."""
-
-    sp: options.Sp = "auto"
-    lookahead: options.Lookahead = "auto"
-    devices: options.Devices = None
-    ray: options.Ray = None
-
-    def dsi(self, draft: str | None) -> DsiOptions:
-        """These options in one object, each word checked.
-
-        Args:
-            draft: the value of --draft, all but the first of whose models are further ones.
-        """
-        more_drafts = draft_models(draft)[1:]
-        return dsi_options(self.sp, self.lookahead, self.devices, self.ray, more_drafts)
-
-
-@dataclass(frozen=True, kw_only=True)
-class MachineOptions(WorkerOptions, ComputeOptions):
-    """The machine of one session, its other devices included."""
-
-
-def without_effect(
-    models: ModelOptions, sampling: SamplingOptions, tree: TreeOptions, machine: MachineOptions
-) -> list[str]:
-    """What was asked for and changes nothing here, one sentence each."""
-    told = []
-    if sampling.temperature == 0.0:
-        for name in ("top_p", "top_k", "min_p", "seed"):
-            if getattr(sampling, name) != getattr(SamplingOptions(), name):
-                flag = name.replace("_", "-")
-                told.append(f"--{flag} has no effect at --temperature 0, which is greedy")
-    if models.method != "dsi":
-        for field in fields(WorkerOptions):
-            if getattr(machine, field.name) != field.default:
-                flag = field.name.replace("_", "-")
-                told.append(f"--{flag} has no effect without --method dsi")
-    if models.method != "specexec":
-        where = "without draft trees" if models.method == "autoregressive" else "where DSI runs"
-        for field in fields(TreeOptions):
-            if getattr(tree, field.name) != field.default:
-                switch = field.name in ("calibration", "past")
-                flag = f"no-{field.name}" if switch else field.name
-                told.append(f"--{flag.replace('_', '-')} has no effect {where}")
-    if models.method == "autoregressive" and models.draft is not None:
-        told.append("--draft has no effect with --method autoregressive")
-    return told
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredModels(NamedModels, ComputeOptions):
-    """Models and machine of the commands that measure: their methods and trees are a grid."""
-
-    def request(
-        self, longest_prompt: str, beside_tokens: int, several_drafts: bool = False
-    ) -> Request:
-        """These options as a Request: memory is planned for the prompt and the tokens beside it.
-
-        Args:
-            several_drafts: --draft may name further models, which are not this request's.
-        """
-        return Request(
-            **_models(self, several_drafts), **_compute(self), tree=TreeRequest(policy="fixed"),
-            prompt=longest_prompt, context_tokens=beside_tokens,
-        )  # fmt: skip
+# Models and machine, for commands that measure: their methods and trees are a grid.
+Measured = Annotated[
+    Request,
+    Shown("offload experts device dtype pair target draft models_file tokenizer offline"),
+]
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets typer see the fields of a command's option groups as parameters of the command."""
+    """Lets typer see the settings of a command's configs as parameters of the command."""
+    configs: dict[str, tuple[Any, list[str]]] = {}
+    parameters: dict[str, inspect.Parameter] = {}
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {}
-    parameters = []
     for name, parameter in inspect.signature(command).parameters.items():
-        kind = hints[name]
+        kind, *more = (
+            get_args(hints[name]) if get_origin(hints[name]) is Annotated else [hints[name]]
+        )
         if not is_dataclass(kind):
-            parameters.append(
-                parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind)
+            parameters[name] = parameter.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY, annotation=hints[name]
             )
             continue
-        groups[name] = kind
-        own = get_type_hints(kind, include_extras=True)
-        parameters += [
-            inspect.Parameter(
-                field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default,
-                annotation=own[field.name],
-            )
-            for field in fields(kind)
-        ]  # fmt: skip
+        shown = more[0] if more else Shown()
+        options = _options(kind, shown)
+        configs[name] = kind, shown.names or [*options]
+        parameters |= {each: options[each] for each in configs[name][1]}
 
     @wraps(command)
     def run(**values: Any) -> Any:
-        for name, kind in groups.items():
-            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        for name, (kind, options) in configs.items():
+            values[name] = _config(kind, {each: values.pop(each) for each in options})
         return command(**values)
 
-    shown: Any = run
-    shown.__signature__ = inspect.Signature(parameters)
-    shown.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    made: Any = run
+    made.__signature__ = inspect.Signature([*parameters.values()])
+    made.__annotations__ = {name: each.annotation for name, each in parameters.items()}
     return run
 
 
-def request(
-    models: ModelOptions, tree: TreeOptions, machine: MachineOptions, **more: Any
-) -> Request:
-    """The Request of chat, generate and serve.
-
-    Args:
-        more: other fields of Request.
-    Raises:
-        ConfigError: a word that an option does not take.
-    """
-    return Request(
-        **_models(models, several_drafts=models.method == "dsi"),
-        **_compute(machine),
-        method=cast(Method, models.method),
-        revision=models.revision,
-        tree=tree.request(),
-        dsi=machine.dsi(models.draft),
-        **more,
-    )
+def _options(kind: Any, shown: Shown) -> dict[str, inspect.Parameter]:
+    """A config's options by name, those of configs within it included."""
+    found: dict[str, inspect.Parameter] = {}
+    hints = get_type_hints(kind, include_extras=True)
+    for field in fields(kind):
+        told, own = setting_of(field), hints[field.name]
+        if is_dataclass(own):
+            found |= _options(own, shown)
+        elif (name := option_name(field)) in shown and (told or get_origin(own) is Annotated):
+            annotation, default = (own, field.default) if told is None else _made(field, told, own)
+            found[name] = inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation,
+                default=shown.defaults.get(name, default),
+            )  # fmt: skip
+    return found
 
 
-def _models(named: NamedModels, several_drafts: bool) -> dict[str, Any]:
-    """The fields of a Request that say which models.
-
-    Raises:
-        ConfigError: --draft names several, and only one can be used.
-    """
-    told = {field.name: getattr(named, field.name) for field in fields(NamedModels)}
-    drafts = draft_models(named.draft)
-    if len(drafts) > 1 and not several_drafts:
-        raise ConfigError(f"--draft '{named.draft}': several models are for --method dsi alone")
-    told["draft"] = drafts[0] if drafts else None
-    del told["yes"]  # whether to ask before a download is no matter of planning
-    return told
+def option_name(field: Field[Any]) -> str:
+    """The name of a field's option, as of a parameter: `max_tokens`."""
+    told = setting_of(field)
+    return (told and told.name) or field.name
 
 
-def _compute(machine: ComputeOptions) -> dict[str, Any]:
-    """The fields of a Request that say where to compute."""
-    return {field.name: getattr(machine, field.name) for field in fields(ComputeOptions)}
+def _made(field: Field[Any], told: Setting, kind: Any) -> tuple[Any, Any]:
+    """The annotation of a setting's option, and its default as it is written."""
+    default, more = field.default, {}
+    if get_origin(kind) is Literal:
+        kind, more["words"] = str, get_args(kind)
+    elif told.auto:
+        kind, default = str, "auto"
+    elif get_origin(kind) is tuple:
+        kind, default = (str if told.listed else list[str]) | None, None
+    return Annotated[kind, _option(field, told, **more)], default
 
 
-def dsi_options(
-    sp: str,
-    lookahead: str,
-    devices: str | None,
-    ray: str | None = None,
-    more_drafts: tuple[str, ...] = (),
-) -> DsiOptions:
-    """The values of the options of --method dsi in one object.
-
-    Raises:
-        ConfigError: not a number and not auto, or an empty name.
-    """
-    return DsiOptions(
-        sp=_number_or_auto(sp, "--sp"),
-        lookahead=_number_or_auto(lookahead, "--lookahead"),
-        devices=_names(devices, "--devices", "names as in cuda:0,cuda:1"),
-        ray=ray,
-        more_drafts=more_drafts,
-    )
+def _option(field: Field[Any], told: Setting, **more: Any) -> Any:
+    name = option_name(field)
+    flags = [f"--{name.replace('_', '-')}"] if field.default is False else []
+    panel = DEVICES if told.topic == DSI else told.topic
+    return option(panel, told.help.format(**_HELP), *flags, **_MORE.get(name, {}), **more)
 
 
-def draft_models(text: str | None) -> tuple[str, ...]:
-    """The models that --draft names, as in A,B; a file or folder whose name has a comma is one.
+def option_of(config: Any, name: str) -> Any:
+    """The option of one setting of a config, for commands that take no more of it."""
+    (field,) = (each for each in fields(config) if each.name == name)
+    told = setting_of(field)
+    assert told is not None, f"{name} is a setting"
+    return _option(field, told)
+
+
+ModelsFile = Annotated[Path | None, option_of(Request, "models_file")]
+Offline = Annotated[bool, option_of(Request, "offline")]
+MaxTokens = Annotated[int, option_of(GenerationConfig, "max_tokens")]
+Seed = Annotated[int, option_of(SamplingConfig, "seed")]
+Batch = Annotated[int | None, option_of(TreeRequest, "batch")]
+
+
+def _config(kind: Any, values: Mapping[str, Any]) -> Any:
+    """A config with the values of its options, which are given by name.
 
     Raises:
-        ConfigError: an empty name.
+        ConfigError: a value is not what its setting takes.
     """
-    if text is not None and Path(text).expanduser().exists():
-        return (text,)
-    return _names(text, "--draft", "models as in A,B")
+    found: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        if is_dataclass(hints[field.name]):
+            found[field.name] = _config(hints[field.name], values)
+        elif (name := option_name(field)) in values:
+            told, flag = setting_of(field), f"--{name.replace('_', '-')}"
+            found[field.name] = _read(values[name], told, flag, hints[field.name])
+    return kind(**found)
 
 
-def _names(text: str | None, flag: str, form: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
-    if not all(names):
-        raise ConfigError(f"{flag} takes {form}, not '{text}'")
-    return names
+def _read(value: Any, told: Setting | None, flag: str, kind: Any) -> Any:
+    """An option's value as its config has it."""
+    if told is not None and told.auto:
+        return None if value == "auto" else _number(value, flag) if int in get_args(kind) else value
+    if told is not None and told.listed:
+        return _listed(value, flag, told.listed)
+    return tuple(value or ()) if get_origin(kind) is tuple else value
 
 
-def _number_or_auto(text: str, flag: str) -> int | None:
-    if text == "auto":
-        return None
+def _number(text: str, flag: str) -> int:
     try:
         return int(text)
     except ValueError as error:
         raise ConfigError(f"{flag} takes a whole number or auto, not '{text}'") from error
+
+
+def _listed(text: str | None, flag: str, example: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    if not all(names):
+        raise ConfigError(f"{flag} takes {example}, not '{text}'")
+    return names
+
+
+def with_drafts(asked: Request, several: bool | None = None) -> Request:
+    """The request with the models that --draft names, as in A,B: the first, and further ones.
+
+    A file or folder whose name has a comma is one model.
+
+    Args:
+        several: whether further ones can be used; by default, whether the method is dsi.
+    Raises:
+        ConfigError: --draft names several, and only one can be used; or a name is empty.
+    """
+    draft = asked.draft
+    if draft is None or Path(draft).expanduser().exists():
+        return asked
+    first, *further = _listed(draft, "--draft", "models as in A,B")
+    if further and not (asked.method == "dsi" if several is None else several):
+        raise ConfigError(f"--draft '{draft}': several models are for --method dsi alone")
+    return replace(asked, draft=first, dsi=replace(asked.dsi, more_drafts=tuple(further)))
+
+
+def without_effect(asked: Request, sampling: SamplingConfig) -> list[str]:
+    """What was asked for and changes nothing here, one sentence each."""
+    told = []
+    if sampling.temperature == 0.0:
+        greedy = "has no effect at --temperature 0, which is greedy"
+        drawn = ("--top-p", "--top-k", "--min-p", "--seed")
+        told += [f"{flag} {greedy}" for flag in drawn if flag in _changed(sampling)]
+    if asked.method != "dsi":
+        told += [f"{flag} has no effect without --method dsi" for flag in _changed(asked.dsi)]
+    if asked.method != "specexec":
+        where = "without draft trees" if asked.method == "autoregressive" else "where DSI runs"
+        told += [f"{flag} has no effect {where}" for flag in _changed(asked.tree)]
+    if asked.method == "autoregressive" and asked.draft is not None:
+        told.append("--draft has no effect with --method autoregressive")
+    return told
+
+
+def _changed(config: SamplingConfig | DsiOptions | TreeRequest) -> list[str]:
+    """The options of settings that are not at their default."""
+    return [
+        f"--{'no-' * (field.default is True)}{option_name(field).replace('_', '-')}"
+        for field in fields(config)
+        if setting_of(field) and getattr(config, field.name) != field.default
+    ]

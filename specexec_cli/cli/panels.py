@@ -12,11 +12,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
+from specexec_cli.config import ADVANCED, DSI, MEMORY, SAMPLING, TREE
+
+TREE_LISTS, MANY, DEVICES = "Draft tree (comma lists)", "Several texts", f"{DSI} (--method dsi)"
 # Panels that --help mentions in one line each; only commands with many options use them.
-SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DSI = _NAMED = (
-    "Sampling", "Draft tree", "Draft tree (comma lists)", "Several texts", "Memory", "Advanced",
-    "Several devices (--method dsi)",
-)  # fmt: skip
+_NAMED = (SAMPLING, TREE, TREE_LISTS, MANY, MEMORY, ADVANCED, DEVICES)
 _SHOW_ALL = "specexec.help_all"
 SETTINGS: set[str] = set()  # that the commands made so far have options for: "max_tokens"
 

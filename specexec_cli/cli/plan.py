@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
-from typing import Annotated, Any, cast
+from dataclasses import asdict, replace
+from typing import Annotated, Any
 
 import typer
 
-from specexec_cli.cli import machine, option_groups, options
+from specexec_cli.cli import options
+from specexec_cli.cli.machine import DescribedMachine
+from specexec_cli.cli.option_groups import Shown, grouped
 from specexec_cli.cli.render import notice
-from specexec_cli.config import DsiOptions, ExpertPlace, Method, OffloadMode
+from specexec_cli.config import DsiOptions
 from specexec_cli.device import gpus
 from specexec_cli.dsi.layout import Layout, target_servers
 from specexec_cli.dsi.plan import advise
@@ -32,28 +34,20 @@ from specexec_cli.planning.expected_speed import (
 from specexec_cli.planning.machine import ASSUMED, Site
 from specexec_cli.planning.pass_time import PassTime, knee_rows, pass_time
 from specexec_cli.planning.placement import without_ssd
-from specexec_cli.planning.request import Request, TreeRequest
+from specexec_cli.planning.request import Request
 from specexec_cli.planning.resolve import Decision, resolve
 
 SCHEMA = 1
 
 
+@grouped
 def plan(
-    pair: options.Pair = None,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    method: options.MethodName = "specexec",
-    models_file: options.ModelsFile = None,
-    offline: options.Offline = False,
-    ram: machine.Ram = None,
-    vram: machine.Vram = None,
-    ssd: machine.Ssd = None,
-    link: machine.Link = None,
-    budget: options.Budget = None,
-    offload: options.Offload = "auto",
-    experts: options.Experts = "auto",
-    sp: options.Sp = "auto",
-    devices: options.Devices = None,
+    *,
+    asked: Annotated[
+        Request,
+        Shown("pair target draft method models_file offline budget offload experts sp devices"),
+    ],
+    machine: DescribedMachine,
     context: Annotated[
         int | None, typer.Option(min=1, help="Tokens of prompt and text together. Default: 4096.")
     ] = None,
@@ -66,24 +60,18 @@ def plan(
     `specexec doctor` measured here. With `--method dsi` the plan is that of each target server:
     --vram is of each GPU, --ram of all workers together.
     """
-    request = Request(
-        pair=pair, target=target, draft=draft, method=cast(Method, method),
-        models_file=models_file, offline=offline, offload=cast(OffloadMode, offload),
-        experts=cast(ExpertPlace, experts),
-        tree=TreeRequest(budget=budget), context_tokens=context,
-        dsi=option_groups.dsi_options(sp, "auto", devices),
-    )  # fmt: skip
-    site = machine.site(ram, vram, ssd, link)
+    request = replace(asked, context_tokens=context)
+    site = machine.site()
     layout = _layout(request, site)
     if layout is not None:
         site = layout.share(site)
     decision = resolve(with_best_draft(request, site, notice, _copy_obstacle), site)
-    check_own_copy(decision, notice, models_file, _copy_obstacle)
+    check_own_copy(decision, notice, asked.models_file, _copy_obstacle)
     dsi = dsi_advice(decision) if len(gpus()) > 1 else None
     if layout is not None:
         lines = [layout.describe(), "Speeds are those of draft trees on one of them.", dsi]
         dsi = " ".join(line for line in lines if line)
-    speed, runs = predicted(decision, models_file), _runs(decision)
+    speed, runs = predicted(decision, asked.models_file), _runs(decision)
     one_pass = pass_time(decision.plan, speed.nodes + 1)
     if as_json:
         told = {"prediction": speed.as_json(), "reached": [asdict(run) for run in runs], "dsi": dsi,

@@ -13,7 +13,7 @@ from specexec_cli.catalog.downloads import cached, missing, remove, survey
 from specexec_cli.catalog.models_file import ModelEntry
 from specexec_cli.catalog.own_copies import PREFIX, copies_folder, own_copies, remove_copy
 from specexec_cli.catalog.registry import Registry, load_registry
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.complete import names
 from specexec_cli.cli.fetching import agree, fetch_all, fit_line, planned, said_yes
 from specexec_cli.cli.mends import with_mend
@@ -33,7 +33,7 @@ Name = Annotated[
 def pull(
     name: Name,
     yes: options.Yes = False,
-    models_file: options.ModelsFile = None,
+    models_file: option_groups.ModelsFile = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Fetch a pair's two models, or one model, into the hub's cache.
@@ -65,7 +65,7 @@ def rm(
         ),
     ],
     yes: options.Yes = False,
-    models_file: options.ModelsFile = None,
+    models_file: option_groups.ModelsFile = None,
     quiet: options.Quiet = False,
 ) -> None:
     """Delete a pair's two models, or one model, from the hub's cache; or copies for --draft self.

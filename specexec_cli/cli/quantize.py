@@ -11,7 +11,7 @@ import typer
 from specexec_cli.catalog.downloads import missing, survey
 from specexec_cli.catalog.hub import fetch
 from specexec_cli.catalog.registry import load_registry
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.complete import model_names
 from specexec_cli.cli.fetching import agree, fetch_all
 from specexec_cli.device import format_bytes
@@ -41,8 +41,8 @@ def quantize(
             help="Text for GPTQ, in place of Python's standard library; none: without a text.",
         ),
     ] = "",
-    models_file: options.ModelsFile = None,
-    offline: options.Offline = False,
+    models_file: option_groups.ModelsFile = None,
+    offline: option_groups.Offline = False,
     yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from specexec_cli.cli import option_groups, options
+from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
-from specexec_cli.cli.panels import ADVANCED
-from specexec_cli.config import GenerationConfig, SamplingConfig
+from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
+from specexec_cli.config import ADVANCED, GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
 
@@ -28,7 +28,7 @@ _SERVER = "Server"
 _SLOTS = 4  # default: while weights stream, rows of four texts cost no more time than those of one
 
 
-@option_groups.grouped
+@grouped
 def serve(
     *,
     host: Annotated[
@@ -72,16 +72,11 @@ def serve(
             help="Texts at once, each with memory of its own. Default: 4 where that fits.",
         ),
     ] = None,
-    max_tokens: options.MaxTokens = 1024,
+    generation: Annotated[GenerationConfig, Shown("max_tokens", max_tokens=1024)],
     context: options.Context = None,
-    models: option_groups.ModelOptions,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    tree: option_groups.TreeOptions,
-    machine: option_groups.MachineOptions,
+    sampling: Annotated[SamplingConfig, Shown(without="seed")],
+    asked: Request,
+    yes: options.Yes = False,
     quiet: options.Quiet = False,
 ) -> None:
     """Serve a model to programs that speak OpenAI's protocol, and on a page of its own.
@@ -89,12 +84,7 @@ def serve(
     --max-tokens and the sampling options hold for requests that say nothing about them. A request
     without a seed gets one of its own. Ctrl-C ends the server.
     """  # fmt: skip
-    sampling = SamplingConfig(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p,
-        repetition_penalty=repetition_penalty,
-    )  # fmt: skip
-    GenerationConfig(max_tokens=max_tokens)
-    request = option_groups.request(models, tree, machine, context_tokens=context, remember=True)
+    request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
 
     from specexec_cli.cli.render import LoadingBar, notice
@@ -107,10 +97,10 @@ def serve(
         raise ConfigError(
             f"--host {host} lets other machines ask: set a key with --api-key or SPECEXEC_API_KEY"
         )
-    defaults = Defaults(sampling=sampling, max_tokens=max_tokens)
+    defaults = Defaults(sampling=sampling, max_tokens=generation.max_tokens)
     interrupted = False
     with listen(host, port) as address:  # fails before models load for minutes
-        fetch_first(request, yes=models.yes, quiet=quiet)
+        fetch_first(request, yes=yes, quiet=quiet)
         bar = LoadingBar(shown=not quiet)
         try:
             session, slots = _open(request, slots, (lambda line: None) if quiet else notice, bar)

@@ -10,6 +10,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from specexec_cli.config import (
+    ADVANCED,
+    COMMON,
+    MEMORY,
+    TREE,
     DraftScoring,
     DsiOptions,
     DtypeName,
@@ -18,6 +22,7 @@ from specexec_cli.config import (
     OffloadMode,
     Overlap,
     TreeConfig,
+    setting,
 )
 from specexec_cli.errors import ConfigError
 
@@ -36,14 +41,25 @@ def in_whole_blocks(nodes: int, texts: int, block_rows: int) -> int:
 class TreeRequest:
     """The draft tree, as far as it was asked for; None leaves a number to the pair."""
 
-    budget: int | None = None
-    depth: int | None = None
-    batch: int | None = None
-    scoring: DraftScoring = "noise"
-    policy: str | None = None  # None is cost, and fixed for other methods than specexec
-    calibrated: bool = True
-    past: bool = True
-    overlap: Overlap = "off"
+    budget: int | None = setting(None, TREE, "Most nodes. Default: the pair's.")
+    depth: int | None = setting(None, TREE, "Longest path, in tokens. Default: the pair's.")
+    batch: int | None = setting(None, TREE, "Nodes expanded at once. Default: the pair's.")
+    scoring: DraftScoring = setting(
+        "noise", TREE, "Rank draft tokens by the target's sampling noise: noise, or probs.",
+        name="draft_scoring",
+    )  # fmt: skip
+    policy: str | None = setting(
+        None, TREE, "How much of the budget each tree uses: {policies}. auto is cost, and fixed "
+        "for other methods than specexec.", auto=True,
+    )  # fmt: skip
+    calibrated: bool = setting(
+        True, TREE, "Correct draft probabilities by what was accepted.", name="calibration"
+    )
+    past: bool = setting(True, TREE, "Add what followed the last tokens where they stood before.")
+    overlap: Overlap = setting(
+        "off", TREE,
+        "on, off, auto: go on drafting while a pass waits for layers; auto: where it does.",
+    )  # fmt: skip
 
     def resolve(
         self, recommended: TreeConfig, method: Method, slots: int = 1, block_rows: int = 1
@@ -83,25 +99,38 @@ class TreeRequest:
 class Request:
     """Models, method, tree and machine of one session."""
 
-    pair: str | None = None
-    target: str | None = None  # a models.toml name, a folder, or a hub id
-    draft: str | None = None
-    method: Method = "specexec"
-    models_file: Path | None = None
-    revision: str | None = None
-    tokenizer: Path | None = None
-    offline: bool = False
+    pair: str | None = setting(None, COMMON, "A pair of models.toml. Default: demo.")
+    target: str | None = setting(
+        None, COMMON, "A name of models.toml, a folder, a GGUF file, a hub id (org/name, "
+        "org/name@revision, org/name:FILE.gguf), or ollama:NAME.",
+    )  # fmt: skip
+    draft: str | None = setting(
+        None, COMMON, "Draft (default: the pair's; for dsi A,B); self: 4-bit copy; suffix: past "
+        "text; auto: fastest.",
+    )  # fmt: skip
+    models_file: Path | None = setting(None, ADVANCED, "Entries that override models.toml.")
+    tokenizer: Path | None = setting(None, ADVANCED, "Folder of a tokenizer, for targets without.")
+    offline: bool = setting(False, ADVANCED, "Use downloaded files only.")
+    method: Method = setting(
+        "specexec", ADVANCED,
+        "specexec, autoregressive (a token a pass), dsi. The text is the same.",
+    )  # fmt: skip
+    revision: str | None = setting(None, ADVANCED, "Branch, tag or commit of the target.")
     tree: TreeRequest = field(default_factory=TreeRequest)
-    offload: OffloadMode = "auto"
-    experts: ExpertPlace = "auto"  # where a mixture's experts are computed beside a GPU
-    device: str = "auto"
-    dtype: DtypeName = "auto"
+    offload: OffloadMode = setting(
+        "auto", MEMORY, "Where layers stream from: ssd, ram, none (they stay), or auto."
+    )
+    experts: ExpertPlace = setting(
+        "auto", MEMORY, "Beside a GPU, what computes a mixture's experts: gpu, cpu, or auto."
+    )
+    device: str = setting("auto", MEMORY, "auto, cpu, cuda or cuda:N.")
+    dtype: DtypeName = setting("auto", MEMORY, "float32, bfloat16, float16, or auto.")
+    dsi: DsiOptions = field(default_factory=DsiOptions)
     # Tokens of prompt and text to plan memory for. Longer texts are not refused: they take memory
     # beyond the plan. With a prompt, which is counted, the tokens beside it.
     context_tokens: int | None = None
     prompt: str | None = None
     slots: int = 1  # texts at once, each of that many tokens, for which memory is planned
-    dsi: DsiOptions = field(default_factory=DsiOptions)
     # Begin with what earlier sessions learned about the pair, and keep what this one learns. It
     # changes how many passes a text takes, never the text.
     remember: bool = False

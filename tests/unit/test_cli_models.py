@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from specexec_cli.catalog.models_file import TASKS
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import models as cli
+from specexec_cli.cli.machine import DescribedMachine
 from specexec_cli.errors import ConfigError, UnknownModelError
 from specexec_cli.planning.speed import figure
 from specexec_cli.planning.what_fits import PATIENT_TOKENS_PER_S
@@ -292,9 +293,9 @@ def test_no_larger_pair_is_named_that_nobody_would_wait_for() -> None:
 
 def test_what_the_disk_has_no_room_for_is_not_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this machine, here one of 24 and 192 GB; a described one has a disk of its own."""
-    described = cli.machine.site("192", "24", "2GB/s", "20GB/s")
+    described = DescribedMachine(ram="192", vram="24", ssd="2GB/s", link="20GB/s").site()
     able = cli.fits(described, None)
-    monkeypatch.setattr(cli.machine, "site", lambda *options: described)
+    monkeypatch.setattr(DescribedMachine, "site", lambda options: described)
     monkeypatch.setattr(cli, "fits", lambda *options: able)
     fetched = {fit.pair.name: fit.fetch_bytes or 0 for fit in able}
     wanted = [pair["name"] for pair in run_json("recommend", "--ram", "192")["pairs"]]

@@ -6,14 +6,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from checkpoints import BYTE_VOCAB, architecture, save_pair
 
 from specexec_cli import loading
-from specexec_cli.cli.option_groups import MeasuredModels, draft_models, dsi_options
+from specexec_cli.cli.option_groups import grouped, with_drafts
 from specexec_cli.config import DSI_REJECTION, DsiOptions, GenerationConfig, SamplingConfig
 from specexec_cli.dsi.messages import DRAFTER, Ready
 from specexec_cli.dsi.processes import ProcessWorkers
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.request import Request
 from specexec_cli.session import Session, TextSession, dsi_session
 from specexec_cli.session.dsi_session import DsiSession
 from specexec_cli.session.local_session import LocalSession
@@ -139,22 +141,37 @@ def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
 
 
 def test_several_draft_models_are_for_dsi_alone(tmp_path):
-    assert draft_models(None) == ()
-    assert draft_models("a, org/b") == ("a", "org/b")
+    assert with_drafts(Request()) == Request()
+    both = with_drafts(Request(draft="a, org/b", method="dsi"))
+    assert (both.draft, both.dsi.more_drafts) == ("a", ("org/b",))
     folder = tmp_path / "a,b"
     folder.mkdir()
-    assert draft_models(str(folder)) == (str(folder),)
+    named = Request(draft=str(folder))
+    assert with_drafts(named) == named
     with pytest.raises(ConfigError, match="--draft takes models as in A,B, not 'a,,b'"):
-        draft_models("a,,b")
-    models = MeasuredModels(target="t", draft="a,b")
-    assert models.request("", 8, several_drafts=True).draft == "a"
+        with_drafts(Request(draft="a,,b"))
+    asked = Request(target="t", draft="a,b")
+    assert with_drafts(asked, several=True).draft == "a"
     with pytest.raises(ConfigError, match="'a,b': several models are for --method dsi alone"):
-        models.request("", 8)
+        with_drafts(asked)
+
+
+def of_options(*words: str) -> DsiOptions:
+    """What a command is given with these options."""
+    app, given = typer.Typer(), []
+
+    @app.command()
+    @grouped
+    def command(*, dsi: DsiOptions) -> None:
+        given.append(dsi)
+
+    app(words, standalone_mode=False)
+    return given[0]
 
 
 def test_options_are_numbers_or_auto():
-    assert dsi_options("auto", "auto", None) == DsiOptions()
-    assert dsi_options("3", "7", "cpu, cpu") == DsiOptions(
+    assert of_options() == of_options("--sp", "auto", "--lookahead", "auto") == DsiOptions()
+    assert of_options("--sp", "3", "--lookahead", "7", "--devices", "cpu, cpu") == DsiOptions(
         sp=3, lookahead=7, devices=("cpu", "cpu")
     )
 
@@ -162,12 +179,12 @@ def test_options_are_numbers_or_auto():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("two", "auto", None), "--sp takes a whole number or auto, not 'two'"),
-        (("auto", "0", None), "`lookahead` must be between 1 and 64, or auto, not 0"),
-        (("99", "auto", None), "`sp` must be between 1 and 64, or auto, not 99"),
-        (("auto", "auto", "cuda:0,"), "--devices takes names as in cuda:0,cuda:1"),
+        (("--sp", "two"), "--sp takes a whole number or auto, not 'two'"),
+        (("--lookahead", "0"), "`lookahead` must be between 1 and 64, or auto, not 0"),
+        (("--sp", "99"), "`sp` must be between 1 and 64, or auto, not 99"),
+        (("--devices", "cuda:0,"), "--devices takes names as in cuda:0,cuda:1, not 'cuda:0,'"),
     ],
 )
 def test_bad_options_are_one_clear_error(words, message):
     with pytest.raises(ConfigError, match=message):
-        dsi_options(*words)
+        of_options(*words)

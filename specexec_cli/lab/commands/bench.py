@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,8 +13,8 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
-from specexec_cli.cli.panels import ADVANCED, PanelCommand, PanelGroup
-from specexec_cli.config import SamplingConfig, TreeConfig
+from specexec_cli.cli.panels import PanelCommand, PanelGroup
+from specexec_cli.config import ADVANCED, DsiOptions, SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.commands.bench_grid import GridOptions, numbers, words
 from specexec_cli.lab.commands.bench_models import (
@@ -65,13 +66,14 @@ Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or 
 def bench(
     *,
     ctx: typer.Context,
-    models: option_groups.MeasuredModels,
+    asked: option_groups.Measured,
+    yes: options.Yes = False,
     cases: GridOptions,
-    workers: option_groups.WorkerOptions,
+    workers: DsiOptions,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
-    max_tokens: options.MaxTokens = 128,
+    max_tokens: option_groups.MaxTokens = 128,
     baseline_tokens: Annotated[
         int | None,
         typer.Option(
@@ -81,9 +83,7 @@ def bench(
     ] = None,
     repeats: Repeats = 1,
     warmup: Warmup = 1,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    seed: options.Seed = 0,
+    sampling: Annotated[SamplingConfig, option_groups.Shown("top_p top_k seed")],
     results: Results = Path("bench.jsonl"),
     output: Output = "table",
     quiet: options.Quiet = False,
@@ -102,20 +102,19 @@ def bench(
 
     options.one_of(output, "--output", FORMATS)
     _at_least({"--repeats": (repeats, 1), "--warmup": (warmup, 0), "--prompts": (prompts, 1)})
-    grid = cases.grid(max_tokens=max_tokens, baseline_tokens=baseline_tokens, top_p=top_p,
-                      top_k=top_k, seed=seed)  # fmt: skip
+    grid = cases.grid(sampling, max_tokens=max_tokens, baseline_tokens=baseline_tokens)
     sets = [load_dataset(name, data_folder=data, count=prompts)
             for name in words(dataset, "--dataset")]  # fmt: skip
     file = ResultsFile(results)
     apart = not set(DISTRIBUTED).isdisjoint(grid.methods)
-    request = measured_request(models, sets, max_tokens, several_drafts=apart)
-    fetch_first(request, yes=models.yes, quiet=quiet)
+    request = measured_request(asked, sets, max_tokens, several_drafts=apart)
+    fetch_first(request, yes=yes, quiet=quiet)
     with ExitStack() as stack:
         session = stack.enter_context(opened(request, quiet))
         distributed, how = None, None
         if apart:
-            wanted = workers.dsi(models.draft)
-            distributed, how = open_distributed(request, wanted, models.yes, quiet)
+            wanted = replace(workers, more_drafts=request.dsi.more_drafts)
+            distributed, how = open_distributed(request, wanted, yes, quiet)
             stack.enter_context(distributed)
         found = grid.cases(_tree(session, cases.batch), how)
         _measure(session, distributed, found, sets, max_tokens, repeats, warmup, file, output,
@@ -212,14 +211,14 @@ def _run(
 @option_groups.grouped
 def coverage(
     *,
-    models: option_groups.MeasuredModels,
+    asked: option_groups.Measured,
+    yes: options.Yes = False,
     dataset: DatasetNames = "demo",
     data: Data = Path("data"),
     prompts: Prompts = 10,
-    max_tokens: options.MaxTokens = 64,
+    max_tokens: option_groups.MaxTokens = 64,
     top_k: Annotated[str, typer.Option(help="Values of k, a comma list.")] = "1,2,4,8,16,32,64",
-    temperature: options.Temperature = 1.0,
-    seed: options.Seed = 0,
+    sampling: Annotated[SamplingConfig, option_groups.Shown("temperature seed", temperature=1.0)],
     results: Results = Path("bench.jsonl"),
     output: Output = "table",
     quiet: options.Quiet = False,
@@ -236,11 +235,10 @@ def coverage(
 
     options.one_of(output, "--output", FORMATS)
     ranks = numbers(top_k, "--top-k", int)
-    sampling = SamplingConfig(temperature=temperature, seed=seed)
     check_settings(sampling, ranks)
     one = load_dataset(dataset, data_folder=data, count=prompts)
     file = ResultsFile(results)
-    with open_models(models, [one], max_tokens, quiet) as session:
+    with open_models(asked, [one], max_tokens, yes, quiet) as session:
         from specexec_cli.lab.bench.runner import encode_prompts
 
         usable, skipped = encode_prompts(session, one, max_tokens)

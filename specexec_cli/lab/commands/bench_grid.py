@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
-from specexec_cli.cli import options
+from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES
@@ -50,7 +50,7 @@ class GridOptions:
         str, typer.Option(help="Draft tokens per iteration of chains.", rich_help_panel=_GRID)
     ] = "4,8"
     temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0"
-    batch: options.Batch = None
+    batch: option_groups.Batch = None
     draft_scoring: Annotated[
         str,
         typer.Option(
@@ -88,13 +88,7 @@ class GridOptions:
     ] = "off"
 
     def grid(
-        self,
-        *,
-        max_tokens: int,
-        baseline_tokens: int | None,
-        top_p: float,
-        top_k: int,
-        seed: int,
+        self, sampling: SamplingConfig, *, max_tokens: int, baseline_tokens: int | None
     ) -> Grid:
         """The grid of these lists, with the settings that all cases share.
 
@@ -119,7 +113,7 @@ class GridOptions:
             past=[word == "on" for word in _chosen(self.past, "--past", ("on", "off"))],
             overlap=cast(list[Overlap], _chosen(self.overlap, "--overlap", ("on", "off"))),
             sampling=[
-                SamplingConfig(temperature=value, top_p=top_p, top_k=top_k, seed=seed)
+                replace(sampling, temperature=value)
                 for value in numbers(self.temperature, "--temperature", float)
             ],
             max_tokens=max_tokens,

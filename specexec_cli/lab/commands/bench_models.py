@@ -10,27 +10,34 @@ from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.config import DsiOptions
 from specexec_cli.errors import ConfigError
+from specexec_cli.planning.request import Request, TreeRequest
 
 if TYPE_CHECKING:
     from specexec_cli.lab.bench.cases import Workers
     from specexec_cli.lab.bench.datasets import Dataset
-    from specexec_cli.planning.request import Request
     from specexec_cli.session import TextSession
 
 
 def measured_request(
-    models: option_groups.MeasuredModels,
+    asked: Request,
     sets: Sequence[Dataset],
     max_tokens: int,
     several_drafts: bool = False,
 ) -> Request:
-    """A request for the models, with memory planned for the longest of these prompts."""
+    """The request with memory planned for the longest of these prompts.
+
+    Args:
+        several_drafts: --draft may name further models, for the method dsi.
+    """
     prompts = [prompt for one in sets for prompt in one.prompts]
     turns = max((len(prompt.messages) for prompt in prompts), default=1)
     text = max((prompt.text for prompt in prompts), key=len, default="")
     # a chat template adds some tokens to each turn
     beside = (1 + turns) * options.TEMPLATE_TOKENS + max_tokens
-    return models.request(text, beside, several_drafts)
+    return replace(
+        option_groups.with_drafts(asked, several_drafts), tree=TreeRequest(policy="fixed"),
+        prompt=text, context_tokens=beside,
+    )  # fmt: skip
 
 
 def opened(request: Request, quiet: bool) -> TextSession:
@@ -48,11 +55,11 @@ def opened(request: Request, quiet: bool) -> TextSession:
 
 
 def open_models(
-    models: option_groups.MeasuredModels, sets: Sequence[Dataset], max_tokens: int, quiet: bool
+    asked: Request, sets: Sequence[Dataset], max_tokens: int, yes: bool, quiet: bool
 ) -> TextSession:
     """Opens a session with memory planned for the longest prompt; shows a bar while it loads."""
-    request = measured_request(models, sets, max_tokens)
-    fetch_first(request, yes=models.yes, quiet=quiet)
+    request = measured_request(asked, sets, max_tokens)
+    fetch_first(request, yes=yes, quiet=quiet)
     return opened(request, quiet)
 
 

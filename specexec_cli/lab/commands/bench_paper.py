@@ -16,6 +16,7 @@ import typer
 from specexec_cli.cli import option_groups, options
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ClaimLostError, ConfigError, nearest
 from specexec_cli.lab.papers import RECIPES, Finding, Recipe, Setting
+from specexec_cli.planning.request import Request
 
 if TYPE_CHECKING:
     from specexec_cli.lab.bench.datasets import Dataset
@@ -28,7 +29,8 @@ _ALL = "all"
 def paper(
     name: Annotated[str, typer.Argument(help="A recipe, or all. Without it they are listed.")] = "",
     *,
-    models: option_groups.MeasuredModels,
+    asked: option_groups.Measured,
+    yes: options.Yes = False,
     full: Annotated[
         bool,
         typer.Option("--full", help="The paper's sizes, and real prompts: hours, not seconds."),
@@ -46,7 +48,7 @@ def paper(
         "papers"
     ),
     figure_format: Annotated[str, typer.Option("--format", help="png or svg.")] = "png",
-    seed: options.Seed = 0,
+    seed: option_groups.Seed = 0,
     output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
     quiet: options.Quiet = False,
 ) -> None:
@@ -70,7 +72,7 @@ def paper(
 
     with ExitStack() as opened, CountBar("generations", None, shown=not quiet) as bar:
         lab = Lab(
-            _opener(models, opened, quiet), out, full=full, data=data, most_prompts=prompts,
+            _opener(asked, yes, opened, quiet), out, full=full, data=data, most_prompts=prompts,
             most_tokens=max_tokens, seed=seed, done=bar.advance,
         )  # fmt: skip
         for one in chosen:
@@ -146,14 +148,14 @@ def _shown(
     })  # fmt: skip
 
 
-def _opener(models: option_groups.MeasuredModels, opened: ExitStack, quiet: bool) -> OpenSession:
+def _opener(asked: Request, yes: bool, opened: ExitStack, quiet: bool) -> OpenSession:
     """A function that opens the pair's session, or one with another draft model."""
     from specexec_cli.lab.commands.bench_models import open_models
     from specexec_cli.session import TextSession
 
     def open_one(sets: Sequence[Dataset], tokens: int, draft: str | None) -> TextSession:
         opened.close()  # closes the last session first: two big ones would not fit into memory
-        named = models if draft is None else replace(models, draft=draft)
-        return opened.enter_context(open_models(named, sets, tokens, quiet))
+        named = asked if draft is None else replace(asked, draft=draft)
+        return opened.enter_context(open_models(named, sets, tokens, yes, quiet))
 
     return open_one

@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import option_groups, options
+from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.bench.datasets import Dataset
     from specexec_cli.lab.bench.measure import ModelTimes
     from specexec_cli.lab.bench.runner import BenchPrompt
+    from specexec_cli.planning.request import Request
 
 _DATA = "Prompts"
 
@@ -27,7 +28,8 @@ _DATA = "Prompts"
 @option_groups.grouped
 def measure(
     *,
-    models: option_groups.MeasuredModels,
+    asked: option_groups.Measured,
+    yes: options.Yes = False,
     dataset: Annotated[
         str, typer.Option(help="A name or a file, as in bench.", rich_help_panel=_DATA)
     ] = "demo",
@@ -41,8 +43,7 @@ def measure(
     match_tokens: Annotated[
         int, typer.Option(help="Tokens of each text that are compared, and its length.")
     ] = 256,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
+    sampling: Annotated[SamplingConfig, option_groups.Shown("temperature seed")],
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON object, which `simulate dsi --measured` takes.")
     ] = False,
@@ -56,7 +57,6 @@ def measure(
     to the first at which the texts of target and draft model differ: as in the paper on DSI, whose
     simulations begin with these numbers.
     """
-    from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.bench.datasets import load_dataset
     from specexec_cli.lab.bench.environment import environment
     from specexec_cli.lab.bench.measure import acceptance_rate, mean_matches
@@ -68,16 +68,16 @@ def measure(
             f"--timed-tokens must be between 2 and --match-tokens ({match_tokens}), "
             f"not {timed_tokens}"
         )
-    sampling = SamplingConfig(temperature=temperature, seed=seed)
-    one = load_dataset(dataset, data_folder=data, count=prompts, seed=seed)
+    one = load_dataset(dataset, data_folder=data, count=prompts, seed=sampling.seed)
     lengths = timed_tokens, match_tokens
-    target, draft, settings, names = _both(models, one, sampling, lengths, quiet)
+    target, draft, settings, names = _both(asked, yes, one, sampling, lengths, quiet)
     matches = mean_matches(target, draft)
     if not as_json:
         print(_told(one.name, target, draft, names, matches))
         return
     told = {"prompts": len(target.texts), "timed_tokens": timed_tokens,
-            "match_tokens": match_tokens, "temperature": temperature, "seed": seed}  # fmt: skip
+            "match_tokens": match_tokens, "temperature": sampling.temperature,
+            "seed": sampling.seed}  # fmt: skip
     print(json.dumps({"schema": 1, "target": _times(names[0], target),
                       "draft": _times(names[1], draft),
                       "acceptance": {"mean_matches": matches, "rate": acceptance_rate(matches)},
@@ -108,7 +108,8 @@ def _times(name: str, times: ModelTimes) -> dict[str, Any]:
 
 
 def _both(
-    models: option_groups.MeasuredModels,
+    asked: Request,
+    yes: bool,
     dataset: Dataset,
     sampling: SamplingConfig,
     lengths: tuple[int, int],
@@ -123,11 +124,11 @@ def _both(
     from specexec_cli.lab.commands.bench_models import measured_request, opened
     from specexec_cli.planning.chosen_models import choose_pair
 
-    request = measured_request(models, [dataset], lengths[1])
+    request = measured_request(asked, [dataset], lengths[1])
     pair = choose_pair(load_registry(request.models_file), request)
     if pair.draft is None or pair.own_bits is not None:
         raise ConfigError("measure compares a target with a draft model of its own: give `draft`")
-    fetch_first(request, yes=models.yes, quiet=quiet)
+    fetch_first(request, yes=yes, quiet=quiet)
     names = pair.target.name, pair.draft.name
     alone = replace(request, pair=None, draft=None, method="autoregressive")
     found: list[ModelTimes] = []

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import option_groups, options
-from specexec_cli.cli.panels import ADVANCED
+from specexec_cli.config import ADVANCED, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.bench.parts import PARTS, Counts
 
 if TYPE_CHECKING:
-    from specexec_cli.config import SamplingConfig
     from specexec_cli.drafting.classifier import Classifier
     from specexec_cli.lab.bench.datasets import Dataset
     from specexec_cli.lab.bench.runner import BenchPrompt
@@ -34,7 +33,8 @@ DraftMs = Annotated[float | None, typer.Option(help="Time of a draft step. Defau
 @option_groups.grouped
 def train_policy(
     *,
-    models: option_groups.MeasuredModels,
+    asked: option_groups.Measured,
+    yes: options.Yes = False,
     dataset: Annotated[
         str,
         typer.Option(
@@ -58,9 +58,8 @@ def train_policy(
             rich_help_panel=ADVANCED,
         ),
     ] = "",
-    max_tokens: options.MaxTokens = 128,
-    temperature: options.Temperature = 0.0,
-    seed: options.Seed = 0,
+    max_tokens: option_groups.MaxTokens = 128,
+    sampling: Annotated[SamplingConfig, option_groups.Shown("temperature seed")],
     target_ms: TargetMs = None,
     draft_ms: DraftMs = None,
     output: Annotated[str, typer.Option("--output", "-o", help="table, md or json.")] = "table",
@@ -70,16 +69,16 @@ def train_policy(
 
     Texts are kept as they are written: stopped by Ctrl-C, the same command goes on.
     """
-    from specexec_cli.config import SamplingConfig
     from specexec_cli.lab.commands.bench_models import open_models
 
     options.one_of(output, "--output", ("table", "md", "json"))
     _check(prompts, target_ms, draft_ms)
-    sampling = SamplingConfig(temperature=temperature, seed=seed)
-    sets = _sets(dataset, transfer, data, _counts(splits, prompts), seed, at_most=not splits)
+    sets = _sets(
+        dataset, transfer, data, _counts(splits, prompts), sampling.seed, at_most=not splits
+    )
     trained = [name for name, parts in sets.items() if parts["train"].prompts]
     with open_models(
-        models, [part for parts in sets.values() for part in parts.values()], max_tokens, quiet
+        asked, [part for parts in sets.values() for part in parts.values()], max_tokens, yes, quiet
     ) as session:
         encoded = _encoded(session, sets, max_tokens)
         try:
@@ -89,7 +88,7 @@ def train_policy(
         except KeyboardInterrupt:
             print("" if quiet else "stopped; the same command goes on\n", end="", file=sys.stderr)
             raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
-        _save(session, classifier, trained, temperature, costs, evaluations)
+        _save(session, classifier, trained, sampling.temperature, costs, evaluations)
         print(_report(session.pair_folder, classifier, trained, costs, evaluations, output))
 
 
