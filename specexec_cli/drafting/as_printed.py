@@ -1,10 +1,9 @@
 """The scores of SpecExec's paper: nodes are ranked by the draft model's probabilities alone.
 
-Equations 2 to 5 of appendix A, arXiv:2406.02532, know neither the temperature of the target's
+Equations 2 to 5 of appendix A, arXiv:2406.02532, use neither the temperature of the target's
 sampling nor its noise, and nothing is learned from what was accepted. The authors' code
-(get_next_beams in specdec/specexec.py of yandex-research/specexec) ranks so too, less a factor of
-0.95 per token and with 16 children per node at most, of which the paper says nothing; neither is
-here.
+(get_next_beams in specdec/specexec.py of yandex-research/specexec) also multiplies by 0.95 per
+token and takes at most 16 children per node; the paper mentions neither, and neither is done here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class PrintedScores(TreeScores):
     """The draft model's own log-probabilities."""
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """See TreeScores; no utilities are noted, so that there is nothing to learn from."""
+        """See TreeScores. Stores no utilities, so that there is nothing to learn from."""
         count = min(width, logits.shape[-1])
         log_probs, tokens = dispatch.log_softmax_topk(logits.float(), count)
         # a draft model whose logits are not numbers proposes nothing

@@ -1,7 +1,7 @@
-"""Tree shapes of the methods SpecExec is compared with; arithmetic on arrays, torch-free.
+"""Searches of the methods that SpecExec is compared with: chains, bundles of paths, beam search.
 
-All grow level by level: the nodes that joined last go through the draft model in one batch. With
-`width` = budget // max_depth a full tree has at most `budget` nodes.
+All of them grow a tree level by level, with one draft step for each level. `width` is
+budget // max_depth, so that a full tree has at most `budget` nodes. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from specexec_cli.drafting.search import (
     Worth,
 )
 
-# scores (parents, children) of a level, -inf where there is no child -> which of them join
+# Given the scores (parents, children) of a level, -inf where there is no child, says which join.
 _Choose = Callable[[Floats], NDArray[np.bool_]]
 
 
 def grow_chain(
     expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
 ) -> SearchResult:
-    """One path: each node's first child. Leviathan et al., arXiv:2211.17192, algorithm 1."""
+    """One path: each node's first child.
+
+    Source: Leviathan et al., arXiv:2211.17192, algorithm 1.
+    """
     length = min(config.budget, max_depth)
     return _grow_levels(expand, lambda level: 1, np.isfinite, length, worth)
 
@@ -40,8 +43,8 @@ def grow_bundle(
 ) -> SearchResult:
     """`width` children of the root, and one path below each of them.
 
-    The shape SpecExec's reference code gives SpecInfer (specdec/spec_SI.py): sequences that part
-    at the root and never branch again; SpecInfer's expansion <w, 1, 1, ...>.
+    Source: SpecInfer's expansion <w, 1, 1, ...>, as in SpecExec's reference code
+    (specdec/spec_SI.py).
     """
     width = _width(config)
     return _grow_levels(
@@ -52,7 +55,7 @@ def grow_bundle(
 def grow_beam(
     expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
 ) -> SearchResult:
-    """Beam search of `width` beams; every node that ever was a beam stays in the tree."""
+    """Beam search with `width` beams; every node that was ever in a beam stays in the tree."""
     width = _width(config)
     return _grow_levels(
         expand, lambda level: width, lambda scores: _best(scores, width), max_depth, worth
@@ -62,7 +65,7 @@ def grow_beam(
 def grow_beam_pruned(
     expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
 ) -> SearchResult:
-    """Beam search that keeps the final beams and their ancestors alone, as a decoder would."""
+    """Beam search that keeps only the final beams and their ancestors, as beam decoding does."""
     tree = grow_beam(expand, config, max_depth, worth).tree
     kept = tree.depths == tree.depths.max(initial=0)
     for node in range(len(tree) - 1, -1, -1):
@@ -82,7 +85,7 @@ def _width(config: TreeConfig) -> int:
 
 
 def _best(scores: Floats, count: int) -> NDArray[np.bool_]:
-    """Marks the `count` best finite scores of all rows together; ties go to the first."""
+    """Marks the `count` highest finite scores of all rows together; of equal ones the first."""
     order = np.argsort(-scores, axis=None, kind="stable")[:count]
     chosen = np.zeros(scores.size, dtype=bool)
     chosen[order] = True
@@ -96,12 +99,14 @@ def _grow_levels(
     max_depth: int,
     worth: Worth | None,
 ) -> SearchResult:
-    """Grows `max_depth` levels; the tree's ids are its indices.
+    """Grows up to `max_depth` levels; a node's id is its index in the tree.
 
     Args:
-        width: children asked for per node of a level, the root being level 0.
-        choose: which of the scored children join.
-        worth: ends the growth before `max_depth` does.
+        expand: the draft model.
+        width: children to ask for per node of a level; the root is level 0.
+        choose: says which of the scored children join the tree.
+        max_depth: longest path, tokens.
+        worth: may end the growth earlier.
     """
     root = np.array([ROOT], dtype=np.int64)
     frontier, frontier_scores = Frontier(root, root, root, np.zeros(1, dtype=np.int64)), np.zeros(1)

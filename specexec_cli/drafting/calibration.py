@@ -1,15 +1,15 @@
-"""How often a drafted token is really accepted, learned while decoding. Arithmetic, torch-free.
+"""Learns while decoding how often a drafted token is accepted. Imports no torch.
 
-Every position that the target settles labels the children that the draft model had proposed there:
-one of them was the target's token, or none. A logistic regression on what is known before the
-target is asked corrects the draft's own probability p of a child:
+Every position that the target settles labels the children that the draft model proposed there: one
+of them was the target's token, or none. A logistic regression corrects the draft's own probability
+of a child from what is known before the target's pass:
 
-    logit P(accepted) = w0 + w1 logit(p) + w2 log(1 + rank) + w3 log(depth) + w4 entropy
+    logit P(accepted) = w0 + w1 logit(draft_prob) + w2 log(1 + rank) + w3 log(depth) + w4 entropy
 
-It starts as the identity and follows the stream of labels by Newton steps with forgetting, an
-extended Kalman filter for a fixed state, so five weights and a 5 x 5 matrix are all that is kept.
-Each position is predicted before it is learned from. While these predictions are worse than the
-draft's own, by log loss over the last few hundred positions, the draft's own are used.
+It starts as the identity and follows the labels by Newton steps with forgetting, which is an
+extended Kalman filter for a constant state. So five weights and a 5 x 5 matrix are all that is
+kept. Each position is predicted before it is learned from. While these predictions are worse than
+the draft's own, by log loss over the last few hundred positions, the draft's own are used.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from numpy.typing import ArrayLike
 from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.kept import numbers
 
-CHILDREN = 16  # of a settled position that are learned from, the most probable ones
+CHILDREN = 16  # the most probable children of a settled position; the others are not learned from
 
-_ENTROPY_OF = 8  # most probable children; the others count as one
-_IDENTITY = np.array([0.0, 1.0, 0.0, 0.0, 0.0])
-_LOWEST = np.array([-2.0, 0.3, -2.0, -2.0, -2.0])
+_ENTROPY_OF = 8  # the most probable children count by themselves in the entropy, others as one
+_IDENTITY = np.array([0.0, 1.0, 0.0, 0.0, 0.0])  # the weights that change no probability
+_LOWEST = np.array([-2.0, 0.3, -2.0, -2.0, -2.0])  # bounds of the weights
 _HIGHEST = np.array([2.0, 3.0, 2.0, 2.0, 2.0])
 _PRIOR = 20.0  # information of the starting weights
-_MEMORY = 0.998  # the last five hundred positions decide
-_JUDGED = 0.995  # and the last two hundred say whether that is right
+_MEMORY = 0.998  # decay per position of what the weights learned from: about 500 positions count
+_JUDGED = 0.995  # decay per position of the log losses that are compared: about 200 count
 _BINS = 10
-_MOST = 1e9  # of information and losses; a file that says more is damaged
+_MOST = 1e9  # bound of information and losses; a file with larger numbers is damaged
 
 
 class Calibration:
-    """From the draft's probabilities of a node's children to those of their acceptance."""
+    """Turns the draft's probabilities of a node's children into probabilities of acceptance."""
 
     def __init__(self) -> None:
         self._weights = _IDENTITY.copy()
@@ -47,17 +47,18 @@ class Calibration:
 
     @property
     def trusted(self) -> bool:
-        """Whether it has predicted no worse than the draft itself."""
+        """Whether its recent predictions were no worse than the draft's own."""
         return bool(self._losses[1] <= self._losses[0])
 
     def calibrated(self, log_probs: Floats, depths: Floats | Ints) -> Floats:
         """Log-probabilities that children are accepted, given that their parent is.
 
         Args:
-            log_probs: (n, width) the draft's, each row falling; best with at least 8 columns.
-            depths: (n,) of the children, from 1.
+            log_probs: (n, width) the draft's log-probabilities of the children of n nodes, each row
+                falling; at least 8 columns give the entropy that was learned with.
+            depths: (n,) depths of the children, from 1.
         Returns:
-            (n, width); a row's probabilities sum to 1 at most.
+            (n, width); the probabilities of a row sum to 1 at most.
         """
         if not self.trusted:
             return log_probs
@@ -72,10 +73,10 @@ class Calibration:
         """Learns from a settled position.
 
         Args:
-            log_probs: (width,) the draft's for the most probable children, falling.
-            depth: of the children.
-            accepted: which of them was the target's token; None for none of them.
-            applied: whether trees are searched by the calibrated probabilities.
+            log_probs: (width,) the draft's log-probabilities of the best children, falling.
+            depth: depth of the children, from 1.
+            accepted: index of the child that was the target's token; None if none was.
+            applied: whether trees are searched by calibrated probabilities.
         """
         depths = np.array([float(depth)])
         features = _features(log_probs[None], depths)[0]
@@ -95,7 +96,7 @@ class Calibration:
         return np.asarray(features @ self._weights, dtype=np.float64)
 
     def _learn(self, features: Floats, labels: Floats, logits: Floats) -> None:
-        """One Newton step from these labels and the prior of all earlier ones."""
+        """Takes one Newton step with these labels; earlier ones are in the information matrix."""
         chances = _sigmoid(logits)
         self._information *= _MEMORY
         self._information += (1.0 - _MEMORY) * _PRIOR * np.eye(len(_IDENTITY))
@@ -113,15 +114,15 @@ class Calibration:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Calibration:
-        """The object whose `state` this was.
+        """The calibration that `state` described.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not one.
+            ValueError, KeyError, TypeError: this is no valid state.
         """
         found, count = cls(), len(_IDENTITY)
         weights = numbers(state["weights"], (count,), _LOWEST.min(), _HIGHEST.max())
         information = numbers(state["information"], (count, count), -_MOST, _MOST)
-        # it never falls below that of the starting weights
+        # the information never falls below that of the starting weights
         least = np.linalg.eigvalsh(information).min()
         if not np.allclose(information, information.T) or least < 0.99 * _PRIOR:
             raise ValueError("information must be symmetric, and no less than at the start")
@@ -132,36 +133,45 @@ class Calibration:
 
 
 class Reliability:
-    """How far predicted probabilities are from the frequencies that came true."""
+    """Compares predicted probabilities with how often they came true."""
 
     def __init__(self) -> None:
-        self._bins = np.zeros((2, _BINS, 3))  # own, used: count, sum predicted, sum true
+        # of the draft's own predictions and of those used: count, sum predicted, sum true
+        self._bins = np.zeros((2, _BINS, 3))
 
     def add(self, own: Floats, used: Floats, labels: Floats) -> None:
-        """Predictions of children at one position, by the draft itself and as they were used."""
+        """Adds the predictions for the children at one position.
+
+        Args:
+            own: (n,) the draft's own probabilities.
+            used: (n,) the probabilities that the search used.
+            labels: (n,) 1 for the child that was accepted, 0 for the others.
+        """
         for bins, chances in zip(self._bins, (own, used), strict=True):
             at = np.minimum((chances * _BINS).astype(int), _BINS - 1)
             np.add.at(bins, at, np.stack([np.ones_like(chances), chances, labels], axis=1))
 
     @property
     def bins(self) -> list[list[list[float]]]:
-        """Per tenth of predicted probability: predictions, their sum, and how many came true.
+        """(2, 10, 3): the draft's own predictions, then those used; tenths of predicted
+        probability; number of predictions, their sum, and how many came true.
 
-        First those of the draft model itself, then those that were used. Bins of several
-        generations add up.
+        Bins of several generations may be added.
         """
         return self._bins.tolist()
 
 
 def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
-    """Expected calibration error, draft's own and as used; None without predictions.
+    """Expected calibration error of the draft's own predictions and of those used.
 
-    Per child that was predicted to be accepted, not per prediction: most children are predicted
-    near 0, rightly, and would drown the others. So it is sum |predicted - true| / sum predicted.
+    It is sum |predicted - true| / sum predicted, so per child that was predicted to be accepted.
+    Per prediction it would say little, since most children are rightly predicted near 0.
 
     Args:
-        bins: (2, 10, 3) of Reliability, or a sum of such. Few predictions look badly calibrated by
-            chance alone, so sum first.
+        bins: (2, 10, 3), Reliability.bins or a sum of several. Few predictions look badly
+            calibrated by chance, so add bins before calling this.
+    Returns:
+        two errors; None where nothing was predicted.
     """
     _, predicted, true = np.moveaxis(np.asarray(bins, dtype=np.float64), -1, 0)
     totals = predicted.sum(axis=1)
@@ -172,7 +182,7 @@ def calibration_errors(bins: ArrayLike) -> tuple[float, float] | None:
 
 
 def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:
-    """The five numbers that the calibration reads of each child, (n, width, 5)."""
+    """The five features of each child, (n, width, 5), in the order of the weights."""
     chances = np.exp(log_probs[:, :_ENTROPY_OF])
     rest = np.clip(1.0 - chances.sum(axis=1, keepdims=True), 0.0, 1.0)
     parts = np.concatenate([chances, rest], axis=1)
@@ -191,7 +201,7 @@ def _features(log_probs: Floats, depths: Floats | Ints) -> Floats:
 
 
 def _logit(log_probs: Floats) -> Floats:
-    """Logits of probabilities given by their logarithms, bounded to what can be learned."""
+    """Logits of probabilities given by their logarithms, bounded away from 0 and 1."""
     bounded = np.clip(log_probs, -50.0, -1e-4)
     return bounded - np.log(-np.expm1(bounded))
 

@@ -1,10 +1,11 @@
 """The classifier of the policy disco: how likely it is that a drafted token will be accepted.
 
-A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy
-and the position counted from the beginning of the generation (appendix D.1), and gives the
-probability that the token just drafted will be accepted. Drafting ends below a threshold, or at a
-length, that were tuned for latency (Mamou et al., arXiv:2405.04304, section 3).
-lab/training.py makes it, policies/disco.py asks it.
+A feed-forward network of two layers reads the draft model's ten highest probabilities, its entropy,
+and the token's position counted from the beginning of the generation. It gives the probability that
+the token just drafted will be accepted. Drafting ends when that is below a threshold, or at a
+greatest length; both were tuned for latency. lab/training.py trains it, policies/disco.py uses it.
+
+Source: Mamou et al., arXiv:2405.04304, section 3 and appendix D.1.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.errors import CheckpointError
 from specexec_cli.kept import read_json, replacing, write_json
 
-FEATURES = 12  # the signals, and the position
-SCHEMA = 2  # 1 counted positions from the beginning of the draft
+FEATURES = 12  # the 11 signals (policies.Signals), and the position
+SCHEMA = 2  # schema 1 counted positions from the beginning of the draft
 _SHAPES = {"norm.mean": (FEATURES,), "norm.scale": (FEATURES,), "hidden.weight": (-1, FEATURES),
            "hidden.bias": (-1,), "out.weight": (1, -1), "out.bias": (1,)}  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Classifier:
-    """Probability that a drafted token is accepted, and what to make of it."""
+    """A trained classifier, and when drafting ends by it."""
 
-    tensors: dict[str, Floats]  # of _SHAPES
-    threshold: float  # of that probability, below which drafting ends
-    max_length: int  # tokens drafted at most
+    tensors: dict[str, Floats]  # by name, of the shapes in _SHAPES
+    threshold: float  # drafting ends when the probability of acceptance is below
+    max_length: int  # the most tokens of a draft
 
     def probabilities(self, features: Floats) -> Floats:
-        """The probability that each token is accepted, from its features: (n, FEATURES) -> (n,)."""
+        """The probability that each token is accepted, (n,), from its features (n, FEATURES)."""
         t = self.tensors
         scaled = (features - t["norm.mean"]) * t["norm.scale"]
         hidden = np.maximum(scaled @ t["hidden.weight"].T + t["hidden.bias"], 0.0)
@@ -46,12 +47,13 @@ class Classifier:
         return np.exp(-np.logaddexp(0.0, -logits))  # type: ignore[no-any-return]
 
     def chance(self, signals: Floats, positions: Ints, log_probs: Floats) -> float:
-        """The probability that a token of one level is accepted, the likelier tokens counting more.
+        """The mean probability that tokens of a tree's level are accepted, weighted by how probable
+        each token is.
 
         Args:
-            signals: (n, 11) of the nodes that the tokens were drafted from; see policies.Signals.
-            positions: (n,) of the tokens, the first one generated being 1.
-            log_probs: (n,) cumulative ones of the tokens.
+            signals: (n, 11) signals of the tokens' parents; see policies.Signals.
+            positions: (n,) positions of the tokens; the first generated token has position 1.
+            log_probs: (n,) cumulative log-probabilities of the tokens.
         """
         features = np.column_stack([signals, positions])
         weights = np.exp(log_probs)
@@ -61,7 +63,7 @@ class Classifier:
         """Writes disco.safetensors and disco.json.
 
         Args:
-            about: models and training, for people; `load` compares "target" and "draft".
+            about: describes models and training; `load_classifier` compares "target" and "draft".
         Raises:
             OSError: the folder cannot be written.
         """

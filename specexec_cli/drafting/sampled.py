@@ -1,8 +1,8 @@
-"""Drafters that draw their trees from the draft model's distribution instead of searching it.
+"""Drafters that draw the children of nodes from the draft model's distribution.
 
-A node's children are drawn without replacement, and what they were drawn from is remembered for
-the rejection walk. With greedy decoding nothing is random: the children are the most probable
-tokens, and the usual acceptance walk applies.
+Children are drawn without replacement, and the distribution is kept for rejection sampling. With
+greedy decoding nothing is random: children are the most probable tokens, and the usual acceptance
+walk applies.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from specexec_cli.verify.rejection import DRAFT_STREAM, Draws, draw, rejection_w
 
 
 class SampledChildren:
-    """Draws children of nodes, and walks trees of what it drew. Knows no model."""
+    """Draws the children of nodes, and verifies trees of them. Knows no model."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._log_probs: dict[int, Tensor] = {}  # expanded node -> (vocab,) float32
+        # by the id of an expanded node, the distribution of its children, (vocab,) float32
+        self._log_probs: dict[int, Tensor] = {}
 
     def reset(self) -> None:
         """Forgets the last tree."""
@@ -40,11 +41,13 @@ class SampledChildren:
     def children(
         self, frontier: Frontier, logits: Tensor, context: Sequence[int], width: int
     ) -> tuple[Floats, Ints]:
-        """Draws `width` tokens per node; see search.Expand.
+        """Draws up to `width` children of each node; see search.Expand.
 
         Args:
-            logits: (n, vocab) the draft model's.
+            frontier: n nodes.
+            logits: (n, vocab) the draft model's, behind each node.
             context: committed tokens.
+            width: most children of a node.
         """
         log_probs = self._sampler.filtered(logits, context).log_softmax(-1)
         self._log_probs.update(zip(frontier.ids.tolist(), log_probs, strict=True))
@@ -61,14 +64,11 @@ class SampledChildren:
         return scores, tokens
 
     def signals(self, ids: Ints) -> Floats:
-        """What policies read of expanded nodes: of the distribution that was drawn from.
-
-        See policies.Signals.
-        """
+        """The signals (policies.Signals) of expanded nodes, from the distributions drawn from."""
         return signals(torch.stack([self._log_probs[node] for node in ids.tolist()]))
 
     def _drawn(self, probs: Tensor, position: int, width: int) -> list[int]:
-        """At most `width` different tokens of probability above 0."""
+        """Draws at most `width` different tokens of probability above 0."""
         left = probs.double().cpu().numpy()
         numbers = uniforms(self._sampler.config.seed, position, DRAFT_STREAM, width)
         drawn: list[int] = []
@@ -88,7 +88,7 @@ class SampledChildren:
         limit: int,
         eos_ids: Collection[int],
     ) -> Accepted:
-        """What a pass over the last tree commits; in the place of accept()."""
+        """Verifies the last tree by rejection sampling; replaces verify.accept.accept()."""
         if sampler.config.temperature == 0.0:
             return accept(tree, logits, sampler, context, limit, eos_ids)
         children: dict[int, list[int]] = {}
@@ -99,7 +99,7 @@ class SampledChildren:
 
 
 class SampledScores(TreeScores):
-    """The probabilities of children that are drawn."""
+    """Scores that draw a node's children; a child's score is its draft log-probability."""
 
     def __init__(
         self, rows: DraftRows, sampler: Sampler, tree: TreeConfig, learned: Learned
@@ -108,19 +108,19 @@ class SampledScores(TreeScores):
         self.sampled = SampledChildren(sampler)
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """See TreeScores; a tree's first frontier is its root."""
+        """See TreeScores. The first frontier of a tree is its root, which begins a new record."""
         if frontier.ids[0] == ROOT:
             self.sampled.reset()
         with torch.no_grad():
             return self.sampled.children(frontier, logits, self._rows.context, width)
 
     def signals(self, ids: Ints) -> Floats:
-        """What policies read of expanded nodes; see policies.Signals."""
+        """The signals of expanded nodes; see policies.Signals."""
         return self.sampled.signals(ids)
 
 
 class SampledDrafter(ModelDrafter):
-    """A draft model that draws its trees."""
+    """A ModelDrafter with SampledScores, which verifies by rejection sampling."""
 
     scores: SampledScores
 
@@ -133,5 +133,5 @@ class SampledDrafter(ModelDrafter):
         limit: int,
         eos_ids: Collection[int],
     ) -> Accepted:
-        """What a pass over the last tree commits; see SampledChildren.walk."""
+        """Verifies the last tree by rejection sampling; see SampledChildren.walk."""
         return self.scores.sampled.walk(tree, logits, sampler, context, limit, eos_ids)

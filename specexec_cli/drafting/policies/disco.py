@@ -1,10 +1,12 @@
-"""The policy disco: as deep as a classifier that was trained for the pair finds promising.
+"""The policy disco: trees as deep as a classifier that was trained for the pair finds promising.
 
-Mamou et al., arXiv:2405.04304, section 3, decide per token of a chain. For a tree it is decided per
-level, by the mean over the nodes about to be expanded, weighted by how probable each is: a chain is
-a level of one node. Where a chain's tokens are drawn and verified by rejection sampling, a draft
-ends behind a token that was drawn already: the text keeps the target's distribution.
-drafting/classifier.py is the classifier, lab/training.py makes it.
+The paper decides after each token of a chain whether to draft another. For a tree this is decided
+after each level, by the mean over the nodes about to be expanded, weighted by how probable each is;
+for a chain, with one node in each level, it is the same. Where a chain's tokens are drawn and
+verified by rejection sampling, the decision never drops a token that was drawn, so the text keeps
+the target's distribution. drafting/classifier.py is the classifier, and lab/training.py trains it.
+
+Source: Mamou et al., arXiv:2405.04304, section 3.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ if TYPE_CHECKING:
 @policy(
     "disco",
     help="as deep as the pair's trained classifier says, see train-policy",
-    # chains as the paper has them, and those whose drafts are the target's own choices if any are
+    # the paper's chains, and the methods that rank by the target's own noise
     methods=("specexec", "chain", "chain-coupled", "beam", "beam-pruned"),
     needs="classifier",
 )
 class Disco:
-    """Grows trees while the classifier finds the last level promising."""
+    """Grows each tree while the classifier finds its last level promising."""
 
     def __init__(self, tree: TreeConfig, classifier: Classifier) -> None:
         self._tree = tree
         self._classifier = classifier
-        self._generated = 0  # tokens: a new generation has a new object
+        self._generated = 0  # tokens of this generation; each generation has its own object
 
     def grow(self, next_tree: NextTree) -> SearchResult:
         """See BudgetPolicy."""
@@ -45,16 +47,16 @@ class Disco:
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
         """Whether the nodes about to be expanded are likely enough to be accepted."""
-        # a token's chance is read from the distribution it was drafted from: its parent's
+        # a token's chance is read from the distribution that it was drafted from, its parent's
         signals = self._signals(frontier.parents)
         positions = self._generated + frontier.depths
         chance = self._classifier.chance(signals, positions, log_probs[frontier.ids])
         return chance >= self._classifier.threshold
 
     def size(self, log_probs: Floats) -> int:
-        """How many nodes to verify: all of them, within the budget."""
+        """How many nodes to verify: all of them; the search keeps to the budget."""
         return len(log_probs)
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy; a trained classifier learns no more, but it reads positions."""
+        """See BudgetPolicy. Counts positions; the classifier itself learns nothing more."""
         self._generated += len(step.tokens)

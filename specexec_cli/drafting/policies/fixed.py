@@ -1,4 +1,4 @@
-"""The policy fixed: budget, depth and batch as given."""
+"""The policy fixed: every tree has the budget, depth and batch that were given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @policy("fixed", help="all of it")
 class Fixed:
-    """Every tree as large as it may be."""
+    """Grows every tree as large as it may be."""
 
     def __init__(self, tree: TreeConfig) -> None:
         self._tree = tree
@@ -24,4 +24,4 @@ class Fixed:
         return next_tree.found(self._tree)
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy; a fixed size learns nothing."""
+        """See BudgetPolicy. Learns nothing."""

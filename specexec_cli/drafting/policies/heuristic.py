@@ -1,7 +1,7 @@
 """The policy heuristic: transformers' schedule for assisted generation, carried over to trees.
 
-Source: `num_assistant_tokens_schedule="heuristic"` in transformers' GenerationConfig: two tokens
-deeper after a draft that was accepted whole, one less otherwise.
+The next draft is two tokens deeper after one that was accepted whole, and one token less deep
+otherwise. Source: `num_assistant_tokens_schedule="heuristic"` in transformers' GenerationConfig.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @policy("heuristic", help="deeper after a tree accepted whole")
 class Heuristic:
-    """Depth by transformers' schedule; a tree gets its share of the budget with it."""
+    """Sets the depth by transformers' schedule, and the budget in proportion to it."""
 
-    _START = 5  # tokens
+    _START = 5  # depth of the first tree, tokens
 
     def __init__(self, tree: TreeConfig) -> None:
         self._tree = tree
@@ -34,7 +34,7 @@ class Heuristic:
         return next_tree.found(replace(full, budget=budget, max_depth=self._depth))
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy; a tree counts as accepted whole where its deepest level was reached."""
+        """See BudgetPolicy. A tree counts as accepted whole if its deepest level was reached."""
         if step.tree_depth:
             reached = sum(step.drafted) == step.tree_depth
             self._depth = self._depth + 2 if reached else self._depth - 1

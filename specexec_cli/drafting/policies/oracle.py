@@ -1,7 +1,7 @@
-"""The policy oracle: a chain exactly as long as the target's own text agrees with.
+"""The policy oracle: a chain that ends exactly where the target's own text departs from it.
 
-That text must be known, so `bench` alone has it. It is the bound for every policy of chains (Mamou
-et al., arXiv:2405.04304, section 2).
+The text must be known beforehand, so only `bench` can use it. It is the bound for every policy of
+chains. Source: Mamou et al., arXiv:2405.04304, section 3, "oracle SL".
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 @policy(
     "oracle",
     help="chain-coupled drafts exactly as long as will be accepted, the bound",
-    methods=("chain-coupled",),  # drafts one path, and of the target's own choices if of anything
+    methods=("chain-coupled",),  # one path, ranked by the target's own noise
     needs="continuation",
 )
 class Oracle:
-    """Chains that end at the first token which is not the target's.
+    """Grows chains that end at the first token that is not the target's.
 
     Args:
+        tree: bounds of a chain.
         continuation: the target's own tokens, from the next one on.
     """
 
@@ -35,11 +36,11 @@ class Oracle:
         self._continuation = list(continuation)
 
     def grow(self, next_tree: NextTree) -> SearchResult:
-        """See BudgetPolicy; the search is one of single paths."""
+        """See BudgetPolicy; the method's search must be one of single paths."""
         return next_tree.found(self._tree, self)
 
     def goes_on(self, log_probs: Floats, frontier: Frontier) -> bool:
-        """Whether the path's last token is right, as all before it were."""
+        """Whether the path's last token is the target's; all before it were."""
         depth, token = int(frontier.depths[-1]), int(frontier.tokens[-1])
         return self._continuation[depth - 1 : depth] == [token]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def _searched(
     setup: DraftSetup, search: Search, scores: MakeScores | None = None
 ) -> SessionDrafter:
-    """Trees that a search finds in what the draft model says, scored as in TreeScores."""
+    """A drafter that searches the draft model, with children scored by `scores`, or TreeScores."""
     from specexec_cli.drafting.drafter import ModelDrafter
     from specexec_cli.drafting.tree_scores import TreeScores
 
@@ -27,7 +27,7 @@ def _searched(
 
 
 def _sampled(setup: DraftSetup, search: Search) -> SessionDrafter:
-    """Trees of that shape whose tokens are drawn from the draft model's distribution."""
+    """A drafter that grows trees with `search` from children drawn from the draft model."""
     from specexec_cli.drafting.sampled import SampledDrafter, SampledScores
 
     assert setup.model is not None, "the session has seen to it"
@@ -47,7 +47,10 @@ def _specexec(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("specexec-paper")
 def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
-    """SpecExec as it is printed: draft probabilities alone, and rounds (arXiv:2406.02532)."""
+    """SpecExec as printed: draft probabilities alone, searched in rounds.
+
+    Source: arXiv:2406.02532, algorithm 2 and appendix A.
+    """
     from specexec_cli.drafting.as_printed import PrintedScores
     from specexec_cli.drafting.search import grow_in_rounds
 
@@ -56,7 +59,7 @@ def _specexec_paper(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("chain", one_path=True, drawn=True)
 def _chain(setup: DraftSetup) -> SessionDrafter:
-    """One path drawn from the draft model (Leviathan et al., arXiv:2211.17192)."""
+    """One path, drawn from the draft model. Source: Leviathan et al., arXiv:2211.17192."""
     from specexec_cli.drafting.baselines import grow_chain
 
     return _sampled(setup, grow_chain)
@@ -64,7 +67,7 @@ def _chain(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("chain-coupled", one_path=True)
 def _chain_coupled(setup: DraftSetup) -> SessionDrafter:
-    """One path, ranked by the noise of the target's own draws.
+    """One path, ranked with the noise of the target's own draws.
 
     Source: drafter-invariant speculation, Daliri et al., arXiv:2408.07978.
     """
@@ -75,7 +78,7 @@ def _chain_coupled(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("specinfer", drawn=True)
 def _specinfer(setup: DraftSetup) -> SessionDrafter:
-    """Several paths drawn from the draft model (SpecInfer, arXiv:2305.09781)."""
+    """Several paths, drawn from the draft model. Source: SpecInfer, arXiv:2305.09781."""
     from specexec_cli.drafting.baselines import grow_bundle
 
     return _sampled(setup, grow_bundle)
@@ -83,7 +86,10 @@ def _specinfer(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("beam")
 def _beam(setup: DraftSetup) -> SessionDrafter:
-    """SpecExec's ablation: the same verification, the tree found by beam search."""
+    """SpecExec's ablation: the tree is found by beam search.
+
+    Source: arXiv:2406.02532, appendix E.
+    """
     from specexec_cli.drafting.baselines import grow_beam
 
     return _searched(setup, grow_beam)
@@ -91,7 +97,7 @@ def _beam(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("beam-pruned")
 def _beam_pruned(setup: DraftSetup) -> SessionDrafter:
-    """Beam search of which the final beams alone are kept."""
+    """Beam search of which only the final beams are kept."""
     from specexec_cli.drafting.baselines import grow_beam_pruned
 
     return _searched(setup, grow_beam_pruned)
@@ -99,7 +105,10 @@ def _beam_pruned(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("suffix", needs_model=False)
 def _suffix(setup: DraftSetup) -> SessionDrafter:
-    """What followed the last tokens where they stood before, without a model (arXiv:2411.04975)."""
+    """What followed the last tokens earlier in the text, without a model.
+
+    Source: SuffixDecoding, arXiv:2411.04975.
+    """
     from specexec_cli.drafting.suffix import SuffixDrafter
 
     return SuffixDrafter(setup.sampler, setup.tree, setup.learned)

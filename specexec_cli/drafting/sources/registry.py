@@ -1,9 +1,9 @@
-"""The registry of draft sources: every way to come by draft trees, under its method's name.
+"""The registry of draft sources: every way to make draft trees, under its method's name.
 
 A source is a function below the decorator `draft_source`, in any file of this package, that makes a
-drafter. The methods that `bench` knows, their help and checks, and which policies suit them follow
-from there. The command line reads the names before anything is loaded, so what a source needs is
-imported inside it.
+drafter. The methods that `bench` knows, their help and checks, and the policies that suit them
+follow from the registry. The command line reads the names before anything is loaded, so a source
+imports what it needs inside the function.
 """
 
 from __future__ import annotations
@@ -25,28 +25,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSetup:
-    """What a drafter may be made of."""
+    """What a drafter may be made from."""
 
     model: StreamedModel | None  # the draft model, where there is one
     sampler: Sampler  # settings of the first generation; configure() brings later ones
     tree: TreeConfig
     target_vocab_size: int
-    learned: Learned  # about the pair, by all generations so far
-    shared: Committed | None = None  # the target, where the draft model may read its cache rows
+    learned: Learned  # what all generations so far taught about the pair
+    shared: Committed | None = None  # the target, where the draft model reads the target's cache
     slots: int = 0  # cache rows that memory is planned for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSource:
-    """One way to come by draft trees."""
+    """One way to make draft trees.
 
-    name: str  # of the method
+    Attributes:
+        name: name of the method.
+        make: makes the drafter.
+        one_path: whether trees are chains, sized by a speculation length instead of budget and
+            depth.
+        drawn: whether children are drawn from the draft model's distribution, and verified by
+            rejection sampling. The text then has the target's distribution, but differs from
+            autoregressive decoding with the same seed.
+        needs_model: whether it needs a draft model.
+    """
+
+    name: str
     make: Callable[[DraftSetup], SessionDrafter]
-    one_path: bool  # a chain, sized by a speculation length in the place of budget and depth
-    # Drawn from the draft model's distribution, and verified by rejection sampling: the text has
-    # the target's distribution, but is not that of autoregressive decoding with the same seed.
+    one_path: bool
     drawn: bool
-    needs_model: bool  # a draft model
+    needs_model: bool
 
 
 _table: dict[str, DraftSource] = {}
@@ -77,7 +86,7 @@ def draft_source(
 
 def policies_for(method: str) -> tuple[str, ...]:
     """The names of the policies that can size a method's trees."""
-    if method not in SOURCES:  # it drafts nothing
+    if method not in SOURCES:  # the method drafts nothing
         return ()
     return tuple(
         entry.name
