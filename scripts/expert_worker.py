@@ -80,7 +80,7 @@ def _counted(session: Any) -> dict[str, float]:
 
     Versions that read each expert alone do not count their reads.
     """
-    store = getattr(session._target.model, "experts", None)
+    store = getattr(session.target.model, "experts", None)
     names = ("touched", "hits", "bytes_read", "reads", "reading_s", "wait_s")
     return {name: getattr(store, name) for name in names if hasattr(store, name)}
 

@@ -166,7 +166,7 @@ def growth_step(slots: int = STEP_SLOTS) -> list[Check]:
         text = "\n".join(f"    total += values[{number}]" for number in range(1000))
         prompt = session.encode(text)[: slots - 88]
         found = tokens(session, prompt, TREE, 120)
-        drafter = session._drafter  # type: ignore[attr-defined]
+        drafter = session.drafter  # type: ignore[attr-defined]
         found_slots = drafter.rows.state.zeroed_capacity
     return [
         Check("slots of the draft model's cache", found_slots > slots, str(found_slots),
@@ -202,7 +202,7 @@ def overlap_step(count: int = 64) -> list[Check]:
     with streaming("ram", tree, SELF, "bfloat16") as session:  # as the demo is stored
         plain = tokens(session, PROMPT, tree, count, "autoregressive")
         drafted = tokens(session, PROMPT, tree, count)
-        shared, layers = shared_tables(session), session._decision.plan.shared_layers
+        shared, layers = shared_tables(session), session.decision.plan.shared_layers
     alike = sum(a == b for a, b in zip(plain, drafted, strict=False))
     hidden, exposed = (
         sum(getattr(step, name) for step in steps) for name in ("draft_hidden_s", "draft_s")
@@ -222,9 +222,9 @@ def overlap_step(count: int = 64) -> list[Check]:
 
 def shared_tables(session: LocalSession) -> list[str]:
     """Tables of the draft model that are the target's, in the same memory."""
-    assert session._draft is not None
-    own = session._draft.shared_parts(None).tables
-    theirs = session._target.model.shared_parts(None).tables
+    assert session.draft is not None
+    own = session.draft.shared_parts(None).tables
+    theirs = session.target.model.shared_parts(None).tables
     return [name for name, table in own.items() if table is theirs.get(name)]
 
 
@@ -344,7 +344,7 @@ def memory_step(cap_gb: int, rig: Path) -> list[Check]:
                      tree=TreeRequest(budget=128), context_tokens=1024) as session,
     ):  # fmt: skip
         assert isinstance(session, LocalSession)
-        plan = session._decision.plan
+        plan = session.decision.plan
         count = len(tokens(session, PROMPT * 80, TREE, 24))
     reserved, planned = torch.cuda.max_memory_reserved(device), plan.peak_vram_bytes
     return [

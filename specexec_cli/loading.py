@@ -255,7 +255,7 @@ def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
         _site(device, vram_bytes, notice),
         program_bytes=0,  # this process is loaded already: its memory is not among what is free
         context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
-        measure=partial(_measured, device),
+        measure=partial(measured_links, device),
         triton_obstacle=dispatch.triton_obstacle(device) if device.type == "cuda" else None,
     )
 
@@ -278,7 +278,7 @@ def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site
         vram_bytes = min(link.free_vram(devices)) + GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
         lack = triton_lack()
     site = _site(devices[0], vram_bytes, notice)
-    measure, obstacle = partial(_measured, None), lack.what if lack else None
+    measure, obstacle = partial(measured_links, None), lack.what if lack else None
     return workers.share(replace(site, measure=measure, triton_obstacle=obstacle))
 
 
@@ -323,7 +323,7 @@ def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRow
     return points, cost
 
 
-def _measured(
+def measured_links(
     device: torch.device | None, target: Checkpoint, ssd_bytes: int, link_bytes: int
 ) -> Mapping[str, Setting]:
     """Short probes of the links that a pass will use, the SSD's on the target's own files.

@@ -8,6 +8,7 @@ place, so that a test says "64 GB are free" and patches none of the modules that
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,11 @@ import torch
 from huggingface_hub import constants
 from specexec_kernels import dispatch
 
-from specexec_cli import device
+from specexec_cli import device, loading
 from specexec_cli.device import GpuInfo
+from specexec_cli.models import arithmetic_probe
+from specexec_cli.offload.disk_probe import SsdProbe
+from specexec_cli.planning.measured_rates import LayerCost
 
 
 class Computer:
@@ -65,13 +69,39 @@ class Computer:
         tool.write_text("\n".join(["#!/bin/sh", *(f"echo '{line}'" for line in lines), ""]))
         tool.chmod(0o755)
 
-    def torch_sees(self, count: int, free_bytes: int = 8 * 10**9) -> None:
-        """So many GPUs, each with so much free memory, on which Triton starts."""
+    def torch_sees(self, count: int, free_bytes: Callable[[], int] = lambda: 8 * 10**9) -> None:
+        """So many GPUs, on which Triton starts.
+
+        Args:
+            count: how many.
+            free_bytes: asked whenever torch is asked how much of a GPU's memory is free.
+        """
         for name, answer in {
             "is_available": lambda: count > 0,
             "device_count": lambda: count,
-            "mem_get_info": lambda device=None: (free_bytes, free_bytes),
+            "mem_get_info": lambda device=None: (free_bytes(),) * 2,
             "empty_cache": lambda: None,
         }.items():
             self._patch.setattr(torch.cuda, name, answer)
         self._patch.setattr(dispatch, "triton_obstacle", lambda device: None)
+
+    def torch_is(self, version: str, *, cuda: str | None = None, hip: str | None = None) -> None:
+        """torch is of this version, built for CUDA or ROCm of theirs, or for CPUs."""
+        self._patch.setattr(torch, "__version__", version)
+        self._patch.setattr(torch.version, "cuda", cuda)
+        self._patch.setattr(torch.version, "hip", hip)
+
+    def reads_at(self, ssd_bytes_per_s: float, link_bytes_per_s: float) -> None:
+        """What a session finds where it measures its disk and the link to a GPU."""
+        disk = SsdProbe(ssd_bytes_per_s, direct=True)
+        self._patch.setattr(loading, "probe_ssd", lambda *asked: disk)
+        self._patch.setattr(loading, "probe_link", lambda *asked: link_bytes_per_s)
+
+    def computes_at(
+        self, measure: Callable[[], tuple[tuple[int, float], ...]], layer: LayerCost
+    ) -> None:
+        """What a session or the doctor finds where arithmetic is measured."""
+        for module in (loading, arithmetic_probe):
+            self._patch.setattr(module, "probe_layer", lambda dtype: layer)
+        self._patch.setattr(loading, "probe_arithmetic", lambda dtype, bits: measure())
+        self._patch.setattr(arithmetic_probe, "probe_flops", lambda *asked: measure())

@@ -46,7 +46,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from uncounted import uncounted
 
+from specexec_cli import loading
 from specexec_cli.offload import link
+from specexec_cli.planning import memory as planning_memory
 
 CUDA = torch.device("cuda", 0)
 MOST_DEVICES = 2
@@ -436,6 +438,7 @@ class Runtime:
         self.registered: dict[int, int] = {}  # address -> bytes
         self.refused = 0
         self._pins_bytes = pins_bytes
+        self.free_bytes = VRAM_BYTES  # of each device, as torch tells
         self.memories = [Memory() for _ in range(MOST_DEVICES)]
         self.contexts = _contexts  # by number of the device
 
@@ -443,6 +446,11 @@ class Runtime:
     def memory(self) -> Memory:
         """That of the first device."""
         return self.memories[0]
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        """torch.cuda.mem_get_info."""
+        _contexts.add(_index(device))
+        return self.free_bytes, VRAM_BYTES + 1
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         _contexts.add(_current.device)
@@ -465,11 +473,6 @@ def _set_device(device: torch.device) -> None:
         raise ValueError(f"expected a device with an index, not {device}")
     _current.device = device.index
     _contexts.add(device.index)
-
-
-def _mem_get_info(device: Any = None) -> tuple[int, int]:
-    _contexts.add(_index(device))
-    return VRAM_BYTES, VRAM_BYTES + 1
 
 
 def _register_device_guard() -> None:
@@ -498,7 +501,11 @@ def seen() -> Iterator[None]:
 
 @contextmanager
 def fake_cuda(
-    *, triton: bool = False, pins_bytes: int | None = None, devices: int = 1
+    *,
+    triton: bool = False,
+    pins_bytes: int | None = None,
+    devices: int = 1,
+    bare: bool = False,
 ) -> Iterator[Runtime]:
     """torch sees devices of 8 GB inside the `with`; what lives on them is counted.
 
@@ -506,6 +513,8 @@ def fake_cuda(
         triton: whether our kernels run there, in Triton's interpreter.
         pins_bytes: of memory that may be pinned; as the environment says unless told.
         devices: how many there are, up to MOST_DEVICES.
+        bare: plans set nothing aside for libraries, of which the stand-in has none, and no link to
+            it is measured.
     """
     global _memories
     _register_device_guard()
@@ -524,7 +533,7 @@ def fake_cuda(
             "set_device": _set_device,
             "get_device_capability": lambda device=None: (8, 6),
             "get_device_name": lambda device=None: "stand-in",
-            "mem_get_info": _mem_get_info,
+            "mem_get_info": runtime.mem_get_info,
             "max_memory_allocated": lambda device=None: runtime.memories[_index(device)].peak,
             "synchronize": lambda device=None: None,
             "empty_cache": lambda: None,
@@ -540,6 +549,10 @@ def fake_cuda(
             "graph_pool_handle": lambda: (0, next(pools)),
         }.items():
             patch.setattr(torch.cuda, name, value)
+        if bare:
+            patch.setattr(planning_memory, "SCRATCH_BYTES", 0)
+            patch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
+            patch.setattr(loading, "measured_links", lambda *args: {})
         patch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
         patch.setattr(link, "free_vram", lambda devices: [VRAM_BYTES for _ in devices])
         patch.setattr(dispatch, "triton_obstacle", lambda device: None if triton else "not wanted")

@@ -43,18 +43,25 @@ from specexec_cli.verify.verifier import LocalTarget
 
 
 class LocalSession(TextSession):
-    """Decodes with a target and, if there is one, a draft model in the same process."""
+    """Decodes with a target and, if there is one, a draft model in the same process.
+
+    Attributes:
+        target: the target, with its caches.
+        draft: the draft model's weights; None without one.
+        drafter: what grew the last text's trees; None before the first text.
+        decision: what was decided about memory, places and rows when the session was opened.
+    """
 
     def __init__(self, found: Prepared, target: LocalTarget, draft: StreamedModel | None) -> None:
         super().__init__(found, target.model.context_length, found.settings)
         self.link_bytes_per_s = found.decision.link_bytes_per_s
-        self._target = target
-        self._target.state.planned_slots = found.decision.work.slots
-        self._draft = draft
-        self._decision = found.decision
+        self.target = target
+        self.target.state.planned_slots = found.decision.work.slots
+        self.draft = draft
+        self.decision = found.decision
         self._measured_cost: CostModel | None = None
-        self._drafter: SessionDrafter | None = None
-        self._drafter_method: Method | BenchMethod | None = None  # the method of self._drafter
+        self.drafter: SessionDrafter | None = None
+        self._drafter_method: Method | BenchMethod | None = None  # the method of self.drafter
         self._learned_file: LearnedFile | None = None
         self.quiet = QuietCheck()  # open while texts are written
         self._expert_counts: ExpertCounts | None = None
@@ -66,11 +73,11 @@ class LocalSession(TextSession):
 
         This changes how many passes a text takes and which experts are in memory, never the text.
         """
-        experts = self._target.model.experts
+        experts = self.target.model.experts
         if experts is not None:
             self._expert_counts = ExpertCounts(self.pair.target.weights, notice)
             self._expert_counts.load(experts)
-        if self._draft is not None:
+        if self.draft is not None:
             assert self.pair.draft is not None
             runs = runs_file(self.pair.target.weights, self.pair.draft.weights)
             self._learned_file = LearnedFile(self.pair_folder, runs, self.settings, notice)
@@ -82,7 +89,7 @@ class LocalSession(TextSession):
         From then on only the owner of the seats may use the session.
         """
         self.forget()
-        targets = [self._target, *(LocalTarget(self._target.model) for _ in range(count - 1))]
+        targets = [self.target, *(LocalTarget(self.target.model) for _ in range(count - 1))]
         return [Seat(target, self._seat_drafter()) for target in targets]
 
     def _seat_drafter(self) -> ForestDrafter | None:
@@ -95,29 +102,29 @@ class LocalSession(TextSession):
     @property
     def method(self) -> BenchMethod:
         """specexec with a draft model, else drafts from the text if chosen, else autoregressive."""
-        if self._draft is not None:
+        if self.draft is not None:
             return "specexec"
         return SUFFIX if self.pair.suffix else "autoregressive"
 
     def cost_prior(self) -> CostModel:
         """The cost model that the policy cost begins with; measured at the first call."""
         if self._measured_cost is None:
-            self._measured_cost = measured_prior(self._decision, self._target, self._draft)
+            self._measured_cost = measured_prior(self.decision, self.target, self.draft)
         return self._measured_cost
 
     @property
     def reliability(self) -> Reliability:
         """How well the last generation's predicted acceptance probabilities came true."""
-        if isinstance(self._drafter, ModelDrafter):
-            return self._drafter.calibration.reliability
+        if isinstance(self.drafter, ModelDrafter):
+            return self.drafter.calibration.reliability
         return Reliability()
 
     def on_layer(self, callback: Callable[[PassProgress], None]) -> None:
         """Calls back after each target layer; see TextSession.on_layer."""
-        self._target.model.on_layer = lambda index: callback(self._progress(index))
+        self.target.model.on_layer = lambda index: callback(self._progress(index))
 
     def _progress(self, index: int) -> PassProgress:
-        now, streamed = time.perf_counter(), self._target.bytes_streamed
+        now, streamed = time.perf_counter(), self.target.bytes_streamed
         if index == 0:
             self._pass_began = now, streamed
         began_s, began_bytes = self._pass_began
@@ -126,7 +133,7 @@ class LocalSession(TextSession):
             layer=index + 1,
             layers=self.layers,
             bytes_per_s=(streamed - began_bytes) / (now - began_s) if index else 0.0,
-            draft_nodes=self._target.tree_nodes,
+            draft_nodes=self.target.tree_nodes,
         )
 
     def _check_method(self, method: Method | BenchMethod, tree: TreeConfig) -> None:
@@ -136,7 +143,7 @@ class LocalSession(TextSession):
             raise ConfigError(
                 f"this session runs on one device, which `method='{method}'` does not"
             )
-        if self._draft is None and SOURCES[method].needs_model:
+        if self.draft is None and SOURCES[method].needs_model:
             raise ConfigError("this session was opened without a draft model: `draft`")
         able = policies_for(method)
         if tree.policy not in able:
@@ -150,10 +157,10 @@ class LocalSession(TextSession):
     def _steps(self, request: GenerationRequest) -> Steps:
         # Keeps the cached tokens that the prompt begins with, except the prompt's last token, which
         # must be run again.
-        self._target.crop(common_prefix(self._target.tokens, request.prompt[:-1]))
-        self._target.recover()
+        self.target.crop(common_prefix(self.target.tokens, request.prompt[:-1]))
+        self.target.recover()
         self._experts_before = self.experts_counted()
-        self._target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
+        self.target.reserve(len(request.prompt) + request.max_tokens + request.tree.budget)
         sampler = Sampler(request.sampling, request.constraint, request.top_logprobs)
         position = len(request.prompt)
         with self.quiet:
@@ -165,7 +172,7 @@ class LocalSession(TextSession):
         """The steps of the requested method, with tokens drawn by the sampler."""
         ends = request.prompt, request.max_tokens, self.eos_ids
         if request.method == "autoregressive":
-            yield from autoregressive(self._target, sampler, *ends)
+            yield from autoregressive(self.target, sampler, *ends)
         else:
             drafter = self._drafter_for(request, sampler)
             if SOURCES[request.method].drawn:
@@ -175,11 +182,11 @@ class LocalSession(TextSession):
                         "use specexec or autoregressive"
                     )
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
-                yield from rejection_sampling(self._target, drafter, sampler, *ends)
+                yield from rejection_sampling(self.target, drafter, sampler, *ends)
             else:
                 ahead = drafter if self._overlaps(request, drafter) else None
                 assert ahead is None or isinstance(ahead, ModelDrafter)
-                yield from specexec(self._target, drafter, sampler, *ends, ahead=ahead)
+                yield from specexec(self.target, drafter, sampler, *ends, ahead=ahead)
 
     def _overlaps(self, request: GenerationRequest, drafter: SessionDrafter) -> bool:
         """Whether drafting goes on while passes wait for weights.
@@ -190,21 +197,21 @@ class LocalSession(TextSession):
         if request.tree.overlap == "off":
             return False
         able = request.method == "specexec" and isinstance(drafter, ModelDrafter)
-        if request.tree.overlap == "on" and not (able and self._target.model.waits):
+        if request.tree.overlap == "on" and not (able and self.target.model.waits):
             raise ConfigError(
                 "`overlap='on'`: no pass of this session waits for layers with a draft model to go "
                 "on with. Give `overlap='auto'`, or leave it off"
             )
-        return able and self._target.model.waits
+        return able and self.target.model.waits
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The requested method's drafter, set up for a generation."""
-        if self._drafter is None or self._drafter_method != request.method:
-            shared = self._target if self._decision.work.shares_cache else None
-            self._drafter = self._made_drafter(request.method, sampler, request.tree, shared)
+        if self.drafter is None or self._drafter_method != request.method:
+            shared = self.target if self.decision.work.shares_cache else None
+            self.drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
-        self._drafter.configure(sampler, request.tree, self.learned, request.continuation)
-        return self._drafter
+        self.drafter.configure(sampler, request.tree, self.learned, request.continuation)
+        return self.drafter
 
     def _made_drafter(
         self,
@@ -215,19 +222,19 @@ class LocalSession(TextSession):
     ) -> SessionDrafter:
         return SOURCES[method].make(
             DraftSetup(
-                model=self._draft,
+                model=self.draft,
                 sampler=sampler,
                 tree=tree,
                 target_vocab_size=self.vocab_size,
                 learned=self.learned,
                 shared=shared,
-                slots=self._decision.work.draft_slots,
+                slots=self.decision.work.draft_slots,
             )
         )
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
-        if self._drafter is not None and self._drafter.rested and not step.tree_nodes:
+        if self.drafter is not None and self.drafter.rested and not step.tree_nodes:
             self.stats.add_rest(step)
         asked, held = self.experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
@@ -236,34 +243,34 @@ class LocalSession(TextSession):
 
     def experts_counted(self) -> tuple[int, int]:
         """Experts requested so far, and those of them that were in memory; 0 unless one by one."""
-        experts = self._target.model.experts
+        experts = self.target.model.experts
         return (experts.touched, experts.hits) if experts is not None else (0, 0)
 
     def peak_vram_bytes(self) -> int:
         """Most bytes that PyTorch has held on the GPU since the process began; 0 without a GPU."""
-        device = self._target.model.device
+        device = self.target.model.device
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
     def draft_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         """The draft model's logits for `score`; its cache is not used."""
-        if self._draft is None:
+        if self.draft is None:
             raise ConfigError("this session was opened without a draft model: `draft`")
         self._end_generation()
-        rows = PassRows.chain(embeddable(tokens[:-1], self._draft.vocab_size), 0)
+        rows = PassRows.chain(embeddable(tokens[:-1], self.draft.vocab_size), 0)
         wanted = range(first - 1, len(tokens) - 1)
-        return self._draft.forward(rows, self._draft.new_state(), wanted)
+        return self.draft.forward(rows, self.draft.new_state(), wanted)
 
     def _target_logits(self, tokens: Sequence[int], first: int) -> Tensor:
         self.forget()
-        logits = self._target.verify(tokens[:first], DraftTree.chain(tokens[first:-1]))
-        self._target.commit([])
+        logits = self.target.verify(tokens[:first], DraftTree.chain(tokens[first:-1]))
+        self.target.commit([])
         return logits
 
     def forget(self) -> None:
         """Empties the caches: the next prompt is run from its first token."""
-        self._target.crop(0)
-        if self._drafter is not None:
-            self._drafter.forget()
+        self.target.crop(0)
+        if self.drafter is not None:
+            self.drafter.forget()
 
     def _run(self) -> Run:
         """A summary of the session's drafted generations, without each one's first pass."""
@@ -281,8 +288,8 @@ class LocalSession(TextSession):
     def _close(self) -> None:
         if self._learned_file is not None:
             self._learned_file.save(self.learned, self._run())
-        if self._expert_counts is not None and self._target.model.experts is not None:
-            self._expert_counts.save(self._target.model.experts)
-        self._target.close()
-        if self._draft is not None:
-            self._draft.close()
+        if self._expert_counts is not None and self.target.model.experts is not None:
+            self._expert_counts.save(self.target.model.experts)
+        self.target.close()
+        if self.draft is not None:
+            self.draft.close()

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 from checkpoints import ARCHITECTURES, BYTE_VOCAB, save_byte_tokenizer
 from fake_cuda import fake_cuda
@@ -17,7 +16,6 @@ from specexec_cli import loading
 from specexec_cli.config import SUFFIX, ExpertPlace, GenerationConfig, SamplingConfig
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.offload.expert_device import DeviceExperts
-from specexec_cli.planning import memory
 from specexec_cli.planning.placement import place
 from specexec_cli.planning.request import Request, TreeRequest
 from specexec_cli.planning.resolve import resolve
@@ -82,23 +80,19 @@ def little_vram(asked: Request) -> int:
 @pytest.mark.parametrize("kind", ["plain", "awq"])
 @pytest.mark.parametrize("where", ["auto", "gpu", "cpu"])
 def test_the_text_is_the_plain_one_wherever_experts_are_computed(
-    where: ExpertPlace, kind: str, mixtures: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    where: ExpertPlace, kind: str, mixtures: dict[str, Path]
 ) -> None:
-    monkeypatch.setattr(memory, "SCRATCH_BYTES", 0)
-    monkeypatch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(loading, "_measured", lambda *arguments: {})
     expected = {}
     with opened(request(mixtures["plain"], device="cpu")) as session:
         for temperature in (0.0, 0.8):
             expected[temperature] = texts(session, temperature)[0]
-    with fake_cuda():
+    with fake_cuda(bare=True) as runtime:
         asked = request(mixtures[kind], device="cuda", experts=where)
-        free = little_vram(asked)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
+        runtime.free_bytes = little_vram(asked)
         with opened(asked) as session:
-            plan = session._decision.plan
+            plan = session.decision.plan
             assert (plan.copy_rows is None) == (where == "cpu")
-            experts = session._target.model.source._experts  # type: ignore[union-attr]
+            experts = session.target.model.source._experts  # type: ignore[union-attr]
             assert isinstance(experts, DeviceExperts)
             for temperature in (0.0, 0.8):
                 for written in texts(session, temperature):

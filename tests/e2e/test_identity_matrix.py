@@ -167,7 +167,7 @@ def test_the_text_is_that_of_plain_decoding(case, sessions, plain) -> None:
     assert passes <= plain_passes
     if draft in ("separate", "self") and policy == "fixed":
         assert passes < plain_passes, "drafts were accepted"
-    assert_fresh(session._target.model, session._target.state, session._target.tokens)
+    assert_fresh(session.target.model, session.target.state, session.target.tokens)
 
 
 def test_overlapped_drafting_happened_in_the_cases(sessions, late) -> None:

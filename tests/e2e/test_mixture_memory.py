@@ -29,9 +29,9 @@ def generate(target, draft):
         steps = session.generate({PROMPT!r}, tree=TreeConfig(budget=8, max_depth=4),
                                  generation=GenerationConfig(max_tokens=12))
         tokens = [token for step in steps for token in step.tokens]
-        store = session._target.model.experts
+        store = session.target.model.experts
         slots = store and [store.slots, store.slot_bytes, len(store.files)]
-        return tokens, slots, session._decision.plan.peak_ram_bytes
+        return tokens, slots, session.decision.plan.peak_ram_bytes
 
 target, small, draft, folder, share = sys.argv[1:]
 generate(small, draft)

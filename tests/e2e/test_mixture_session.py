@@ -58,7 +58,7 @@ def test_trees_give_the_text_of_plain_decoding(pair: tuple[Path, Path]) -> None:
 
 def experts_of(session: TextSession) -> ExpertStore:
     assert isinstance(session, LocalSession)
-    store = session._target.model.experts
+    store = session.target.model.experts
     assert store is not None
     return store
 

@@ -112,7 +112,7 @@ def test_a_full_tree_of_the_default_budget_is_one_block(tmp_path: Path) -> None:
         assert session.pair.tree.budget == BLOCK_ROWS - 1
         patch.setattr(fake, "_perform", noted)
         tree = random_tree(session.pair.tree.budget, seed=0)
-        session._target.verify([5], tree)  # type: ignore[attr-defined]
+        session.target.verify([5], tree)  # type: ignore[attr-defined]
         assert len(asked) == 7 * session.layers + 1  # the head's
 
 

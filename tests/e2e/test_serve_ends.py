@@ -85,7 +85,7 @@ def test_a_failed_pass_is_a_500_and_the_next_text_works(
     asked = {"model": "demo", "prompt": "def add(a, b):", "max_tokens": 8}
     expected = client.completions.create(**asked).choices[0].text
     wait_until_idle(server.url)
-    model = session._target.model  # type: ignore[attr-defined]
+    model = session.target.model  # type: ignore[attr-defined]
 
     def unreadable(layer: int) -> None:
         raise StreamError("the disk does not answer")

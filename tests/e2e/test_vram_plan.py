@@ -6,16 +6,14 @@ import copy
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import byte_llama, save_pair
 from fake_cuda import fake_cuda
 
-from specexec_cli import loading
 from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 from specexec_cli.models.linear import MixedLinear
 from specexec_cli.models.packed_linear import QuantizedLinear
 from specexec_cli.offload.cuda import DeviceStream
-from specexec_cli.planning import memory, speed
+from specexec_cli.planning import speed
 from specexec_cli.planning.request import TreeRequest
 from specexec_cli.sampling import _moved_noise
 from specexec_cli.session import Session
@@ -50,22 +48,19 @@ def test_no_more_lives_on_the_device_than_was_planned(
     """Without what is set aside for libraries, which the stand-in has none of."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(speed, "_GAIN_OF_EXACT_LAYERS", {4: gain})
-    monkeypatch.setattr(memory, "SCRATCH_BYTES", 0)
-    monkeypatch.setattr(loading, "GPU_LIBRARY_BYTES", 0)
-    monkeypatch.setattr(loading, "_measured", lambda *args: {})
     free = 80_000_000  # too little for all layers
     if own_copy:
         free -= 6_000_000  # its tables and cache rows are the target's
     _moved_noise.cache_clear()
     models = saved_models(tmp_path, own_copy)
-    with fake_cuda() as runtime:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (free, free))
+    with fake_cuda(bare=True) as runtime:
+        runtime.free_bytes = free
         with Session.open(**models, device="cuda", dtype="float32", offload="ram",
                           context_tokens=256,
                           tree=TreeRequest(budget=TREE.budget, depth=TREE.max_depth,
                                            batch=TREE.batch)) as session:  # fmt: skip
             assert isinstance(session, LocalSession)
-            plan = session._decision.plan
+            plan = session.decision.plan
             assert {"resident", "ram"} == set(plan.tiers), "it is tight, and streams"
             assert plan.shared_layers == (plan.tiers.count("resident") if gain > 0 else 0)
             opened = runtime.memory.peak
@@ -89,9 +84,9 @@ def test_no_more_lives_on_the_device_than_was_planned(
 
 def _assert_shared(session: LocalSession) -> None:
     """What a copy of the target shares is there once, in the memory where the target has it."""
-    target, draft = session._target.model, session._draft
+    target, draft = session.target.model, session.draft
     assert draft is not None
-    work, exact = session._decision.work, target.shared_parts(None).tables
+    work, exact = session.decision.work, target.shared_parts(None).tables
     own = draft.shared_parts(None).tables
     shared = {name for name, table in own.items() if table is exact.get(name)}
     assert shared == ({"lm_head.weight"} if work.shares_tables else set())

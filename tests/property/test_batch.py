@@ -106,7 +106,7 @@ class Bench:
     def _check(self, text: BatchText) -> None:
         """Between passes a cache holds committed tokens in order, and nothing else."""
         assert text.seat.target.tokens == text.context[: len(text.seat.target.tokens)]
-        pairs = [(text.seat.target.tokens, text.seat.target._state)]
+        pairs = [(text.seat.target.tokens, text.seat.target.state)]
         if text.seat.drafter is not None:  # which may hold another text's still
             pairs.append((text.seat.drafter.rows.tokens, text.seat.drafter.rows.state))
         for tokens, cache in pairs:

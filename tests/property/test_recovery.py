@@ -23,7 +23,6 @@ from faults import Fault, Interruption, NoMemory, Point, points
 from late_layers import layers_come_late
 from torch.overrides import _get_current_function_mode_stack
 
-from specexec_cli import loading
 from specexec_cli.config import (
     BenchMethod,
     GenerationConfig,
@@ -86,8 +85,8 @@ class Conversation:
 
     def begin(self) -> None:
         """As a session that has just been opened."""
-        self.session._target = LocalTarget(self.session._target.model)
-        self.session._drafter = None
+        self.session.target = LocalTarget(self.session.target.model)
+        self.session.drafter = None
         self.session.learned = Learned(cost_prior=self.session.cost_prior)
         self.session._measured_cost = None
         self.session.context = []
@@ -136,8 +135,8 @@ class Conversation:
             assert "\n" not in message
         prompt = [*(self.session.context or PROMPT), *TURN]
         assert self.say(prompt) == self.expected(prompt)
-        target, drafter = self.session._target, self.session._drafter
-        assert_fresh(target.model, target._state, target.tokens)
+        target, drafter = self.session.target, self.session.drafter
+        assert_fresh(target.model, target.state, target.tokens)
         if drafter is not None:
             drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
             assert_fresh(drafter.rows.model, drafter.rows.state, drafter.rows.tokens)
@@ -249,7 +248,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TextSes
             target=target, dtype="float32", device="cpu", method="autoregressive"
         ) as plain,
     ):
-        assert session._target.model.experts is not None
+        assert session.target.model.experts is not None
         yield session, plain
 
 
@@ -296,11 +295,10 @@ def test_loading_for_a_gpu(pair: dict[str, str], monkeypatch: pytest.MonkeyPatch
         return plan_of(*asked, ["resident", "ram"], 2, 2)
 
     monkeypatch.setattr(resolve, "place", placed)
-    monkeypatch.setattr(loading, "_measured", lambda *args: {})
 
     def opened(fault: NoMemory) -> None:
         before = set(enumerate_threads())  # other tests' sessions stay open
-        with fake_cuda():  # which holds that nothing stays registered
+        with fake_cuda(bare=True):  # which holds that nothing stays registered
             try:
                 with fault:
                     session = Session.open(**pair, dtype="float32", device="cuda")
@@ -340,11 +338,10 @@ def test_a_session_on_a_gpu(
 ) -> None:
     """Streamed through a ring on the device, drafted by captured steps whose buffers grow."""
     monkeypatch.setattr(resolve, "place", streamed_by_a_gpu)
-    monkeypatch.setattr(loading, "_measured", lambda *args: {})
-    with fake_cuda(), Session.open(**pair, dtype="float32", device="cuda") as session:
+    with fake_cuda(bare=True), Session.open(**pair, dtype="float32", device="cuda") as session:
         conversation = Conversation(session, sessions[1], "specexec", 0.8)
         conversation.begin()
         conversation.say(PROMPT)
-        assert session._drafter is not None
-        assert session._drafter.rows.state.zeroed_capacity > 14, "fourteen slots have been outgrown"
+        assert session.drafter is not None
+        assert session.drafter.rows.state.zeroed_capacity > 14, "fourteen slots have been outgrown"
         break_everywhere(conversation, kind, all_of, every, seen)

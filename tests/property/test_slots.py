@@ -35,7 +35,7 @@ def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) 
     """
     ahead = drafter.rows.kept
     for tokens, cache in (
-        (target.tokens, target._state),
+        (target.tokens, target.state),
         (drafter.rows.tokens, drafter.rows.state),
     ):
         assert tokens == context[: len(tokens)]

@@ -135,8 +135,8 @@ def test_a_session_that_dsi_would_not_pay_for_has_all_memory(pair, monkeypatch):
         notice=notices.append,
     ) as session:  # fmt: skip
         assert isinstance(session, LocalSession)
-        assert session._decision.settings["ram"].value == 12 * 10**9
-        assert session._decision.machine.base_bytes == 0, "this process is loaded already"
+        assert session.decision.settings["ram"].value == 12 * 10**9
+        assert session.decision.machine.base_bytes == 0, "this process is loaded already"
     assert notices[0].endswith("not worth it, using `method='specexec'`")
 
 

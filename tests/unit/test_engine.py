@@ -85,7 +85,7 @@ def test_cancelled_texts_end_and_give_their_place_back(
 def test_a_failed_text_tells_why_and_the_next_one_works(
     session: TextSession, engine: OneAtATime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = session._target.model  # type: ignore[attr-defined]
+    model = session.target.model  # type: ignore[attr-defined]
 
     def unreadable(layer: int) -> None:
         raise StreamError("gone")

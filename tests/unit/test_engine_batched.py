@@ -161,8 +161,8 @@ def test_logprobs_and_statistics_are_those_of_the_text(plain: LocalSession) -> N
 def test_the_queue_has_a_limit(plain: LocalSession) -> None:
     engine = Batched(plain, slots=2, most_waiting=1)
     held = threading.Event()
-    layer = plain._target.model.on_layer
-    plain._target.model.on_layer = lambda index: (held.wait(60), layer(index))[1]
+    layer = plain.target.model.on_layer
+    plain.target.model.on_layer = lambda index: (held.wait(60), layer(index))[1]
     try:
         running = [engine.submit(text(plain, "abc", 40)) for _ in range(3)]
         with pytest.raises(QueueFullError, match="waiting already"):
@@ -192,7 +192,7 @@ def test_what_cannot_be_generated_is_refused_at_once(plain: LocalSession) -> Non
 def test_a_failed_pass_ends_its_texts_and_the_next_ones_go_on(plain: LocalSession) -> None:
     expected = alone(plain, text(plain, "abc"))
     engine = Batched(plain, slots=2, most_waiting=9)
-    model, layer = plain._target.model, plain._target.model.on_layer
+    model, layer = plain.target.model, plain.target.model.on_layer
 
     def failing(index: int) -> None:
         raise StreamError("the disk is gone")

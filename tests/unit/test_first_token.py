@@ -43,7 +43,7 @@ def asked(tokens: int, seed: int, count: int = 60) -> TextRequest:
 def passes_until_first_tokens(session: LocalSession, newcomers: Sequence[int]) -> list[int]:
     """Passes that end until each newcomer's first token, of prompts of so many tokens."""
     engine = Batched(session, slots=3 + len(newcomers), most_waiting=0)
-    model = session._target.model
+    model = session.target.model
     layer = model.on_layer
     came: list[Running] = []
     first: dict[Running, int] = {}

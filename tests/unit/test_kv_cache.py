@@ -70,13 +70,13 @@ def test_the_target_s_cache(model: StreamedModel, reserve: int) -> None:
         iterate(target, context, rng, seed)
         assert target.tokens == context[: len(target.tokens)]
         assert len(target.tokens) == len(context) - 1, "all but the bonus token"
-        assert_fresh(model, target._state, target.tokens)
+        assert_fresh(model, target.state, target.tokens)
     target.crop(6)  # a new prompt that shares six tokens
-    assert_fresh(model, target._state, context[:6])
+    assert_fresh(model, target.state, context[:6])
     context = [*context[:6], *random_tokens(9, seed=7)]
     for seed in range(5, 7):
         iterate(target, context, rng, seed)
-    assert_fresh(model, target._state, target.tokens)
+    assert_fresh(model, target.state, target.tokens)
 
 
 def test_a_path_that_lies_in_its_place_is_not_moved(
@@ -88,7 +88,7 @@ def test_a_path_that_lies_in_its_place_is_not_moved(
     target.verify(context, DraftTree.chain(drafts))
     target.commit(range(3))
     assert target.tokens == [*context, *drafts[:3]]
-    assert_fresh(model, target._state, target.tokens)
+    assert_fresh(model, target.state, target.tokens)
 
 
 def failing_at(layer: int, error: type[BaseException]) -> Callable[[int], None]:
@@ -110,9 +110,9 @@ def test_the_target_s_cache_after_an_aborted_pass(
     with pytest.raises(error):
         target.verify(context[len(target.tokens) :], random_tree(9, 2))
     model.on_layer = lambda index: None
-    assert_fresh(model, target._state, target.tokens)
+    assert_fresh(model, target.state, target.tokens)
     iterate(target, context, rng, 3)
-    assert_fresh(model, target._state, target.tokens)
+    assert_fresh(model, target.state, target.tokens)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -150,7 +150,7 @@ def test_compaction_by_the_kernel_of_a_gpu(
     target, rng, context = LocalTarget(model), np.random.default_rng(0), random_tokens(11)
     for seed in range(3):
         iterate(target, context, rng, seed)
-        assert_fresh(model, target._state, target.tokens)
+        assert_fresh(model, target.state, target.tokens)
     assert max(moved) > 1
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from computer import Computer
 from fake_cuda import CUDA, fake_cuda
-from specexec_kernels import dispatch
 
-from specexec_cli import loading
 from specexec_cli.device import GpuInfo
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import ConfigError, WorkerError
@@ -22,10 +21,8 @@ GB = 10**9
 
 
 @pytest.fixture
-def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(dispatch, "triton_obstacle", lambda device: None)
+def two_gpus(computer: Computer) -> None:
+    computer.torch_sees(2)
 
 
 @pytest.mark.parametrize(
@@ -43,16 +40,16 @@ def test_a_gpu_that_is_not_there(two_gpus: None) -> None:
 
 @pytest.mark.parametrize(("servers", "vram_bytes"), [(1, 6 * GB), (2, 6 * GB), (3, 3 * GB)])
 def test_target_servers_are_planned_for_the_fullest_device(
-    servers: int, vram_bytes: int, monkeypatch: pytest.MonkeyPatch
+    servers: int, vram_bytes: int, computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is free was asked for by a process whose context is gone."""
     asked = GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
     free = {"cuda:0": 8 * GB - asked, "cuda:1": 6 * GB - asked}
     monkeypatch.setattr(link, "free_vram", lambda devices: [free[str(each)] for each in devices])
-    monkeypatch.setattr(loading, "free_ram_bytes", lambda: 12 * GB)
+    computer.has_free_ram(12 * 10**9)
     site = site_of_workers(Layout(devices=["cuda:0", "cuda:1"], servers=servers))
     assert site.device == "cuda:0"
-    assert site.settings["ram"].value == 12 * GB // servers
+    assert site.settings["ram"].value == 12 * 10**9 // 1024 * 1024 // servers
     assert site.settings["vram"].value == vram_bytes
 
 
@@ -81,13 +78,12 @@ def test_another_process_tells_what_is_free(
     ],
 )
 def test_a_gpu_that_torch_does_not_see_is_told_on_every_run(
-    built_for: str | None, driver: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    card = GpuInfo(0, "NVIDIA GeForce RTX 4090", 24 << 30, 24 << 30, 4, 16, driver)
-    monkeypatch.setattr(loading, "gpus", lambda: [card])
-    monkeypatch.setattr(torch, "__version__", "9.9")
-    monkeypatch.setattr(torch.version, "cuda", built_for)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    built_for: str | None, driver: str, reason: str, computer: Computer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    computer.has_cards(GpuInfo(0, "NVIDIA GeForce RTX 4090", 24 << 30, 24 << 30, 4, 16, driver))
+    computer.torch_sees(0)
+    computer.torch_is("9.9", cuda=built_for)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told: list[str] = []
     Session.open(pair="demo", notice=told.append).close()
@@ -100,10 +96,9 @@ def test_a_gpu_that_torch_does_not_see_is_told_on_every_run(
     assert len(told) == 1, "nothing is amiss where the CPU was asked for, or the GPU was hidden"
 
 
-def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, two_gpus: None) -> None:
+def test_rocm_is_refused_by_name(computer: Computer, two_gpus: None) -> None:
     """torch's builds for AMD's GPUs call them cuda; its kernels there are not those tried here."""
-    monkeypatch.setattr(torch, "__version__", "9.9+rocm")
-    monkeypatch.setattr(torch.version, "hip", "7.1")
+    computer.torch_is("9.9+rocm", hip="7.1")
     assert pick_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"`device='cuda'`: torch 9\.9\+rocm is built for ROCm"):
         pick_device("cuda")
@@ -116,25 +111,18 @@ def test_rocm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, two_gpus: None
     assert len(told) == 1, "the CPU was asked for"
 
 
-def test_what_is_free_is_asked_with_the_context_in_place(
-    two_gpus: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_free_is_asked_with_the_context_in_place(computer: Computer) -> None:
     """The context takes RAM too, which is then no longer free; and it is not counted again."""
-    asked: list[str] = []
+    computer.has_free_ram(14 * GB)
 
-    def vram(device: torch.device) -> tuple[int, int]:
-        asked.append("vram")
-        return 8 * GB, 8 * GB
+    def context() -> int:
+        computer.has_free_ram(12 * GB)
+        return 8 * GB
 
-    def ram() -> int:
-        asked.append("ram")
-        return 12 * GB
-
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", vram)
-    monkeypatch.setattr(loading, "free_ram_bytes", ram)
+    computer.torch_sees(2, context)
     machine = this_site(pick_device("cuda:0")).machine("float16")
-    assert asked == ["vram", "ram"]
+    assert machine.ram_bytes == pytest.approx(12 * GB, abs=1024)
+    assert machine.vram_bytes == 8 * GB
     assert machine.context_bytes == GPU_LIBRARY_BYTES < GPU_CONTEXT_BYTES
 
 

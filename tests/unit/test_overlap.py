@@ -92,8 +92,8 @@ def test_turns_are_those_of_plain_decoding(
     assert conversation(session, tree, sampling) == plain
     assert session.stats.draft_hidden_s > 0.0
     assert session.stats.verify_s > session.stats.draft_hidden_s
-    drafter = session._drafter
-    assert_fresh(session._target.model, session._target._state, session._target.tokens)
+    drafter = session.drafter
+    assert_fresh(session.target.model, session.target.state, session.target.tokens)
     drafter.rows.state.crop(len(drafter.rows.tokens))  # behind them is what was found ahead
     assert_fresh(drafter.rows.model, drafter.rows.state, drafter.rows.tokens)
 
@@ -217,7 +217,7 @@ def test_a_drafter_that_reads_the_target_s_rows_grows_the_trees_of_one_that_has_
             decoded = list(specexec(target, drafter, sampler, turn, 20, (), ahead=drafter))
             assert sum(step.draft_hidden_s for step in decoded) > 0.0
             steps[-1] += [(step.tokens, step.tree_nodes, step.tree_depth) for step in decoded]
-            assert_fresh(target.model, target._state, target.tokens)
+            assert_fresh(target.model, target.state, target.tokens)
             own_slots = drafter.rows.state.length - (len(target.tokens) if shares else 0)
             assert own_slots <= 2 * TREE.budget + 1 or not shares
         if device.type == "cuda":
@@ -245,13 +245,13 @@ def test_turns_of_a_target_that_drafts_for_itself(
         free[0] = int(1.05 * short.value.needed_bytes)
     with Session.open(**asked, device=str(device)) as session:
         assert isinstance(session, LocalSession)
-        assert session._target.model.waits
+        assert session.target.model.waits
         plain = conversation(session, replace(TREE, overlap="off"), SamplingConfig())
         assert conversation(session, TREE, SamplingConfig()) == plain
-        drafter, target = session._drafter, session._target
+        drafter, target = session.drafter, session.target
         # its cache is the target's, and a little behind it
         assert [layer._first for layer in drafter.rows.state.layers] == list(target.state.layers)
-        work = session._decision.work
+        work = session.decision.work
         assert drafter.rows.state.layers[0].keys.shape[2] <= work.draft_slots + 1
         assert work.draft_slots < work.slots / 2
         assert work.shares_cache

@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
 from checkpoints import save_byte_tokenizer
+from computer import Computer
 from typer.testing import CliRunner
 
 from specexec_cli import loading
@@ -20,7 +20,6 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli.main import app
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import OutOfMemoryError
-from specexec_cli.offload.disk_probe import SsdProbe
 from specexec_cli.planning import chosen_models, machine
 from specexec_cli.planning.memory import GPU_CONTEXT_BYTES, GPU_LIBRARY_BYTES
 from specexec_cli.planning.pass_time import pass_time
@@ -70,38 +69,27 @@ def downloads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty hub cache, nothing measured, a card that torch sees."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    for module in (machine, loading):
-        monkeypatch.setattr(module, "rates_file", lambda: tmp_path / "rates.json")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(loading.dispatch, "triton_obstacle", lambda device: None)
+def bare_machine(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty hub cache, nothing measured."""
+    computer.reads_at(3e9, 25e9)
     monkeypatch.setattr(loading, "load_tokenizer", lru_cache(loading.load_tokenizer))
-    monkeypatch.setattr(loading, "probe_link", lambda device, n_bytes, streamed_bytes: 25e9)
     # a plan's machine is not here to be measured
     monkeypatch.setattr(machine.Site, "calibrated", lambda here, dtype, packed_bits: here)
-    monkeypatch.setattr(loading, "probe_ssd", lambda files, seconds: SsdProbe(3e9, True))
 
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_rows_context_tiers_and_bytes_are_the_same(
-    pair: str, downloads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    pair: str, downloads: dict[str, Path], computer: Computer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chosen_models, "fetch", lambda entry, **options: downloads[entry.repo])
     for card in CARDS:
         # the process of a run is loaded when free memory is read, and CUDA's context is there; a
         # plan leaves room for both
         usable = 0.9 if card else 0.96
-        free_ram = RAM_BYTES - int(machine.PROGRAM_BYTES / usable)
-        monkeypatch.setattr(loading, "free_ram_bytes", lambda free=free_ram: free)
+        computer.has_free_ram(RAM_BYTES - int(machine.PROGRAM_BYTES / usable))
         context = int((GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES) / 0.96) if card else 0
-        free = card * 10**9 - context, card * 10**9
-        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card > 0)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: free)
+        free = card * 10**9 - context
+        computer.torch_sees(int(card > 0), lambda free=free: free)
         planned = CliRunner().invoke(
             app,
             ["plan", "--pair", pair, "--vram", f"{card}GB", "--ram", format_bytes(RAM_BYTES),

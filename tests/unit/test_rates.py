@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from busy_machine import Fake
+from computer import Computer
 
 from specexec_cli import loading
-from specexec_cli.device import CpuInfo
+from specexec_cli.device import usable_cores
 from specexec_cli.models import arithmetic_probe
 from specexec_cli.models.arithmetic_probe import probe_flops
 from specexec_cli.planning import measured_rates as rates
@@ -23,6 +24,7 @@ from specexec_cli.planning.measured_rates import (
     LayerCost,
     load_rates,
     new_rates,
+    rates_file,
     save_rates,
 )
 from specexec_cli.planning.memory import Work
@@ -35,9 +37,9 @@ COST = LayerCost(layer_s=1e-3, row_s=1e-4, slot_s=1e-7)
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
-    """A file with rates of everything, measured here."""
-    path = tmp_path / "deep" / "rates.json"
+def kept(computer: Computer) -> Path:
+    """The file of rates, with those of everything, measured here."""
+    path = rates_file()
     everything = replace(
         new_rates(), ssd_bytes_per_s=2e9, memory_bytes_per_s=3e10, link_bytes_per_s=2e10,
         flops={"float32": POINTS}, layers={"float32": COST},
@@ -63,29 +65,33 @@ def test_another_hosts_disk_is_not_ours(kept: Path, monkeypatch: pytest.MonkeyPa
     assert (found.ssd_bytes_per_s, found.link_bytes_per_s) == (None, None)
 
 
-def other_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "cpu_info", lambda: CpuInfo("Another CPU", 2, ()))
+def other_cpu(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    computer.has_cpu("Another CPU")
 
 
-def fewer_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = rates.cpu_info()
-    monkeypatch.setattr(rates, "cpu_info", lambda: replace(now, cores=now.cores + 1))
+def fewer_cores(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
+    computer.files["/proc/self/cgroup"] = "0::/\n"
+    computer.files["/sys/fs/cgroup/cpu.max"] = "100000 100000\n"
+    assert usable_cores() == 1
 
 
-def other_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_torch(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     true = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0" if name == "torch" else true(name))
 
 
-def other_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def other_kernels(computer: Computer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "kernels_version", lambda: "changed")
 
 
 @pytest.mark.parametrize("change", [other_cpu, fewer_cores, other_torch, other_kernels])
 def test_arithmetic_is_of_one_cpu_and_one_set_of_versions(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[pytest.MonkeyPatch], None]
+    kept: Path,
+    computer: Computer,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Computer, pytest.MonkeyPatch], None],
 ) -> None:
-    change(monkeypatch)
+    change(computer, monkeypatch)
     found = load_rates(kept)
     assert found is not None
     assert (found.flops, found.layers, found.memory_bytes_per_s) == (None, None, None)
@@ -191,16 +197,17 @@ def test_a_site_measures_what_it_does_not_know_once() -> None:
     ],
 )
 def test_a_session_keeps_what_it_measured_undisturbed(
-    kept: Path, monkeypatch: pytest.MonkeyPatch, share: float, others: float, told: str
+    kept: Path,
+    computer: Computer,
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+    others: float,
+    told: str,
 ) -> None:
     """By its own thread's clock, and by what others used of two cores."""
     machine = Fake(thread_share=share, others_cores=others)
     machine.install(monkeypatch)
-    monkeypatch.setattr(loading, "rates_file", lambda: kept)
-    monkeypatch.setattr(
-        loading, "probe_arithmetic", lambda dtype, bits: machine.passes(1.5) or POINTS
-    )
-    monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
+    computer.computes_at(lambda: machine.passes(1.5) or POINTS, COST)
     notices: list[str] = []
     site = loading.this_site(torch.device("cpu"), notice=notices.append)
     assert site.calibrated("bfloat16", 4).flops["bfloat16, 4 bits"] == POINTS
@@ -215,12 +222,11 @@ def test_a_session_keeps_what_it_measured_undisturbed(
 
 
 def test_a_folder_that_cannot_be_written_only_costs_the_next_session_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    computer: Computer,
 ) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(loading, "rates_file", lambda: tmp_path / "file" / "rates.json")
-    monkeypatch.setattr(loading, "probe_arithmetic", lambda dtype, bits: POINTS)
-    monkeypatch.setattr(loading, "probe_layer", lambda dtype: COST)
+    rates_file().parent.parent.mkdir()
+    rates_file().parent.write_text("")
+    computer.computes_at(lambda: POINTS, COST)
     site = loading.this_site(torch.device("cpu"))
     assert site.calibrated("float32", 0).flops == {"float32": POINTS}
 

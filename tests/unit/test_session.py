@@ -198,7 +198,7 @@ def test_statistics_add_up(session: TextSession) -> None:
     assert stats.generated_tokens == len(tokens_of(steps)) == 24
     assert stats.target_passes == len(steps)
     layer_bytes = 4 * sum(
-        parameter.numel() for parameter in session._target.model.skeleton.layers.parameters()
+        parameter.numel() for parameter in session.target.model.skeleton.layers.parameters()
     )
     assert stats.bytes_streamed == len(steps) * layer_bytes
     assert 0 < stats.ttft_s <= stats.total_s

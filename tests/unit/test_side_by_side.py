@@ -40,7 +40,7 @@ def texts_of(model: StreamedModel) -> list[tuple[LocalTarget, list[int], DraftTr
 def rows_of(target: LocalTarget) -> list[Tensor]:
     return [
         part[:, :, : layer.length].clone()
-        for layer in target._state.layers
+        for layer in target.state.layers
         if layer.is_initialized
         for part in (layer.keys, layer.values)
     ]
