@@ -1,4 +1,4 @@
-"""One drafter's continuation of the committed text, and what the target has said of it so far."""
+"""A branch: one drafter's continuation of the committed text, and the target's answers on it."""
 
 from __future__ import annotations
 
@@ -19,24 +19,34 @@ if TYPE_CHECKING:
 class Branch:
     """A sequence of tokens: the committed text, then drafts of one drafter.
 
-    Position i is asked when a task that draws it has been sent.
+    A position is asked when a task that draws the target's token there has been sent.
+
+    Attributes:
+        drafter: worker number of the drafter.
+        alive: whether the drafter is.
+        epoch: number of the present speculation; work of earlier ones is stale.
+        tokens: the sequence.
+        asked: the highest position that a task of this branch draws.
+        draws: by position, the target's tokens that are not committed yet.
+        undrawable: by position, why no server can draw it.
+        undecided: with rejection sampling, by position, the target's distribution (vocab,) where
+            nothing is drawn yet.
+        proposals: with rejection sampling, by position, the distribution (vocab,) that the draft
+            was drawn from.
     """
 
     drafter: int
-    alive: bool = True  # its drafter
+    alive: bool = True
     epoch: int = 0
     tokens: list[int] = field(default_factory=list)
-    asked: int = 0  # the highest position some task of its own draws
-    draws: dict[int, int] = field(default_factory=dict)  # position -> the target's, not committed
-    # position -> why no server can draw it
+    asked: int = 0
+    draws: dict[int, int] = field(default_factory=dict)
     undrawable: dict[int, SpecexecError] = field(default_factory=dict)
-    # for rejection sampling: position -> the target's distribution, of what is not drawn yet
     undecided: dict[int, NDArray[np.float32]] = field(default_factory=dict)
-    # likewise: position -> what its draft was drawn from
     proposals: dict[int, NDArray[np.float32]] = field(default_factory=dict)
 
     def restart(self, epoch: int, text: Sequence[int]) -> None:
-        """Begin again behind the committed text; all earlier work for it is stale."""
+        """Drops all drafts and begins again after the committed text, in a new epoch."""
         self.epoch = epoch
         self.tokens = list(text)
         self.asked = len(text) - 1
@@ -46,31 +56,36 @@ class Branch:
         self.proposals.clear()
 
     def extend(self, drafted: Drafted) -> None:
-        """Take one more draft, unless it is of a restart before."""
+        """Appends a draft, unless it is of an earlier epoch."""
         if drafted.epoch == self.epoch and drafted.position == len(self.tokens):
             if drafted.probs is not None:
                 self.proposals[drafted.position] = drafted.probs
             self.tokens.append(drafted.token)
 
     def goes_on(self, position: int, token: int) -> bool:
-        """Whether it has that very token at a position, and its own tasks say nothing else.
+        """Whether the branch has `token` at a position, and its own tasks drew no other one there.
 
-        By rejection sampling two tests of a position may differ; where its own was lost, its tasks
-        have drawn nothing behind it.
+        With rejection sampling two tests of a position may give different tokens. Where the
+        branch's own test was lost, its tasks have drawn nothing after that position.
         """
         drafted = position < len(self.tokens) and self.tokens[position] == token
         return drafted and self.draws.get(position, token) == token
 
     def forget(self, position: int) -> None:
-        """A position has been committed: nothing is asked about it any more."""
+        """Drops what is known of a position, which has been committed."""
         self.draws.pop(position, None)
         self.undecided.pop(position, None)
         self.proposals.pop(position, None)
 
     def covered_by(self, other: Branch, committed: int) -> int:
-        """The highest position that tasks of another branch draw for this one too.
+        """The highest position of this branch that tasks of another branch draw.
 
-        A draw at a position depends on the tokens before it alone.
+        A draw depends only on the tokens before it, so tasks of the other branch serve this one as
+        far as both have the same tokens.
+
+        Args:
+            other: another branch.
+            committed: tokens of the committed text.
         """
         shared = common_prefix(self.tokens[committed:], other.tokens[committed:])
         return min(other.asked, committed + shared)

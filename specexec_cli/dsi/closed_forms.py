@@ -1,9 +1,15 @@
 """Expected seconds per token, in the long run, of the three ways to decode.
 
-One acceptance rate for every position, independent of the others; enough target servers for DSI.
-Arguments everywhere: target_s, draft_s (seconds of one forward pass), acceptance (0 <= a <= 1),
-lookahead (draft tokens per verification, 1 or more).
-Source: Timor et al., arXiv:2405.14105; speculative inference: Leviathan et al., arXiv:2211.17192.
+The formulas assume that every position is accepted at the same rate, independently of the others,
+and that DSI has enough target servers.
+
+Args of all functions, with their names in the formulas:
+    target_s: t, seconds of a forward pass of the target.
+    draft_s: c, seconds of a forward pass of the draft model.
+    acceptance: a, acceptance rate, 0 to 1.
+    lookahead: k, draft tokens before each verification, 1 or more.
+Source: Timor et al., arXiv:2405.14105; speculative inference (SI): Leviathan et al.,
+    arXiv:2211.17192.
 """
 
 from __future__ import annotations
@@ -12,12 +18,12 @@ import math
 
 
 def autoregressive_s(target_s: float) -> float:
-    """One target pass per token."""
+    """t: one target pass for each token."""
     return target_s
 
 
 def speculative_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
-    """(k c + t)(1 - a) / (1 - a^(k+1)): an iteration over its expected committed tokens."""
+    """(k c + t)(1 - a) / (1 - a^(k+1)): seconds of an iteration / its expected tokens."""
     return (lookahead * draft_s + target_s) / _committed(acceptance, lookahead)
 
 
@@ -29,10 +35,10 @@ def _committed(acceptance: float, lookahead: int) -> float:
 
 
 def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) -> float:
-    """(1 - a)(t + c k a / (1 - a^k)): only a rejection waits for the target.
+    """(1 - a)(t + c k a / (1 - a^k)): DSI waits for the target only at a rejection.
 
-    After x accepted tokens the rejection is known when the block that holds the last of them
-    has been verified, ceil(x / k) k c + t after the last restart. Needs k c <= t and
+    The rejection after x accepted tokens is known when the block with the last of them has been
+    verified, ceil(x / k) k c + t after the last restart. Valid for k c <= t and with
     servers_needed() servers. With k = 1 it is the paper's Proposition 1.
     """
     if acceptance == 0:
@@ -44,9 +50,10 @@ def dsi_s(target_s: float, draft_s: float, acceptance: float, lookahead: int) ->
 
 
 def dsi_bound_s(target_s: float, draft_s: float, acceptance: float, tokens: int) -> float:
-    """t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1): seconds of a text of N tokens, at most and expected.
+    """An upper bound of the expected seconds of a text of N tokens, by Proposition 1.
 
-    Proposition 1: lookahead 1 and as many servers as are wanted.
+    t1 p (N - 1) + t2 ((1 - p)(N - 1) + 1), where t1 is draft_s, t2 is target_s and p is acceptance.
+    It assumes lookahead 1 and as many servers as are needed.
     """
     before_last = tokens - 1
     accepted = acceptance * before_last
@@ -54,5 +61,5 @@ def dsi_bound_s(target_s: float, draft_s: float, acceptance: float, tokens: int)
 
 
 def servers_needed(target_s: float, draft_s: float, lookahead: int) -> int:
-    """Fewest target servers that never keep a block waiting: ceil(t / (k c))."""
+    """ceil(t / (k c)): the fewest target servers with which no block waits. Source: section 3.1."""
     return max(1, math.ceil(target_s / (lookahead * draft_s) - 1e-9))

@@ -1,4 +1,4 @@
-"""One generation through a DSI pool, as the steps that every decoding method yields."""
+"""Decodes one text with a DSI pool, and yields steps as every decoding method does."""
 
 from __future__ import annotations
 
@@ -22,18 +22,24 @@ class ModelWorkers(Workers, Protocol):
     """A pool whose workers have real models."""
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
-        """Tell every worker how the next generation draws its tokens; see messages.Configure."""
+        """Tells every worker how the next generation draws its tokens; see messages.Configure."""
         ...
 
     def forget(self) -> None:
-        """Let every worker empty its cache."""
+        """Has every worker empty its cache."""
         ...
 
     def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
-        """Ask one worker for logits, between generations, and wait for them.
+        """Asks one worker for logits, between generations, and waits for them.
 
+        Args:
+            worker: its number.
+            order: the text, and the first position wanted.
+            timeout_s: longest wait.
+        Returns:
+            (len(order.tokens) - order.first, vocab).
         Raises:
-            WorkerError: it is lost, or gives no answer in time.
+            WorkerError: the worker is lost, or gives no answer in time.
             SpecexecError: its pass failed.
         """
         ...
@@ -51,12 +57,18 @@ def dsi(
 ) -> Iterator[StepResult]:
     """Yields one StepResult per commit until an EOS token or `max_tokens`.
 
-    Args:
-        drafts: False for plain decoding, one token after another by one target server.
-        rejection: keep drafts by rejection sampling; greedy decoding has none.
+    Drafting and verification overlap, so a step's verify_s is the time since the step before it,
+    and its draft_s is 0. The orchestrator counts the bytes; a step's are 0.
 
-    Drafting and verification overlap, so a step's verify_s is the time since the step before it
-    and its draft_s is 0. Bytes are counted by the orchestrator.
+    Args:
+        workers: the pool.
+        orchestrator: of that pool.
+        sampling: how the target's tokens are drawn.
+        prompt: at least one token.
+        max_tokens: most tokens to decode, at least 1.
+        eos_ids: tokens that end the text.
+        drafts: False for plain decoding, token after token by one target server.
+        rejection: whether drafts are kept by rejection sampling; has no effect on greedy decoding.
     """
     rejection = rejection and sampling.temperature > 0.0
     workers.configure(sampling, rejection)

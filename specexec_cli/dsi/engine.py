@@ -1,4 +1,4 @@
-"""The real models behind DSI's workers: chains of rows through a model with a cache of its own."""
+"""The real models behind DSI's workers: each runs chains of tokens, with a cache of its own."""
 
 from __future__ import annotations
 
@@ -26,15 +26,20 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-_MEASURED_ROWS = (1, 32)
+_MEASURED_ROWS = (1, 32)  # rows of the passes that are timed when a worker starts
 
 
 class StalePass(Exception):
-    """Ends a pass whose result nobody wants; never leaves CachedModel."""
+    """Ends a pass that has become stale; never leaves CachedModel."""
 
 
 class CachedModel:
-    """A model whose passes carry what its cache lacks of a text, and end once they are stale."""
+    """A model with a cache. A pass runs the rows of a text that the cache lacks, and can be ended
+    between layers once its result is stale.
+
+    Attributes:
+        rows_run: rows run through the model so far.
+    """
 
     def __init__(self, model: StreamedModel) -> None:
         self.model = model
@@ -48,18 +53,19 @@ class CachedModel:
 
     @property
     def state(self) -> ModelState:
-        """What the layers keep of them."""
+        """What the layers keep of those tokens."""
         return self._target.state
 
     def logits(self, tokens: Sequence[int], first: int, stale: Stale) -> Tensor | None:
-        """Logits for positions first .. len(tokens); rows the cache has are not run again.
+        """Logits for positions first .. len(tokens); rows that the cache has are not run again.
 
         Args:
-            first: 1 .. len(tokens).
-            stale: polled behind each layer.
+            tokens: the text.
+            first: first position wanted, 1 .. len(tokens).
+            stale: polled after each layer.
         Returns:
-            (len(tokens) + 1 - first, vocab); None if the pass became stale, and then the cache
-            holds at most the common prefix.
+            (len(tokens) + 1 - first, vocab). None if the pass became stale; the cache then holds at
+            most the common prefix.
         """
         text = embeddable(tokens, self.model.vocab_size)
         self._target.crop(min(common_prefix(self.tokens, text), first - 1))
@@ -82,7 +88,7 @@ class CachedModel:
         return logits
 
     def fill(self, tokens: Sequence[int], stale: Stale) -> bool:
-        """Bring the cache up to `tokens`; False if that became stale."""
+        """Runs the rows of `tokens` that the cache lacks; False if the pass became stale."""
         text = embeddable(tokens, self.model.vocab_size)
         if common_prefix(self.tokens, text) == len(text):
             return True
@@ -96,18 +102,18 @@ class CachedModel:
         return scores
 
     def forget(self) -> None:
-        """Empty the cache."""
+        """Empties the cache."""
         self._target.crop(0)
 
     def ready(self) -> Ready:
-        """Seconds of a pass by its rows, and the context window."""
+        """Measures the seconds of passes; returns them with the context window."""
         seconds = {}
         measured = [min(rows, self.model.context_length) for rows in _MEASURED_ROWS]
-        for rows in (*measured, *measured):  # first to warm up, compilers included
+        for rows in (*measured, *measured):  # the first passes warm up and compile kernels
             begin = time.perf_counter()
             logits = self.logits([0] * rows, rows, _never)
             assert logits is not None
-            logits.sum().item()  # waits for the device
+            logits.sum().item()  # waits until the device is done
             seconds[rows] = time.perf_counter() - begin
             self.forget()
         return Ready(seconds, self.model.context_length)
@@ -126,8 +132,11 @@ def judge(
     """The token of a position by rejection sampling; see orchestrator.Judge.
 
     Args:
-        probs: the target's distribution there, (vocab,).
-        draft: and what it was drawn from; without one the token is drawn from `probs`.
+        seed: of the sampling.
+        probs: the target's distribution at the position, (vocab,).
+        draft: a drafted token and the distribution (vocab,) that it was drawn from. Without one
+            the token is drawn from `probs`.
+        position: absolute position of the token.
     """
     target_probs = probs.astype("float64")
     if draft is None:
@@ -146,7 +155,7 @@ class ModelTarget:
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes that came over the link so far."""
+        """Bytes that were streamed so far."""
         return self.cached.model.bytes_streamed
 
     @property
@@ -155,7 +164,7 @@ class ModelTarget:
         return self.cached.rows_run
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
-        """Draw the tokens of later tasks by `sampling`, or for rejection sampling test drafts."""
+        """Sets how the tokens of later tasks are drawn; with `rejection`, drafts are tested."""
         self._sampler = Sampler(sampling)
         self._rejection = rejection
 
@@ -171,7 +180,7 @@ class ModelTarget:
         stale: Stale,
         proposals: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[int, ...] | None:
-        """The target's draws from position `first` on, up to the first that differs."""
+        """See workers.TargetServer."""
         self._bonus = None
         if first > len(tokens):
             return () if self.cached.fill(tokens, stale) else None
@@ -193,17 +202,17 @@ class ModelTarget:
             except NonFiniteLogitsError:
                 if not draws:
                     raise
-                break  # the text may end before it comes to this position
+                break  # the text may end before this position
             if position < len(tokens) and draws[-1] != tokens[position]:
                 break
         return tuple(draws)
 
     def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
-        """What the target predicts at each position of a text from `first` on."""
+        """The target's logits at each position of a text from `first` on; see CachedModel.score."""
         return self.cached.score(tokens, first)
 
     def forget(self) -> None:
-        """Empty the cache."""
+        """Empties the cache."""
         self.cached.forget()
 
     def ready(self) -> Ready:
@@ -212,12 +221,13 @@ class ModelTarget:
 
 
 class ModelDrafter:
-    """The draft model: guesses each token with the very noise the target will draw it with.
+    """The draft model behind a drafter; see workers.DraftServer.
 
-    For rejection sampling it draws each token with noise that the target's tests do not use, and
-    tells from what. All drafters draw a position with the same random number. Of their tokens one
-    is tested, whose distribution is its drafter's all the same; the others, where distributions
-    are alike, are the same token more often than with numbers of their own, and go on with it.
+    It guesses each token with the noise that the target will use at that position. For rejection
+    sampling it draws each token instead, with noise that the target's tests do not use, and says
+    from which distribution. All drafters draw a position with the same random number. Only one
+    drafter's token is tested, and it still has that drafter's distribution. But similar
+    distributions then give the same token more often, so more branches can go on with it.
     """
 
     def __init__(self, model: StreamedModel, vocab_size: int) -> None:
@@ -229,24 +239,26 @@ class ModelDrafter:
         self._proposal: NDArray[np.float32] | None = None
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
-        """Guess at tokens drawn by `sampling`, or for rejection sampling draw them."""
+        """Sets how later tokens are guessed at; with `rejection`, they are drawn."""
         self._sampler = Sampler(sampling)
         self._rejection, self._proposal = rejection, None
 
     @property
     def proposal(self) -> NDArray[np.float32] | None:
-        """What the last token was drawn from, (vocab,), for rejection sampling; else None."""
+        """The distribution (vocab,) that the last token was drawn from; None without rejection
+        sampling."""
         return self._proposal
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Continue after `tokens`."""
+        """Sets the text that the next token continues."""
         self._tokens = list(tokens)
 
     def next_token(self) -> int | None:
-        """Draft one more token.
+        """Drafts one more token.
 
-        None where the text has outgrown the draft model's window, while the target's may be
-        longer, and where the draft model's logits are not finite.
+        Returns:
+            the token; None where the text fills the draft model's context window, which may be
+            smaller than the target's, or the draft model's logits are not finite.
         """
         if len(self._tokens) >= self.cached.model.context_length:
             return None
@@ -262,18 +274,19 @@ class ModelDrafter:
     def _drafted(self, logits: Tensor) -> int:
         if not self._rejection:
             return self._sampler.token(logits, self._tokens)
-        # rounded to what is sent, so that it is drawn from the very numbers it is tested with
+        # rounded as it will be sent, so that the draft is drawn from the same numbers that it is
+        # tested with
         self._proposal = self._sampler.probs(logits, self._tokens).astype("float32")
         seed, position = self._sampler.config.seed, len(self._tokens)
         uniform = float(uniforms(seed, position, DRAFT_STREAM, 1)[0])
         return draw(self._proposal.astype("float64"), uniform)
 
     def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
-        """What the draft model predicts at each position of a text from `first` on."""
+        """The draft model's logits at each position from `first` on; see CachedModel.score."""
         return self.cached.score(tokens, first)
 
     def forget(self) -> None:
-        """Empty the cache."""
+        """Empties the cache."""
         self.cached.forget()
 
     def ready(self) -> Ready:
@@ -285,7 +298,9 @@ def load_target(folder: Path, spec: ModelSpec, threads: int) -> ModelTarget:
     """Loads the target, in the process of the worker that serves it.
 
     Args:
-        threads: for arithmetic on the CPU.
+        folder: of the checkpoint.
+        spec: how the model is opened.
+        threads: threads of CPU arithmetic.
     """
     return ModelTarget(_load(folder, spec, threads))
 
@@ -294,8 +309,10 @@ def load_drafter(folder: Path, spec: ModelSpec, threads: int, vocab_size: int) -
     """Loads the draft model, in the process of the worker that drafts with it.
 
     Args:
-        threads: for arithmetic on the CPU.
-        vocab_size: the target's; ids from there on are never drafted.
+        folder: of the checkpoint.
+        spec: how the model is opened.
+        threads: threads of CPU arithmetic.
+        vocab_size: of the target; ids from there on are never drafted.
     """
     return ModelDrafter(_load(folder, spec, threads), vocab_size)
 

@@ -1,4 +1,4 @@
-"""On which devices the workers of a machine run, and how much of its memory each may plan with."""
+"""Assigns DSI's workers to a machine's devices, and says how much memory each may plan with."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from specexec_cli.planning.machine import Setting, Site
 
 
 def target_servers(options: DsiOptions, devices: Sequence[str]) -> int:
-    """How many instances of the target to run: as asked for, or as many as the devices allow."""
-    # from three devices on, the drafter has one to itself
+    """How many target servers to run: as asked for, or as many as the devices allow."""
+    # with three devices or more, the drafter has one to itself
     return options.sp or (len(devices) - 1 if len(devices) > 2 else len(devices))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The workers of one machine; each is a process with a CUDA context of its own on its GPU."""
+    """The workers of one machine; each is a process, with a CUDA context of its own on its GPU."""
 
-    devices: Sequence[str]  # on which target servers run in turns; drafters share the last
-    servers: int  # instances of the target
-    drafters: int = 1  # instances of draft models
-    further_draft_bytes: int = 0  # weights of the draft models besides the pair's own
+    devices: Sequence[str]  # target servers are dealt out to them in turn; drafters use the last
+    servers: int  # number of target servers
+    drafters: int = 1  # number of drafters
+    further_draft_bytes: int = 0  # bytes of weights of draft models besides the pair's own
 
     def server_device(self, number: int) -> str:
         """The device of a target server."""
@@ -35,13 +35,14 @@ class Layout:
         return self.devices[-1]
 
     def share(self, site: Site) -> Site:
-        """What one target server can plan with: its part of memory, and of what workers take of it.
+        """The Site that one target server plans for: its share of memory and of all workers'
+        processes and CUDA contexts.
 
         A plan counts the pair's draft model beside each target server.
 
         Args:
-            site: of the whole machine, on which no worker runs yet: its VRAM that of each GPU, its
-                program and its context those of one worker.
+            site: the whole machine, on which no worker runs yet. Its VRAM is that of each GPU, and
+                its program and context bytes are those of one worker.
         """
         here = Counter(self.server_device(number) for number in range(self.servers))
         workers = here + Counter({self.drafter_device: self.drafters})
@@ -66,7 +67,7 @@ class Layout:
         )
 
     def describe(self) -> str:
-        """One line for a person."""
+        """One line for a person about the share."""
         workers = self.servers + self.drafters
         return (
             f"This is the memory of each of {self.servers} target servers of DSI, with its part of "

@@ -1,6 +1,6 @@
-"""What the orchestrator and its workers tell each other.
+"""The messages between the orchestrator and its workers, and the protocol of a pool of workers.
 
-Plain data, so the same messages cross threads, processes and machines. A message knows no model.
+Messages are plain data, so that they can cross threads, processes and machines.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-DRAFTER = -1  # the first drafter's worker number, further ones go down; target servers from 0 up
-NEVER_STALE = -1  # epoch of a prefill: its rows stay valid whatever is rejected meanwhile
+# Worker number of the first drafter. Further drafters count down from it, target servers up from 0.
+DRAFTER = -1
+NEVER_STALE = -1  # the epoch of a prefill, of which no row becomes stale
 
 
 def worker_name(number: int) -> str:
-    """What a worker is called in front of the user."""
+    """A worker's name in messages to the user."""
     if number == DRAFTER:
         return "the drafter"
     return f"target server {number}" if number >= 0 else f"drafter {-number}"
@@ -31,8 +32,10 @@ def worker_name(number: int) -> str:
 class Configure:
     """To every worker: how the tokens of the next generation are drawn.
 
-    rejection: drafters draw by themselves and tell from what, for rejection sampling; else they
-    guess with the target's own noise.
+    Attributes:
+        sampling: of the target's tokens.
+        rejection: whether drafters draw tokens for rejection sampling, and send the distributions;
+            else they guess with the target's own noise.
     """
 
     sampling: SamplingConfig
@@ -46,53 +49,59 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """To any worker: what its model predicts at each position of a text from `first` on."""
+    """To any worker: send the model's logits at each position of a text from `first` on."""
 
     tokens: tuple[int, ...]
     first: int  # at least 1 and below len(tokens)
-    number: int = 0  # repeated by its answer: of one that is interrupted, the answer still comes
+    number: int = 0  # repeated in the answer, since that of an interrupted request still comes
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """From any worker: logits, (len(tokens) - first, vocab), or why there are none."""
 
-    number: int  # the Score's
+    number: int  # of the Score that this answers
     logits: NDArray[np.float32] | SpecexecError
 
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """To a target server: draw the tokens at positions first .. len(tokens).
+    """To a target server: draw the target's tokens at positions first .. len(tokens).
 
-    `tokens` is the whole sequence (prompt, committed, drafts), so a server needs no history of
-    its own: it keeps the rows of its cache that agree and runs the missing ones. With
-    first = len(tokens) + 1 no draw is wanted: the task only fills the cache.
+    With rejection sampling the draw at a drafted position is the draft if it is kept, and position
+    len(tokens) is not drawn: the answer has the target's distribution there, since by then the
+    drafter may have drafted that position.
 
-    For rejection sampling, proposals are what the drafts from position first on were drawn from,
-    (vocab,) each, and a draw there is the draft, if it is kept. The drafter may have drafted
-    position len(tokens) by the time of the answer, which tells the distribution there.
+    Attributes:
+        task: number of the task.
+        epoch: the branch's.
+        tokens: the whole sequence (prompt, committed tokens, drafts), so that a server needs no
+            history: it keeps the rows of its cache that agree, and runs the missing ones.
+        first: first position to draw; len(tokens) + 1 only fills the cache.
+        drafter: worker number of the drafter that made the drafts.
+        proposals: with rejection sampling, the distributions (vocab,) that the drafts from position
+            `first` on were drawn from.
     """
 
     task: int
-    epoch: int  # of that drafter
+    epoch: int
     tokens: tuple[int, ...]
     first: int
-    drafter: int = DRAFTER  # whose drafts these are
+    drafter: int = DRAFTER
     proposals: tuple[NDArray[np.float32], ...] = ()
 
     def head(self) -> Verify:
-        """The same for its first position alone, without any draft."""
+        """The task for position `first` alone, without any draft."""
         return replace(self, tokens=self.tokens[: self.first], proposals=())
 
     def rest(self, first: int) -> Verify:
-        """The same from a later position on."""
+        """The task from a later position on."""
         return replace(self, first=first, proposals=self.proposals[first - self.first :])
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """To the drafter: continue `tokens` with up to `limit` tokens, one message for each."""
+    """To a drafter: continue `tokens` with up to `limit` tokens, and send each by itself."""
 
     epoch: int
     tokens: tuple[int, ...]
@@ -102,13 +111,14 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """From the drafter: its token for one position."""
+    """From a drafter: its token for one position."""
 
     epoch: int
     position: int
     token: int
     drafter: int = DRAFTER
-    probs: NDArray[np.float32] | None = None  # (vocab,) that it was drawn from, where that matters
+    # with rejection sampling, the distribution (vocab,) that the token was drawn from
+    probs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,16 +128,16 @@ class Verified:
     server: int
     task: int
     draws: tuple[int, ...]
-    seconds: float  # time the pass took
-    bytes_streamed: int = 0  # by the server for it
-    rows: int = 0  # of the pass: what the server's cache did not hold yet
+    seconds: float  # seconds of the pass
+    bytes_streamed: int = 0  # bytes that the server streamed for it
+    rows: int = 0  # rows of the pass: those that the server's cache lacked
     # the target's distribution at position len(tokens), (vocab,), for rejection sampling
     bonus: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """From a target server: the task was stale, its pass was given up."""
+    """From a target server: the task was stale, and its pass was given up."""
 
     server: int
     task: int
@@ -136,7 +146,7 @@ class Aborted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """From a target server: the task cannot be done; the server is ready for another one."""
+    """From a target server: the task failed; the server is ready for another one."""
 
     server: int
     task: int
@@ -146,7 +156,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """From the pool: a worker is gone and will not answer."""
+    """From the pool: a worker is gone and will not answer any more."""
 
     worker: int
     reason: str
@@ -164,19 +174,20 @@ Event = Drafted | Verified | Aborted | Failed | WorkerLost
 
 
 class Workers(Protocol):
-    """A pool of drafters and target servers, under a clock of its own.
+    """A pool of drafters and target servers with a clock, which may be virtual.
 
-    The clock may be virtual: nothing here sleeps except receive().
+    Only `receive` waits.
     """
 
     @property
     def drafters(self) -> Sequence[int]:
-        """Numbers of the drafters, the one whose drafts go first in front; may be empty."""
+        """Worker numbers of the drafters, in the order in which their drafts are verified; may be
+        empty."""
         ...
 
     @property
     def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
+        """Worker numbers of the target servers that are alive."""
         ...
 
     def now(self) -> float:
@@ -184,25 +195,25 @@ class Workers(Protocol):
         ...
 
     def verify(self, server: int, message: Verify) -> None:
-        """Hand a task to an idle server."""
+        """Gives a task to an idle server."""
         ...
 
     def draft(self, message: Draft) -> None:
-        """Set a drafter to work on a new prefix; a lost drafter ignores it."""
+        """Sets a drafter to work on a new prefix; has no effect on a lost drafter."""
         ...
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Make work of a drafter's earlier epochs stale; workers give it up at their next poll."""
+        """Makes work of a drafter's earlier epochs stale; workers end it at their next poll."""
         ...
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event, or None when `timeout_s` passed without one."""
+        """Waits for the next event; None when `timeout_s` passed without one."""
         ...
 
     def drop(self, worker: int) -> None:
-        """Stop a worker that hangs; none of its later events is delivered."""
+        """Stops a worker that hangs; none of its later events is delivered."""
         ...
 
     def close(self) -> None:
-        """Stop every worker and wait until all are gone."""
+        """Stops every worker and waits until all are gone."""
         ...

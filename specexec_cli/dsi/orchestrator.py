@@ -1,22 +1,24 @@
 """Speculation parallelism: drafters that never stop, several target servers, one text.
 
-The text is the target's: a token is committed only when the target drew it, and draws are keyed
-by (seed, position), so neither timing, drafts, servers nor lost workers can change it. The
-orchestrator knows no model, no device and no real clock: it runs unchanged on threads, processes
-and under the simulator's virtual clock.
+A token is committed only when the target drew it, and draws are keyed by (seed, position). So
+neither timing, drafts, servers nor lost workers can change the text. The orchestrator knows no
+model, no device and no real clock: it runs unchanged on threads, on processes and under the
+simulator's virtual clock.
 
-Words: a branch is the committed text followed by drafts of one drafter, not verified yet; position
-i of it is asked when a task that draws it has been sent; a task with the first d tokens of the
-branch draws every position not yet asked up to d. With rejection sampling a draw is the test of a
-draft, and the text has the target's distribution alone.
+Words: a branch is the committed text followed by one drafter's drafts that are not verified yet. A
+position of it is asked when a task that draws the target's token there has been sent. A task with
+the first d tokens of a branch draws every position up to d that is not asked yet. With rejection
+sampling a draw is the test of a draft, and the text has the target's distribution, but is not the
+one of plain decoding with the same seed.
 
 Source: Timor et al., arXiv:2405.14105, algorithm 1. A thread C_J of length k is a position of a
-branch; lines 7-11 are _commit: branches that sampled another token than the verifier end, of those
-that sampled the same the first is verified (what one's tasks draw, another's do not), and section
-3.1's preemption makes the tokens of `lookahead` threads one task. What differs: a drafter continues
-its own drafts, not every other drafter's too, and begins again behind the committed text when they
-are wrong. With rejection sampling, in the place of lines 8-9 as section 3.1 has it, of several
-drafts of a position the first branch's is tested, and the others go on where they are the same.
+branch. Lines 7-11 are `_commit`: branches with another token than the verifier's end; of those with
+the same token, the first is verified, and positions that one branch's tasks draw are not drawn for
+another. Preemption (section 3.1) makes the tokens of `lookahead` threads one task. Two things
+differ. A drafter continues only its own drafts, not those of the other drafters too, and begins
+again after the committed text when they are wrong. With rejection sampling, which replaces lines
+8-9 as section 3.1 suggests, only the first branch's draft of a position is tested, and the other
+branches go on if they have the token that results.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class DsiConfig:
     """How drafts are cut into verification tasks, and how long a worker may be silent."""
 
     lookahead: int = 5  # draft tokens before each verification
-    max_rows: int = 64  # most draft tokens in one task, when servers are scarce
-    timeout_s: float = 120.0  # a task that takes longer counts as hung
+    max_rows: int = 64  # most draft tokens of a task, reached when no server was free for long
+    timeout_s: float = 120.0  # seconds after which the server of a task counts as hung
 
     def __post_init__(self) -> None:
         if self.lookahead < 1:
@@ -71,12 +73,12 @@ class Commit:
     """Tokens committed by one event, in order."""
 
     tokens: tuple[int, ...]
-    drafted: tuple[bool, ...]  # per token: True if the drafter had proposed it
-    pending_rows: int  # committed tokens that the pass behind the event had to run
+    drafted: tuple[bool, ...]  # for each token, whether a drafter had proposed it
+    pending_rows: int  # committed tokens among the rows of the pass that led to this commit
 
 
-# (the target's distribution, a draft of the position and what it was drawn from, the position)
-# -> the token; without a draft the target's own
+# judge(target_probs, draft, position) gives the token of a position by rejection sampling. `draft`
+# is the drafted token and its distribution; with None the token is drawn from target_probs.
 Judge = Callable[
     ["NDArray[np.float32]", "tuple[int, NDArray[np.float32]] | None", int],
     int,
@@ -93,7 +95,9 @@ class Orchestrator:
     Args:
         workers: the pool; the caller closes it.
         config: lookahead and timeouts.
-        report: told, in one line, of each worker that is lost or fails.
+        report: called with one line for each worker that is lost or fails.
+    Attributes:
+        bytes_streamed: bytes that all servers streamed for all tasks answered so far.
     """
 
     def __init__(
@@ -102,20 +106,20 @@ class Orchestrator:
         self._workers = workers
         self._config = config
         self._report = report
-        self._epochs = 0  # so far, of all branches
-        self._tasks = 0
-        self._drafting = True  # in this generation
-        self._judge: Judge | None = None  # likewise
+        self._epochs = 0  # number of epochs so far, of all branches
+        self._tasks = 0  # number of tasks so far
+        self._drafting = True  # whether this generation uses drafts
+        self._judge: Judge | None = None  # this generation's, with rejection sampling
         self._branches = [Branch(number) for number in workers.drafters or (DRAFTER,)]
         self._servers = Servers(workers, config.timeout_s)
         self._text: list[int] = []  # prompt and committed tokens
         self._goal = 0  # length of the finished text
-        self._orphans: list[Verify] = []  # tasks that another server must take
-        self.bytes_streamed = 0  # by all servers for all tasks answered so far
+        self._orphans: list[Verify] = []  # tasks that another server must do
+        self.bytes_streamed = 0
 
     @property
     def passes(self) -> int:
-        """Tasks sent since the orchestrator began: verifications, prefills and stale ones."""
+        """Tasks made since the orchestrator began, prefills and stale ones included."""
         return self._tasks
 
     def generate(
@@ -125,18 +129,19 @@ class Orchestrator:
         drafts: bool = True,
         judge: Judge | None = None,
     ) -> Generator[Commit, None, None]:
-        """Yield the target's continuation of `prompt`, `max_tokens` tokens in all.
+        """Yields the target's continuation of `prompt`, `max_tokens` tokens in all.
 
-        Closing the generator early ends the work; the pool stays usable. One generation must have
-        ended, or have been closed, before the next one begins.
+        Closing the generator early ends the work; the pool stays usable. A generation must have
+        ended or been closed before the next one begins.
 
         Args:
-            drafts: False for plain decoding: one token after another, by one server.
-            judge: draws what a task left undecided, by rejection sampling; the workers have been
-                configured for it. The text then has the target's distribution, and may be another
-                one each time.
+            prompt: at least one token.
+            max_tokens: at least 1.
+            drafts: False for plain decoding, token after token by one server.
+            judge: decides drafts by rejection sampling; the workers must be configured for it. The
+                text then has the target's distribution, but may differ from run to run.
         Raises:
-            NonFiniteLogitsError: the next token cannot be drawn, whichever server tries.
+            NonFiniteLogitsError: the next token cannot be drawn by any server.
             WorkerError: no target server is left.
             SpecexecError: a pass failed in every server that is left; they stay usable.
         """
@@ -166,7 +171,7 @@ class Orchestrator:
                 self._end_epoch(branch)
 
     def _restart(self, branch: Branch) -> None:
-        """Begin a new speculation after the committed text; the branch's earlier work is stale."""
+        """Begins a new speculation after the committed text; the branch's earlier work is stale."""
         self._end_epoch(branch)
         limit = self._goal - 1 - len(self._text)  # the last token is never drafted
         if self._drafting and branch.alive and limit > 0:
@@ -180,14 +185,14 @@ class Orchestrator:
         self._workers.advance_epoch(branch.epoch, branch.drafter)
 
     def _broadcast(self, prompt: tuple[int, ...]) -> None:
-        """Let the servers without a task fill their caches with the prompt."""
+        """Has the servers without a task fill their caches with the prompt."""
         if len(prompt) > 1:
             for server in self._servers.idle:
                 prefill = Verify(self._next_number(), NEVER_STALE, prompt, len(prompt) + 1)
                 self._servers.send(server, prefill)
 
     def _dispatch(self) -> None:
-        """Give idle servers the tasks that are due."""
+        """Gives idle servers the tasks that are due."""
         while self._servers.idle:
             task = self._orphans.pop(0) if self._orphans else self._due()
             if task is None:
@@ -195,11 +200,11 @@ class Orchestrator:
             self._servers.send(self._servers.nearest(task.drafter, len(self._text)), task)
 
     def _due(self) -> Verify | None:
-        """The next task, of the first branch that has one.
+        """The task that is due next, of the first branch that has one.
 
-        It is due when `lookahead` positions are unasked, when the drafter has nothing more to add,
-        or when no running task draws the next position to commit: the target never waits for a
-        slow drafter, so DSI is never slower than decoding without speculation.
+        A task is due when `lookahead` positions are not asked yet, or when the drafter has nothing
+        more to add. It is also due when no running task draws the next position to commit: so the
+        target never waits for a slow drafter, and DSI is never slower than plain decoding.
         """
         committed = len(self._text)
         if all(branch.asked < committed for branch in self._branches):
@@ -216,7 +221,8 @@ class Orchestrator:
         return None
 
     def _next_task(self, branch: Branch, asked: int, least: int) -> Verify | None:
-        """The positions of a branch behind `asked`, if there are so many."""
+        """A task for the positions of a branch after `asked`; None if there are fewer than
+        `least`."""
         last = len(branch.tokens)
         if last - asked < least:
             return None
@@ -228,7 +234,7 @@ class Orchestrator:
         return self._tasks
 
     def _handle(self, event: Event) -> Commit | None:
-        """Apply one event; return the tokens it committed."""
+        """Applies one event; returns the tokens that it committed, if any."""
         if isinstance(event, Drafted):
             for branch in self._branches:
                 branch.extend(event)
@@ -243,11 +249,11 @@ class Orchestrator:
         return None
 
     def _branch_of(self, task: Verify) -> Branch | None:
-        """The branch that a task belongs to; None where it is stale, or a prefill."""
+        """The branch that a task belongs to; None if it is stale or a prefill."""
         return next((branch for branch in self._branches if branch.epoch == task.epoch), None)
 
     def _take(self, event: Verified, task: Verify) -> Commit | None:
-        """Apply the draws of a task."""
+        """Applies the draws of a task; returns the tokens that they committed, if any."""
         branch = self._branch_of(task)
         if branch is not None or task.epoch == NEVER_STALE:
             self._servers.holds(event.server, task)
@@ -258,7 +264,8 @@ class Orchestrator:
         if event.bonus is not None:
             branch.undecided[end] = event.bonus
         elif end <= len(task.tokens) and event.draws == task.tokens[task.first : end]:
-            # no draft was wrong, so the rest is still wanted: its first draw fails, or comes now
+            # the draws ended early though no draft was wrong; the rest is asked for again, and
+            # this time its first position is drawn or fails
             self._orphan(task.rest(end))
         drafts = max(0, len(task.tokens) - len(self._text))
         committed = self._commit()
@@ -268,12 +275,12 @@ class Orchestrator:
         return Commit(tokens, drafted, max(1, event.rows - drafts))
 
     def _commit(self) -> list[tuple[int, bool]]:
-        """Move draws into the text, strictly in order, up to the first that nobody drafted.
+        """Moves draws into the text, in order, up to and including the first that no branch has.
 
-        Branches that have another token there begin anew behind the text.
+        Branches that have another token at a committed position begin again after the text.
 
         Returns:
-            The tokens, each with whether it was drafted.
+            the tokens, each with whether it was drafted.
         """
         committed = []
         left = self._branches
@@ -295,7 +302,8 @@ class Orchestrator:
         return committed
 
     def _drawn(self, branches: Sequence[Branch], position: int) -> int | None:
-        """The target's token behind the text, if some task of these branches has come to it."""
+        """The target's token for a position, if a task of these branches has drawn it; with
+        rejection sampling it may be decided here."""
         for branch in branches:
             if position in branch.draws:
                 return branch.draws[position]
@@ -312,17 +320,17 @@ class Orchestrator:
         return None
 
     def _orphan(self, task: Verify) -> None:
-        """Send a task again, ahead of new ones, unless it is stale."""
+        """Has a task sent again, ahead of new ones, unless it is stale."""
         if self._branch_of(task) is not None:
             self._orphans.append(task)
             self._orphans.sort(key=lambda orphan: orphan.first)
 
     def _fail(self, event: Failed, task: Verify) -> None:
-        """Go on after an error that left its server usable.
+        """Goes on after a task failed and left its server usable.
 
-        Logits that are not finite are so in every server: the text ends at their position, if it
-        comes to it. Whatever else failed may be that server's own trouble: another one takes the
-        task, and this one rests until the next text.
+        Logits that are not finite would be so in every server: the text ends at their position if
+        it gets that far. Any other error may be due to this server: another one gets the task, and
+        this one gets none until the next text.
         """
         if isinstance(event.error, NonFiniteLogitsError):
             self._take_apart(event.error, task)
@@ -337,10 +345,10 @@ class Orchestrator:
             )
 
     def _take_apart(self, error: NonFiniteLogitsError, task: Verify) -> None:
-        """Find out whether a position can be drawn without the drafts behind it.
+        """Has the first position of a failed task drawn again, without the drafts after it.
 
-        A draft whose values overflow spoils the rows before it, too: the attention mask gives it
-        the weight 0, and 0 times infinity is not a number. The target alone would not meet it.
+        A draft with values that overflow also spoils the rows before it: attention gives it the
+        weight 0, and 0 times infinity is not a number. Plain decoding would never run that draft.
         """
         branch = self._branch_of(task)
         if branch is None:
@@ -352,7 +360,7 @@ class Orchestrator:
         self._orphan(task.rest(task.first + 1))
 
     def _lose(self, event: WorkerLost) -> None:
-        """Go on without a worker; the task it held is sent again, ahead of new ones."""
+        """Goes on without a lost worker; the task that it held is sent again, ahead of new ones."""
         if event.worker <= DRAFTER:
             for branch in self._branches:
                 branch.alive = branch.alive and branch.drafter != event.worker

@@ -1,4 +1,4 @@
-"""Is DSI worth it here, and with which lookahead? Pure arithmetic on measured latencies."""
+"""Predicts from measured latencies whether DSI pays on a machine, and with which lookahead."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from itertools import pairwise
 
 from specexec_cli.dsi.closed_forms import dsi_s, servers_needed, speculative_s
 
-MAX_LOOKAHEAD = 32
+MAX_LOOKAHEAD = 32  # the largest lookahead that is considered
 LONG_PASS_ROWS = 4096
-TYPICAL_ACCEPTANCE = 0.8  # mean of DSI's table 1; nothing is known before the first text
-_WORTHWHILE = 1.05  # below it, scheduling and messages eat the gain
+# The mean acceptance rate of table 1, arXiv:2405.14105; used before anything was measured.
+TYPICAL_ACCEPTANCE = 0.8
+_WORTHWHILE = 1.05  # a smaller predicted gain is lost to scheduling and messages
 
 
 def pass_seconds(measured: Mapping[int, float], rows: int) -> float:
-    """Seconds of a pass of `rows`, interpolated between measured ones, and extended beyond.
+    """Seconds of a pass of `rows` rows, interpolated linearly and extrapolated beyond.
+
+    More rows are never taken to be faster.
 
     Args:
-        measured: rows -> seconds, at least one; more rows are never taken to be faster.
+        measured: seconds by rows, at least one entry.
+        rows: rows of the pass.
     """
     points = sorted(measured.items())
     if len(points) == 1 or rows <= points[0][0]:
@@ -32,14 +36,14 @@ def pass_seconds(measured: Mapping[int, float], rows: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class DsiPlan:
-    """What DSI would do on `servers` target servers, beside plain speculation and neither."""
+    """Predicted seconds per token of DSI, of plain speculation and of plain decoding."""
 
     lookahead: int
-    servers: int  # that the lookahead needs; at most those at hand
+    servers: int  # target servers that the lookahead needs, at most those at hand
     dsi_token_s: float
     speculative_token_s: float
     plain_token_s: float
-    long_pass_s: float  # of a pass with LONG_PASS_ROWS rows, such as a long prompt's
+    long_pass_s: float  # seconds of a pass of LONG_PASS_ROWS rows, such as a long prompt's
 
     @property
     def gain(self) -> float:
@@ -48,11 +52,11 @@ class DsiPlan:
 
     @property
     def worthwhile(self) -> bool:
-        """Whether the gain is more than the overhead it takes."""
+        """Whether the gain is larger than DSI's overhead."""
         return self.gain >= _WORTHWHILE
 
     def describe(self) -> str:
-        """One line for a person."""
+        """One line for a person about the plan."""
         return (
             f"DSI: lookahead {self.lookahead}, {self.servers} target servers, predicted "
             f"{self.dsi_token_s * 1e3:.1f} ms/token; plain speculation "
@@ -68,15 +72,17 @@ def make_plan(
     lookahead: int | None = None,
     acceptance: float = TYPICAL_ACCEPTANCE,
 ) -> DsiPlan:
-    """The best lookahead for the servers at hand.
+    """Predicts DSI with the best lookahead for the servers at hand.
 
-    A block's pass carries the rows of the blocks that other servers took meanwhile, too: each
+    The pass of a block also carries the blocks that other servers verified meanwhile, since each
     server's cache has to catch up with them.
 
     Args:
-        target_s: rows of a pass -> seconds.
+        target_s: seconds of the target's passes by their rows.
         draft_s: seconds per draft token.
-        lookahead: fixed, or None to choose it.
+        servers: target servers at hand.
+        lookahead: a fixed one, or None to choose the best.
+        acceptance: expected acceptance rate.
     """
     plain_s = pass_seconds(target_s, 1)
     speculative = min(
@@ -87,7 +93,7 @@ def make_plan(
     def cost(k: int) -> float:
         block_s = pass_seconds(target_s, k * servers + 1)
         if servers_needed(block_s, draft_s, k) > servers or k * draft_s > block_s:
-            return plain_s  # an unsuitable lookahead is never slower than no speculation
+            return plain_s  # DSI with an unsuitable lookahead is as slow as plain decoding
         return min(plain_s, dsi_s(block_s, draft_s, acceptance, k))
 
     best = lookahead or min(range(1, MAX_LOOKAHEAD + 1), key=cost)
@@ -103,19 +109,21 @@ def advise(
     memory_bytes_per_s: float,
     acceptance: float = TYPICAL_ACCEPTANCE,
 ) -> str:
-    """One line for `plan` and `doctor`: would DSI pay on these devices for this pair?
+    """One line for `plan` and `doctor` on whether DSI would pay on these devices for a pair.
 
-    A decoding pass over resident weights takes as long as reading them from device memory.
+    A pass over resident weights is taken to last as long as reading them from device memory.
 
     Args:
+        target_bytes, draft_bytes: bytes of the models' weights.
         device_bytes: memory of each device; one also holds the draft model.
-        memory_bytes_per_s: of one device.
+        memory_bytes_per_s: memory bandwidth of one device.
+        acceptance: expected acceptance rate.
     """
     if len(device_bytes) < 2:
         return "DSI needs at least two devices for target servers; this machine has " + (
             "one" if device_bytes else "none"
         )
-    # the drafter goes where it leaves most room
+    # the drafter goes to the device with the most memory
     rooms = sorted(device_bytes, reverse=True)
     rooms[0] -= draft_bytes
     servers = sum(room >= target_bytes * 1.1 for room in rooms)

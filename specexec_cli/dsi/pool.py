@@ -1,7 +1,7 @@
-"""What every pool of workers does, wherever its workers run.
+"""The base class of pools of workers.
 
-processes.py starts them as processes of this machine, ray_workers.py as actors of a Ray cluster:
-each says how one worker is started, sent an order, listened to and ended.
+processes.py runs workers as processes of this machine, ray_workers.py as actors of a Ray cluster.
+Each subclass says how a worker is started, sent an order, listened to and ended.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ if TYPE_CHECKING:
 
 
 class WorkerPool(ABC):
-    """Target servers and a drafter, each with a model of its own.
+    """Target servers and drafters, each with a model of its own.
 
     Args:
-        servers: one picklable function per target server, called where it runs to load it.
-        drafters: likewise, the one whose drafts go first in front; empty to run without drafts.
-        load_timeout_s: how long loading may take.
+        servers: one picklable function for each target server, which loads it where it runs.
+        drafters: the same for each drafter, in the order in which drafts are verified; empty to
+            run without drafts.
+        load_timeout_s: longest time that loading may take.
     Raises:
-        WorkerError: a worker did not come up; all are stopped.
+        WorkerError: a worker did not start; all are stopped.
+    Attributes:
+        ready: by worker number, its first message.
     """
 
     def __init__(
@@ -62,34 +65,36 @@ class WorkerPool(ABC):
 
     @property
     def servers(self) -> Sequence[int]:
-        """Numbers of the target servers that are alive."""
+        """Worker numbers of the target servers that are alive."""
         return tuple(number for number in self._alive if number >= 0)
 
     def now(self) -> float:
-        """Seconds of this machine's monotonic clock."""
+        """Seconds on this machine's monotonic clock."""
         return time.perf_counter()
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
-        """Tell every worker how the next generation draws its tokens; see messages.Configure."""
+        """Tells every worker how the next generation draws its tokens; see messages.Configure."""
         self._send_all(Configure(sampling, rejection))
 
     def forget(self) -> None:
-        """Let every worker empty its cache."""
+        """Has every worker empty its cache."""
         self._send_all(Forget())
 
     def verify(self, server: int, message: Verify) -> None:
-        """Hand a task to an idle server."""
+        """Gives a task to an idle server."""
         self._send(server, message)
 
     def draft(self, message: Draft) -> None:
-        """Set a drafter to work on a new prefix."""
+        """Sets a drafter to work on a new prefix."""
         self._send(message.drafter, message)
 
     def score(self, worker: int, order: Score, timeout_s: float) -> NDArray[np.float32]:
-        """Ask one worker for logits and wait for them; what else comes waits for receive().
+        """Asks one worker for logits and waits for them; other events are kept for `receive`.
 
+        Returns:
+            (len(order.tokens) - order.first, vocab).
         Raises:
-            WorkerError: it is lost, or gives no answer in time.
+            WorkerError: the worker is lost, or gives no answer in time.
             SpecexecError: its pass failed.
         """
         answer = self._ask(worker, order, timeout_s)
@@ -99,19 +104,19 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Make work of a drafter's earlier epochs stale."""
+        """Makes work of a drafter's earlier epochs stale."""
 
     @abstractmethod
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event of a worker, its death included; None where none comes in time."""
+        """Waits for the next event of a worker, its loss included; None if none comes in time."""
 
     @abstractmethod
     def drop(self, worker: int) -> None:
-        """Kill a worker."""
+        """Kills a worker."""
 
     @abstractmethod
     def close(self) -> None:
-        """End every worker; idempotent."""
+        """Ends every worker. May be called again."""
 
     @property
     @abstractmethod
@@ -120,11 +125,11 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def _start(self, number: int, build: Callable[[], Any]) -> None:
-        """Begins to load a worker."""
+        """Starts a worker, which begins to load its model."""
 
     @abstractmethod
     def _await_ready(self, timeout_s: float) -> None:
-        """Fills in `ready`.
+        """Waits until all workers have loaded, and fills in `ready`.
 
         Raises:
             WorkerError: a worker failed to load, or took too long.
@@ -132,16 +137,16 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def _send(self, number: int, order: Configure | Forget | Verify | Draft) -> None:
-        """Hands a worker an order; nothing happens where it is lost, which receive() tells."""
+        """Sends a worker an order; has no effect on a lost worker, which `receive` reports."""
 
     @abstractmethod
     def _ask(
         self, worker: int, order: Score, timeout_s: float
     ) -> NDArray[np.float32] | SpecexecError:
-        """The worker's answer to an order for logits.
+        """Sends an order for logits and waits for the answer.
 
         Raises:
-            WorkerError: it is lost, or gives no answer in time.
+            WorkerError: the worker is lost, or gives no answer in time.
         """
 
     def _send_all(self, order: Configure | Forget) -> None:
@@ -150,5 +155,5 @@ class WorkerPool(ABC):
 
 
 def lost_without_answer(worker: int) -> WorkerError:
-    """The error of a worker that was asked for logits and is gone."""
+    """The error where a worker that was asked for logits is lost."""
     return WorkerError(f"DSI: {worker_name(worker)} is lost: no logits come from it")

@@ -1,8 +1,9 @@
-"""A pool of processes: one per device, so that no worker waits for another's interpreter lock.
+"""A pool of workers in processes of this machine.
 
-Each worker has a pipe of its own. A shared queue would have a lock that a killed worker may
-take along; a pipe only ends. Workers are spawned, so none holds another's end of a pipe: when
-this process goes, in whatever way, every worker reads the end of its pipe and leaves.
+Processes, not threads, so that no worker waits for another's interpreter lock. Each worker has a
+pipe of its own: a shared queue has a lock, which a worker that is killed while holding it would
+never release. Workers are spawned, so that none inherits another's pipe: when this process ends, in
+whatever way, every worker reads the end of its pipe and leaves.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-_CLOSED = -2  # no order has this epoch: everything is stale
+_CLOSED = -2  # an epoch that no order has, so that everything is stale
 
 
 class ProcessWorkers(WorkerPool):
-    """Target servers and a drafter, each in a process of its own; see WorkerPool."""
+    """Target servers and drafters, each in a process of its own; see WorkerPool."""
 
     def __init__(
         self,
@@ -56,22 +57,22 @@ class ProcessWorkers(WorkerPool):
         load_timeout_s: float = 600.0,
     ) -> None:
         self._context = multiprocessing.get_context("spawn")
-        # one of each drafter, at least the first's: without drafts the work is said to be for it
+        # an epoch for each drafter; without drafters one for DRAFTER, which tasks then name
         self._epochs = self._context.RawArray("q", max(1, len(drafters)))
         self._pipes: dict[int, Connection] = {}
         self._orders: dict[int, _Orders] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._events: deque[Event] = deque()
-        self._asked = 0  # questions for logits so far
+        self._asked = 0  # orders for logits so far
         super().__init__(servers, drafters, load_timeout_s)
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Make work of a drafter's earlier epochs stale."""
-        # one aligned word: workers see the old or the new one
+        """See WorkerPool."""
+        # a single aligned word, so that workers see either the old number or the new one
         self._epochs[DRAFTER - drafter] = epoch
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event of a worker, its death included."""
+        """See WorkerPool."""
         deadline = self.now() + timeout_s
         while not self._events:
             numbers = self._readable(deadline - self.now())
@@ -79,17 +80,17 @@ class ProcessWorkers(WorkerPool):
                 return None
             for number in numbers:
                 message = self._read(number)
-                if not isinstance(message, Scored):  # those here were waited for no longer
+                if not isinstance(message, Scored):  # an answer after its request was interrupted
                     self._events.append(message)
         return self._events.popleft()
 
     def drop(self, worker: int) -> None:
-        """Kill a worker."""
+        """See WorkerPool."""
         process = self._processes.pop(worker, None)
         if process is not None:
             process.kill()
             process.join()
-        # now nothing reads the pipe, so an order that was stuck in it fails and its thread ends
+        # nothing reads the pipe any more, so an order stuck in it fails, and its thread can end
         orders = self._orders.pop(worker, None)
         if orders is not None:
             orders.close()
@@ -98,7 +99,7 @@ class ProcessWorkers(WorkerPool):
             pipe.close()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Ask every worker to leave, then kill those that do not; idempotent."""
+        """Asks every worker to leave, then kills those that do not. May be called again."""
         self._epochs[:] = [_CLOSED] * len(self._epochs)
         for number in list(self._pipes):
             self._send(number, None)
@@ -132,7 +133,7 @@ class ProcessWorkers(WorkerPool):
     def _ask(
         self, worker: int, order: Score, timeout_s: float
     ) -> NDArray[np.float32] | SpecexecError:
-        """See WorkerPool; a worker that gives no answer in time is killed."""
+        """See WorkerPool. A worker that gives no answer in time is killed."""
         self._asked += 1
         order = replace(order, number=self._asked)
         self._send(worker, order)
@@ -157,12 +158,12 @@ class ProcessWorkers(WorkerPool):
 
     def _readable(self, timeout_s: float) -> list[int]:
         pipes = {id(pipe): number for number, pipe in self._pipes.items()}
-        # a dead worker's pipe is readable: it has ended
+        # the pipe of a dead worker is readable: reading gives its end
         ready = wait(list(self._pipes.values()), max(0.0, timeout_s))
         return [pipes[id(pipe)] for pipe in ready]
 
     def _read(self, number: int) -> Any:
-        """One message of a worker; its loss if it is gone."""
+        """Reads one message of a worker; WorkerLost if it is gone."""
         try:
             message = self._pipes[number].recv()
         except (EOFError, OSError):
@@ -190,43 +191,43 @@ class ProcessWorkers(WorkerPool):
 
 
 class _Orders:
-    """Sends one worker's orders, from a thread of its own, so that nobody waits for the worker.
+    """Sends one worker's orders from a thread, so that the orchestrator never waits for a worker.
 
-    A worker reads no order while it runs a pass. A drafter in a long prefill is told of every
-    restart meanwhile, and so many orders fill its pipe.
+    A worker reads no order while it runs a pass. A drafter in a long prefill may be sent so many
+    restarts meanwhile that they fill its pipe.
     """
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._waiting: SimpleQueue[tuple[Order | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._send_all, name="specexec-dsi-orders")
-        self._thread.daemon = True  # main processes end without waiting for a worker that hangs
+        self._thread.daemon = True  # this process can end though a worker hangs
         self._thread.start()
 
     def put(self, order: Order | None) -> None:
-        """Sends an order behind those that wait; None asks the worker to leave."""
+        """Sends an order after those that wait; None asks the worker to leave."""
         self._waiting.put((order,))
 
     def close(self) -> None:
-        """Ends the thread; the worker has ended, so that no order can be stuck in its pipe."""
+        """Ends the thread. The worker must have ended, or an order could be stuck in its pipe."""
         self._waiting.put(None)
         self._thread.join()
 
     def _send_all(self) -> None:
         while (waiting := self._waiting.get()) is not None:
-            # a broken pipe means a dead worker: receive() reports it
+            # a broken pipe means a dead worker, which `receive` reports
             with contextlib.suppress(OSError):
                 self._pipe.send(*waiting)
 
 
 class _Mailbox:
-    """A worker's end of its pipe: inbox and outbox."""
+    """A worker's end of its pipe, as inbox and outbox."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def get(self) -> Any:
-        """The next order; None, to leave, when the other end is gone."""
+        """Waits for the next order; None when the other end is gone, which ends the worker."""
         try:
             return self._pipe.recv()
         except (EOFError, OSError):
@@ -237,12 +238,12 @@ class _Mailbox:
 
 
 def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epochs: Any) -> None:
-    """A worker process, from loading its model to its last order."""
+    """The main function of a worker process: loads its model, and serves orders until the last."""
 
     def epoch(drafter: int) -> int:
         return int(epochs[DRAFTER - drafter])
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the main process to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     mailbox = _Mailbox(pipe)
     try:
         server = build()
@@ -252,7 +253,7 @@ def _worker_main(number: int, build: Callable[[], Any], pipe: Connection, epochs
         else:
             serve_target(server, number, mailbox, mailbox, epoch)
     except BrokenPipeError:
-        return  # the main process is gone: nobody is left to tell
+        return  # the main process is gone, so there is no one to report to
     except Exception as error:
         with contextlib.suppress(OSError):
             mailbox.put(WorkerLost(number, f"{type(error).__name__}: {error}"))

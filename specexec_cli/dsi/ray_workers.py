@@ -1,7 +1,7 @@
-"""A pool of Ray actors: the same workers and messages, on any machine of a Ray cluster.
+"""A pool of workers as Ray actors, on any machine of a Ray cluster.
 
-Ray carries the messages, places actors on GPUs and tells of dead ones. Ray is an optional extra
-and is imported when a pool is made. Every machine of the cluster needs specexec and the models.
+Ray carries the messages, places actors on GPUs and reports dead ones. It is an optional extra, and
+imported when a cluster is connected to. Every machine of the cluster needs specexec and the models.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LOCAL = "local"  # --ray local: a Ray instance of our own, on this machine
 
 
 class Worker:
-    """What runs in an actor: one thread works, another only hears of new epochs."""
+    """The class of the actors: one thread does the work, another only receives new epochs."""
 
     def __init__(self, number: int, build: Callable[[], Any]) -> None:
         self._number = number
@@ -55,16 +55,16 @@ class Worker:
         self._epochs: dict[int, int] = {}
 
     def ready(self) -> Ready:
-        """Says that the model is loaded, and what the pool must know of it."""
+        """The worker's first message, once the model is loaded."""
         ready: Ready = self._server.ready()
         return ready
 
     def configure(self, sampling: SamplingConfig, rejection: bool) -> None:
-        """Tells the model how the next generation draws its tokens."""
+        """Sets how the next generation draws its tokens."""
         self._server.configure(sampling, rejection)
 
     def forget(self) -> None:
-        """Empty the cache."""
+        """Empties the cache."""
         self._server.forget()
 
     def score(self, order: Score) -> Scored:
@@ -72,7 +72,7 @@ class Worker:
         return run_score(self._server, order)
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Make work of a drafter's earlier epochs stale."""
+        """Makes work of a drafter's earlier epochs stale."""
         self._epochs[drafter] = max(self._epochs.get(drafter, 0), epoch)
 
     def verify(self, task: Verify) -> Verified | Aborted | Failed:
@@ -84,7 +84,7 @@ class Worker:
         yield from run_draft(self._server, order, self._epoch_since(order.epoch))
 
     def _epoch_since(self, epoch: int) -> Epoch:
-        # an order may overtake the news of its own epoch; epochs only rise
+        # an order may arrive before the message that begins its epoch; epochs only rise
         return lambda drafter: max(self._epochs.get(drafter, 0), epoch)
 
 
@@ -92,8 +92,8 @@ class RayCluster:
     """A connection to a Ray cluster.
 
     Args:
-        address: of the cluster, "auto" for the one this machine belongs to, "local" for a new
-            instance here.
+        address: of the cluster; "auto" for the one that this machine belongs to, "local" for a new
+            instance on this machine.
     Raises:
         ConfigError: Ray is not installed, or the cluster cannot be reached.
     """
@@ -103,40 +103,40 @@ class RayCluster:
             self.ray: Any = import_module("ray")
         except ImportError as error:
             raise ConfigError("`ray` needs Ray, which is not installed: pip install ray") from error
-        self._ours = not self.ray.is_initialized()  # else whoever connected also disconnects
+        self._ours = not self.ray.is_initialized()  # whoever connected also disconnects
         if not self._ours:
             return
         quiet = {"log_to_driver": False, "logging_level": "error"}
         try:
             if address == LOCAL:
-                # the actors take no share of its CPUs, so one idle worker process is enough
+                # our actors claim no CPUs, so one idle worker process of Ray is enough
                 self.ray.init(
                     num_cpus=1, object_store_memory=100 << 20, include_dashboard=False, **quiet
                 )
             else:
                 self.ray.init(address=address, **quiet)
-        except Exception as error:  # Ray raises what it likes, Exception itself included
+        except Exception as error:  # Ray raises many types here, Exception itself included
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"`ray='{address}'`: cannot reach or start Ray: {first}") from error
 
     @property
     def gpus(self) -> int:
-        """How many GPUs its machines have together."""
+        """How many GPUs the cluster's machines have together."""
         return int(self.ray.cluster_resources().get("GPU", 0))
 
     def close(self) -> None:
-        """Disconnect; a local instance ends. Idempotent."""
+        """Disconnects, and ends a local instance. May be called again."""
         if self._ours:
             self._ours = False
             self.ray.shutdown()
 
 
 class RayWorkers(WorkerPool):
-    """Target servers and a drafter as Ray actors; see WorkerPool.
+    """Target servers and drafters as Ray actors; see WorkerPool for the other arguments.
 
     Args:
-        cluster: closed with the pool.
-        gpus: GPUs for each actor, 0 for the CPU.
+        cluster: is closed with the pool.
+        gpus: GPUs of each actor, 0 to run on the CPU.
     """
 
     def __init__(
@@ -149,22 +149,22 @@ class RayWorkers(WorkerPool):
         load_timeout_s: float = 600.0,
     ) -> None:
         self._cluster, self._ray = cluster, cluster.ray
-        # besides the thread that works, one that hears of new epochs meanwhile
+        # a second thread for `advance_epoch`, which must get through while the first one works
         self._actor = self._ray.remote(
             concurrency_groups={"control": 1}, num_cpus=0, num_gpus=gpus
         )(Worker)
         self._actors: dict[int, Any] = {}
-        self._pending: dict[Any, int] = {}  # what is awaited -> worker
-        self._drafts: dict[Any, int] = {}  # stream of a drafter's current order -> drafter
+        self._pending: dict[Any, int] = {}  # worker number by awaited answer
+        self._drafts: dict[Any, int] = {}  # drafter's number by the stream of its present order
         super().__init__(servers, drafters, load_timeout_s)
 
     def advance_epoch(self, epoch: int, drafter: int) -> None:
-        """Make work of a drafter's earlier epochs stale."""
+        """See WorkerPool."""
         for actor in self._actors.values():
             actor.advance_epoch.options(concurrency_group="control").remote(epoch, drafter)
 
     def receive(self, timeout_s: float) -> Event | None:
-        """The next event of a worker, its death included."""
+        """See WorkerPool."""
         deadline = self.now() + timeout_s
         while True:
             awaited = [*self._pending, *self._drafts]
@@ -181,7 +181,7 @@ class RayWorkers(WorkerPool):
                 return event
 
     def drop(self, worker: int) -> None:
-        """Kill a worker's actor."""
+        """See WorkerPool."""
         actor = self._actors.pop(worker, None)
         if actor is not None:
             self._ray.kill(actor)
@@ -189,7 +189,7 @@ class RayWorkers(WorkerPool):
         self._pending = {ref: owner for ref, owner in self._pending.items() if owner != worker}
 
     def close(self) -> None:
-        """Kill every actor and leave the cluster; idempotent."""
+        """Kills every actor and leaves the cluster. May be called again."""
         for number in list(self._actors):
             self.drop(number)
         self._cluster.close()
@@ -211,14 +211,14 @@ class RayWorkers(WorkerPool):
             actor.forget.remote()
         elif isinstance(order, Verify):
             self._pending[actor.verify.remote(order)] = number
-        else:  # what the drafter still says of an older prefix is not read
+        else:  # drafts that still come for the older prefix are not read
             self._end_stream(number)
             self._drafts[actor.draft.options(num_returns="streaming").remote(order)] = number
 
     def _ask(
         self, worker: int, order: Score, timeout_s: float
     ) -> NDArray[np.float32] | SpecexecError:
-        """See WorkerPool; a lost worker stays in the pool: its next task tells the orchestrator."""
+        """See WorkerPool. A lost worker stays in the pool: its next task reports the loss."""
         if worker not in self._actors:
             raise lost_without_answer(worker)
         name = worker_name(worker)
@@ -274,6 +274,6 @@ class RayWorkers(WorkerPool):
 
 
 def _reason(error: Exception) -> str:
-    """The last line of Ray's error, which names the cause, without its list of guesses."""
+    """The first sentence of the last line of Ray's error: it names the cause, before guesses."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].split(". ")[0] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""The target servers of a pool: which are idle, what the others run, and what their caches hold."""
+"""Keeps track of a pool's target servers: which are idle, their tasks, and their caches."""
 
 from __future__ import annotations
 
@@ -18,43 +18,46 @@ from specexec_cli.errors import SpecexecError, WorkerError
 
 
 class Servers:
-    """Each is idle, runs one task, rests after an error until the next text, or is lost.
+    """The target servers of a pool.
+
+    Each server is idle, runs one task, rests after an error until the next text, or is lost.
 
     Args:
         workers: the pool.
-        timeout_s: a task that takes longer counts as hung.
+        timeout_s: seconds after which the server of a task counts as hung.
     """
 
     def __init__(self, workers: Workers, timeout_s: float) -> None:
         self._workers = workers
         self._timeout_s = timeout_s
         self._idle = set(workers.servers)
-        self._running: dict[int, tuple[Verify, float]] = {}  # server -> task, deadline
-        # server -> rows of its cache known to be of use, and to the drafts of which drafter
+        self._running: dict[int, tuple[Verify, float]] = {}  # by server: its task and deadline
+        # by server: how many rows of its cache are known to be useful, and for which drafter
         self._cached = dict.fromkeys(workers.servers, (0, DRAFTER))
         self._resting: dict[int, SpecexecError] = {}
 
     @property
     def idle(self) -> Sequence[int]:
-        """Those without a task, in order."""
+        """Numbers of the idle servers, rising."""
         return sorted(self._idle)
 
     @property
     def left(self) -> int:
-        """How many are idle or run a task."""
+        """How many servers are idle or run a task."""
         return len(self._idle) + len(self._running)
 
     def begin(self) -> None:
-        """With a new text nothing cached is of use, and those that rested work again."""
+        """Begins a new text: no cached row is useful, and servers that rested are idle again."""
         self._cached = dict.fromkeys(self._cached, (0, DRAFTER))
         self._idle |= self._resting.keys()
         self._resting.clear()
 
     def nearest(self, drafter: int, committed: int) -> int:
-        """The idle server with the fewest rows to catch up, for a task of this drafter's drafts.
+        """The idle server that has the most useful rows for a task.
 
         Args:
-            committed: tokens of the text.
+            drafter: the drafter whose drafts the task verifies.
+            committed: tokens of the committed text, which are useful for every drafter.
         """
 
         def useful(server: int) -> tuple[int, int]:
@@ -70,11 +73,11 @@ class Servers:
         self._workers.verify(server, task)
 
     def next_event(self) -> Event:
-        """Wait for the next event; a task past its deadline becomes the loss of its server.
+        """Waits for the next event. A server with a task past its deadline is dropped as lost.
 
         Raises:
             WorkerError: no server is left.
-            SpecexecError: the error of the last server that rests, where all that are left do.
+            SpecexecError: all servers that are left rest; this is the latest one's error.
         """
         while True:
             if not self._running and self._resting:
@@ -93,7 +96,11 @@ class Servers:
                 return WorkerLost(server, f"no answer for {self._timeout_s:g} s")
 
     def answered(self, event: Verified | Aborted | Failed) -> Verify | None:
-        """The task that a server is done with, which is idle again; None where it is another."""
+        """Marks the server of an answer as idle.
+
+        Returns:
+            the task that was answered; None if it is not the one that the server runs.
+        """
         running = self._running.get(event.server)
         if running is None or running[0].task != event.task:
             return None
@@ -102,26 +109,27 @@ class Servers:
         return running[0]
 
     def holds(self, server: int, task: Verify) -> None:
-        """The rows of a task are in a server's cache."""
+        """Notes that a server's cache has the rows of a task."""
         self._cached[server] = len(task.tokens), task.drafter
 
     def cut_cached(self, drafter: int, rows: int) -> None:
-        """Rows of drafts that were wrong are of no use."""
+        """Notes that rows from `rows` on are useless, since drafts of this drafter were wrong."""
         for server, (known, whose) in self._cached.items():
             if whose == drafter:
                 self._cached[server] = min(known, rows), drafter
 
     def rest(self, server: int, error: SpecexecError) -> None:
-        """A server gets no more tasks until the next text begins, since its cache may be wrong.
+        """Gives a server no more tasks until the next text, since its cache may be wrong.
 
         Args:
-            error: what its last task ended with.
+            server: its number.
+            error: that its last task ended with.
         """
         self._idle.discard(server)
         self._resting[server] = error
 
     def lose(self, server: int) -> Verify | None:
-        """Forget a server that will not answer again.
+        """Forgets a server that will not answer again.
 
         Returns:
             the task that it held, for another server to run, or None.

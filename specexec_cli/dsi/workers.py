@@ -1,7 +1,7 @@
-"""The two loops a worker runs, whatever its model and wherever it is.
+"""The loops of workers, and the protocols of the models that they serve.
 
-A worker knows its model through TargetServer or DraftServer and its pool through an inbox, an
-outbox and the epoch; whether it is a thread or a process is not its business.
+A worker sees its model as a TargetServer or DraftServer, and its pool as an inbox, an outbox and
+the epoch. It does not know whether it runs in a thread, a process or an actor.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ if TYPE_CHECKING:
 
 Order = Verify | Draft | Configure | Forget | Score
 Stale = Callable[[], bool]
-Epoch = Callable[[int], int]  # drafter -> the epoch of the work for its drafts that is not stale
+Epoch = Callable[[int], int]  # epoch(drafter) is the drafter's present epoch; others are stale
 Message = TypeVar("Message", covariant=True)
 
 
 class ModelServer(Protocol):
-    """What every worker's model does."""
+    """What the model of every worker can do."""
 
     def ready(self) -> Ready:
         """What the pool must know before the first order."""
         ...
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
-        """Draw, or guess at, the tokens of later orders by `sampling`; see messages.Configure."""
+        """Sets how tokens of later orders are drawn or guessed at; see messages.Configure."""
         ...
 
     def forget(self) -> None:
-        """Empty the cache."""
+        """Empties the cache."""
         ...
 
     def score(self, tokens: Sequence[int], first: int) -> NDArray[np.float32]:
@@ -59,11 +59,11 @@ class ModelServer(Protocol):
 
 
 class TargetServer(ModelServer, Protocol):
-    """One instance of the target with a KV cache of its own."""
+    """An instance of the target with a cache of its own."""
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes that came over the link so far."""
+        """Bytes that were streamed so far."""
         ...
 
     @property
@@ -73,9 +73,9 @@ class TargetServer(ModelServer, Protocol):
 
     @property
     def bonus(self) -> NDArray[np.float32] | None:
-        """The target's distribution at position len(tokens) of the last verification, (vocab,).
+        """The target's distribution (vocab,) at position len(tokens) of the last verification.
 
-        None unless `configure` asked for rejection sampling and every draft was kept.
+        None unless rejection sampling was configured and every draft was kept.
         """
         ...
 
@@ -86,17 +86,20 @@ class TargetServer(ModelServer, Protocol):
         stale: Stale,
         proposals: Sequence[NDArray[np.float32]] = (),
     ) -> tuple[int, ...] | None:
-        """Draw the target's tokens at positions first .. len(tokens) after `tokens`.
+        """Draws the target's tokens at positions first .. len(tokens).
 
-        Where `configure` asked for rejection sampling, draws end in front of position len(tokens).
-        Proposals: see messages.Verify.
+        The cache keeps the longest common prefix of what it holds and `tokens`.
 
-        The cache keeps the longest common prefix of what it holds and `tokens`. `stale` is
-        polled between layers; once it is true the pass is given up, the cache holds at most the
-        common prefix, and the answer is None. Draws may end early: behind the first that
-        differs from `tokens`, since nothing behind it is of use, and in front of a position that
-        cannot be drawn.
-
+        Args:
+            tokens: the sequence with its drafts.
+            first: first position to draw.
+            stale: polled between layers; once it is true, the pass is given up.
+            proposals: with rejection sampling, the drafts' distributions; see messages.Verify.
+        Returns:
+            the draws. They end early after the first that differs from `tokens`, since later ones
+            are useless, and before a position that cannot be drawn. With rejection sampling they
+            end before position len(tokens). None if the pass became stale; the cache then holds at
+            most the common prefix.
         Raises:
             NonFiniteLogitsError: position `first` cannot be drawn.
             SpecexecError: the pass failed; the cache holds at most the common prefix.
@@ -105,45 +108,43 @@ class TargetServer(ModelServer, Protocol):
 
 
 class DraftServer(ModelServer, Protocol):
-    """The draft model with its KV cache."""
+    """A draft model with a cache of its own."""
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Continue after `tokens`, keeping the cached rows that agree."""
+        """Sets the text to continue; cached rows that agree with it are kept."""
         ...
 
     def next_token(self) -> int | None:
-        """Draft one more token; None where this text gets no more of them."""
+        """Drafts one more token; None if this text gets no more drafts."""
         ...
 
     @property
     def proposal(self) -> NDArray[np.float32] | None:
-        """What the last token was drawn from, (vocab,); None where it is a guess at the target's.
-
-        It is told where `configure` asked for rejection sampling.
-        """
+        """The distribution (vocab,) that the last token was drawn from; None unless rejection
+        sampling was configured."""
         ...
 
 
 class Outbox(Protocol):
-    """Where a worker puts what it has to tell."""
+    """Where a worker puts its events."""
 
     def put(self, event: Event | Scored) -> None:
-        """Send one event to the pool."""
+        """Sends one event to the pool."""
         ...
 
 
 class Inbox(Protocol[Message]):
-    """Where a worker's orders come from; None ends the worker."""
+    """Where a worker's orders come from."""
 
     def get(self) -> Message | None:
-        """Wait for the next order."""
+        """Waits for the next order; None ends the worker."""
         ...
 
 
 def run_task(
     server: TargetServer, number: int, task: Verify, epoch: Epoch
 ) -> Verified | Aborted | Failed:
-    """One verification task, from the stale check to its answer."""
+    """Runs one verification task, unless it is stale; returns the answer."""
 
     def stale() -> bool:
         return task.epoch not in (NEVER_STALE, epoch(task.drafter))
@@ -164,7 +165,7 @@ def run_task(
 
 
 def run_draft(server: DraftServer, order: Draft, epoch: Epoch) -> Iterator[Drafted]:
-    """Draft, token after token, until the limit, the drafter's end, or a new epoch."""
+    """Drafts token after token until the limit, the drafter's end, or a new epoch."""
     if order.epoch != epoch(order.drafter):
         return
     server.start(order.tokens)
@@ -176,7 +177,7 @@ def run_draft(server: DraftServer, order: Draft, epoch: Epoch) -> Iterator[Draft
 
 
 def run_score(server: ModelServer, order: Score) -> Scored:
-    """The logits of a text, or why there are none."""
+    """Computes the logits of a text; the answer has them, or the error."""
     try:
         return Scored(order.number, server.score(order.tokens, order.first))
     except SpecexecError as error:
@@ -190,7 +191,7 @@ def serve_target(
     outbox: Outbox,
     epoch: Epoch,
 ) -> None:
-    """Answer verification tasks until the inbox says None."""
+    """Answers orders, as target server `number`, until the inbox gives None."""
     while (order := inbox.get()) is not None:
         if isinstance(order, Verify):
             outbox.put(run_task(server, number, order, epoch))
@@ -199,7 +200,7 @@ def serve_target(
 
 
 def serve_drafter(server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoch: Epoch) -> None:
-    """Draft what is ordered until the inbox says None."""
+    """Answers orders, as a drafter, until the inbox gives None."""
     while (order := inbox.get()) is not None:
         if isinstance(order, Draft):
             for drafted in run_draft(server, order, epoch):
@@ -209,7 +210,7 @@ def serve_drafter(server: DraftServer, inbox: Inbox[Order], outbox: Outbox, epoc
 
 
 def _serve_any(server: ModelServer, order: Order, outbox: Outbox) -> None:
-    """The orders that every worker takes."""
+    """Carries out an order that every worker takes."""
     if isinstance(order, Configure):
         server.configure(order.sampling, order.rejection)
     elif isinstance(order, Forget):
