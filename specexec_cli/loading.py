@@ -1,7 +1,7 @@
 """From a Request to opened models: what a session needs before it can generate.
 
-`prepare` looks at this machine, has the planning room decide, and reads tokenizer and config;
-`open_target` and `open_draft` then load weights.
+`prepare` looks at this machine, has the planning room decide, and reads tokenizer and config. Then
+`Prepared.open_target` and `Prepared.open_draft` load weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Progress = Callable[[int, int], None]
 _ROCM = "torch {} is built for ROCm, and AMD's GPUs are not supported"
 _LINK_PROBE_BYTES = 64 << 20
 _SSD_PROBE_S = 0.3
-_SMALL_SSD_PROBE_S = 0.05  # of files that are read faster than a long probe takes
+_SMALL_SSD_PROBE_S = 0.05  # for checkpoints below _SMALL_BYTES, which a long probe would hold up
 _SMALL_BYTES = 1_000_000_000
 
 
@@ -92,7 +92,8 @@ class Prepared:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The offload tiers, device and dtype that were chosen where they were left to us."""
+        """The offload tiers, device and dtype of this session, chosen where the user left them to
+        us."""
         return {
             "offload": self.decision.plan.label,
             "device": self.decision.device,
@@ -117,11 +118,17 @@ class Prepared:
 
     @property
     def draft_spec(self) -> ModelSpec:
-        """How a draft model is opened there: to stay. Its bits choose no token."""
+        """How a draft model is opened: resident on that device, and without `own_rows`, since its
+        bits decide no token."""
         return ModelSpec(device=self.device, dtype=self.dtype, tiers=None, own_rows=False)
 
     def open_target(self, notice: Notice, progress: Progress) -> StreamedModel:
-        """Loads what stays of the target and begins to stream the rest."""
+        """Loads the resident part of the target and begins to stream the rest.
+
+        Args:
+            notice: called with each line that the user should read.
+            progress: called with the bytes loaded so far and in all.
+        """
         obstacle = dispatch.triton_obstacle(self.device) if self.device.type == "cuda" else None
         if obstacle is not None:
             notice(f"PyTorch stands in for the GPU kernels, which is slower: {obstacle}")
@@ -135,10 +142,11 @@ class Prepared:
     def open_draft(
         self, notice: Notice, target: StreamedModel | None = None
     ) -> StreamedModel | None:
-        """Loads the draft model to stay.
+        """Loads the draft model, all of it resident; None if there is none.
 
         Args:
-            target: where it is a copy of it that need not load again what both have.
+            notice: called with each line that the user should read.
+            target: the opened target, if the draft model is a copy that shares parts with it.
         Raises:
             TokenizerMismatchError: its tokens are not the target's.
         """
@@ -159,10 +167,10 @@ class Prepared:
         return self.draft_spec.open(self.draft, shared=shared, notice=notice)
 
     def check_tokenizers(self) -> None:
-        """Makes sure that target and draft model speak of the same tokens.
+        """Checks that target and draft model have the same tokens.
 
         Raises:
-            TokenizerMismatchError: they do not; says how they differ.
+            TokenizerMismatchError: they have not; says how they differ.
         """
         if self.draft is not None:
             vocab_size = int(load_config(self.draft).vocab_size)
@@ -178,13 +186,16 @@ def prepare(
 ) -> Prepared:
     """Resolves names, fetches files, and decides where and how to compute.
 
-    The target's own low-bit copy, where it is to draft, is made once all that is decided.
+    If the target is to draft with a low-bit copy of itself, the copy is made here, last of all.
 
     Args:
-        notice, progress: told of that.
-        workers: that compute in place of this process; the plan is then one target server's.
+        request: what the user asks for.
+        workers: the DSI workers that compute in place of this process; the plan is then that of
+            one target server.
+        notice: called with each line that the user should read.
+        progress: called while the copy is made, with the target's bytes done so far and in all.
     Raises:
-        SpecexecError: whatever is wrong, in one line.
+        SpecexecError: says in one line what is wrong.
     """
     tokenizers: dict[Path, PreTrainedTokenizerBase] = {}
 
@@ -227,10 +238,10 @@ def prepare(
 
 
 def _check_before_download(request: Request, site: Site) -> None:
-    """Refuses a target's own copy that cannot pay, as far as is known before the target is here.
+    """Refuses drafting with a copy of the target that cannot pay, before the target is fetched.
 
     Raises:
-        ConfigError: it cannot pay.
+        ConfigError: the copy cannot pay, as far as is known without the target's files.
     """
     if choose_pair(load_registry(request.models_file), request).own_bits is None:
         return
@@ -240,41 +251,44 @@ def _check_before_download(request: Request, site: Site) -> None:
 
 
 def this_site(device: torch.device, notice: Notice = lambda text: None) -> Site:
-    """This machine, on one device of which this process is to compute.
+    """The Site of this process computing on one of this machine's devices.
 
     Args:
-        notice: told where something is measured beside other programs, and so not kept.
+        device: the device.
+        notice: called if other programs disturbed a measurement, which is then not kept.
     """
     vram_bytes = 0
     if device.type == "cuda":
         prepare_cuda()
-        torch.cuda.empty_cache()  # what an earlier session left
-        # asking creates the CUDA context: what is told is free beside it, and RAM is asked after it
+        torch.cuda.empty_cache()  # gives back what an earlier session left
+        # This creates the CUDA context, so what it reports is free beside the context. Free RAM is
+        # read after this, for the same reason.
         vram_bytes = torch.cuda.mem_get_info(device)[0]
     return replace(
         _site(device, vram_bytes, notice),
-        program_bytes=0,  # this process is loaded already: its memory is not among what is free
-        context_bytes=GPU_LIBRARY_BYTES,  # nor is the context's
+        program_bytes=0,  # this process runs already, so free memory does not include its own
+        context_bytes=GPU_LIBRARY_BYTES,  # nor the context's
         measure=partial(measured_links, device),
         triton_obstacle=dispatch.triton_obstacle(device) if device.type == "cuda" else None,
     )
 
 
 def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site:
-    """This machine as one of DSI's target servers sees it: its part of the fullest device.
+    """The Site that one of DSI's target servers plans for: its share of the fullest device.
 
-    This process makes no context on any GPU, so the links to them are not measured, and Triton is
-    not started.
+    This process creates no context on any GPU, so it does not measure the links to GPUs, nor start
+    Triton.
 
     Args:
+        workers: the workers of this machine.
         notice: as for `this_site`.
     Raises:
-        WorkerError: a GPU does not tell how much of its memory is free.
+        WorkerError: a GPU does not report its free memory.
     """
     devices, vram_bytes = [torch.device(name) for name in workers.devices], 0
     lack = None
     if devices[0].type == "cuda":
-        # whoever asked had a context, which is gone
+        # the process that asked had a context, which is gone
         vram_bytes = min(link.free_vram(devices)) + GPU_CONTEXT_BYTES - GPU_LIBRARY_BYTES
         lack = triton_lack()
     site = _site(devices[0], vram_bytes, notice)
@@ -283,7 +297,7 @@ def site_of_workers(workers: Layout, notice: Notice = lambda text: None) -> Site
 
 
 def _site(device: torch.device, vram_bytes: int, notice: Notice) -> Site:
-    """This machine with a device that has so many bytes free, for a process yet to be started."""
+    """The Site of a process that is yet to be started, on a device with `vram_bytes` free."""
     rates = load_rates(rates_file())
     return Site(
         device=str(device),
@@ -302,8 +316,8 @@ def _site(device: torch.device, vram_bytes: int, notice: Notice) -> Site:
 def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRows, LayerCost]:
     """Measures one kind of arithmetic on this CPU, and keeps the result for later runs.
 
-    Not where other programs took the CPU meanwhile: this session runs beside them, a later one
-    perhaps alone.
+    The result is not kept if other programs used the CPU meanwhile: this session runs beside them
+    too, but a later one may not.
     """
     name = arithmetic_name(dtype, packed_bits)
     with QuietCheck(computes=True) as of_products:
@@ -317,7 +331,7 @@ def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRow
             "for this run and not kept"
         )
         return points, cost
-    with suppress(OSError):  # a cache: what cannot be kept is measured again
+    with suppress(OSError):  # this is a cache: what cannot be written is measured again
         found = replace(new_rates(), flops={name: points}, layers={dtype: cost})
         save_rates(found, rates_file())
     return points, cost
@@ -326,12 +340,16 @@ def _calibrate(notice: Notice, dtype: str, packed_bits: int) -> tuple[FlopsByRow
 def measured_links(
     device: torch.device | None, target: Checkpoint, ssd_bytes: int, link_bytes: int
 ) -> Mapping[str, Setting]:
-    """Short probes of the links that a pass will use, the SSD's on the target's own files.
+    """Probes the links that a pass will use, for a fraction of a second each.
 
-    The doctor's figure may be of another disk, and of another day.
+    The SSD is probed on the target's own files, since the figure of `doctor` may be of another disk
+    and is older.
 
     Args:
-        device: whose link is probed; None where this process is to make no context on it.
+        device: the GPU with the link to probe; None if this process must create no context on it.
+        target: with the files to read.
+        ssd_bytes: bytes that a pass reads from the SSD; 0 skips its probe.
+        link_bytes: bytes that a pass moves over the link; 0 skips its probe.
     """
     found = {}
     if link_bytes and device is not None:
@@ -346,12 +364,15 @@ def measured_links(
 
 
 def sees_cuda() -> bool:
-    """Whether torch can compute on an NVIDIA GPU; its builds for AMD's say so of theirs too."""
+    """Whether torch can compute on an NVIDIA GPU.
+
+    In torch's builds for AMD's GPUs torch.cuda.is_available() is true as well.
+    """
     return torch.cuda.is_available() and torch.version.hip is None
 
 
 def unused_gpu() -> str | None:
-    """Why the CPU computes on a machine with a GPU; None where none is passed over by mistake."""
+    """Why the CPU computes though there is a GPU; None if there is none, or the user hid it."""
     if torch.version.hip is not None:
         return f"the CPU computes: {_ROCM.format(torch.__version__)}"
     if torch.cuda.is_available() or "CUDA_VISIBLE_DEVICES" in os.environ:
@@ -364,10 +385,10 @@ def unused_gpu() -> str | None:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first GPU, or the CPU.
+    """The device of a name; "auto" is the first GPU, or the CPU without one.
 
     Raises:
-        ConfigError: no such device here.
+        ConfigError: there is no such device here, or it is not supported.
     """
     if name == "auto":
         return torch.device("cuda", 0) if sees_cuda() else torch.device("cpu")

@@ -1,7 +1,7 @@
 """Whether other programs disturbed a measurement: what was measured on a busy machine is not kept.
 
-A rate is kept for months and every prediction rests on it, so one that was measured beside other
-programs would mislead long after they have ended.
+A rate is kept for months, and every prediction uses it. One that was measured beside other programs
+would mislead long after they have ended.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from pathlib import Path
 
 from specexec_cli.device import all_cores, disk_bytes, usable_cores, user_seconds
 
-_OTHERS_SHARE = 0.1  # of this process's cores, or of the disk's bytes, that others may take
-_WAITING_SHARE = 0.1  # of its time, that a thread which computes may wait for a core
-# The system counts a core's time in ticks of 10 ms: what a shorter window shows is chance.
+_OTHERS_SHARE = 0.1  # share of this process's cores, or of its disk bytes, that others may use
+_WAITING_SHARE = 0.1  # share of its time that a computing thread may wait for a core
+# The system counts a core's time in ticks of 10 ms, too coarse for a shorter window.
 _SHORTEST_S = 0.1
-_ODD_BYTES = 16 << 20  # that a disk may move beside a measurement, such as file systems' own
+_ODD_BYTES = 16 << 20  # bytes that others may always move on the disk, such as the file system
 
 
 class QuietCheck:
-    """Watches what other programs take while this one measures; a context, or begin() and pause().
+    """Watches what other programs use while this one measures.
 
-    Several windows add up, so that a session is watched while it decodes and not while its user
-    thinks.
+    It is a context manager; or call `begin` and `pause`. Several windows add up, so a session can
+    be watched while it decodes, and not while its user thinks.
 
     Args:
-        folder: on whose disk reads are measured; None where the disk plays no part.
-        computes: whether the measuring thread computes all the while, so that it would notice
-            itself where it has to wait for a core.
+        folder: a folder on the disk that is measured; None if no disk is.
+        computes: whether the measuring thread computes without a pause, so that time in which it
+            does not run is time in which it waited for a core.
+    Attributes:
+        own_bytes: bytes that the disk moved for this program; the measuring code adds them.
     """
 
     def __init__(self, folder: Path | None = None, *, computes: bool = False) -> None:
-        self.own_bytes = 0  # that the disk moved for this program; whoever measures adds them
+        self.own_bytes = 0
         self._folder, self._computes = folder, computes
         self._began: tuple[float, ...] | None = None
         self._sums = [0.0] * len(_counts(folder))
@@ -58,15 +60,15 @@ class QuietCheck:
 
     @property
     def disturbance(self) -> str:
-        """What others took in all windows, such as "other programs used 63% of the CPU".
+        """What others used in all windows, such as "other programs used 63% of the CPU".
 
-        Empty where they took next to nothing.
+        Empty if they used next to nothing.
         """
         wall_s, thread_s, others_s, moved_bytes = self._sums
         if wall_s < _SHORTEST_S:
             return ""
         mine = usable_cores()
-        # on a machine with cores to spare, others are welcome to those that this process cannot use
+        # cores that this process may not use do not count: others may use those freely
         taken = max(0.0, others_s / wall_s - (all_cores() - mine)) / mine
         if taken > _OTHERS_SHARE:
             return f"other programs used {taken:.0%} of the CPU"
@@ -79,9 +81,9 @@ class QuietCheck:
 
 
 def _counts(folder: Path | None) -> tuple[float, ...]:
-    """Seconds by the clock, of this thread and of others' programs, and bytes that the disk moved.
+    """Seconds by the clock, of this thread, and of other programs; and bytes that the disk moved.
 
-    Counts that this system does not tell are 0, so that they never grow.
+    Counts that the system does not report are always 0.
     """
     own = os.times()
     everybody_s = user_seconds()

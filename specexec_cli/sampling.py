@@ -2,8 +2,8 @@
 
 The token at absolute position i is the arg max over filtered logits plus Gumbel noise, and the
 noise is a function of (seed, i) alone. So the text depends on target, prompt and seed, and not on
-how the logits came about: autoregressive decoding, chains and trees of any size agree token by
-token. It knows no model and no tree.
+how the logits were computed: autoregressive decoding, chains and trees of any size agree token by
+token. This module knows no model and no tree.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     Philox is counter-based: the seed is the key and the position a word of the counter, so any
     position is drawn without drawing those before it. Raw 64-bit words are used because numpy
     promises their stability across versions. A larger vocabulary extends the same sequence, so
-    target and draft model may pad theirs differently.
+    target and draft model may pad their vocabularies differently.
 
     Returns:
-        (vocab_size,) float32 on the CPU; shared between callers, not to be written to.
+        (vocab_size,) float32 on the CPU. Callers share it, so it must not be written to.
     Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011;
         Gumbel-max: Maddison et al., arXiv:1411.0030, section 2.
     """
@@ -53,9 +53,9 @@ def gumbel_noise(seed: int, position: int, vocab_size: int) -> Tensor:
 def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
     """Standard Gumbel numbers, one from the upper 53 bits of each word.
 
-    The uniform number of bits n is (n + 1/2) / 2^53. From 2^52 on float64 has no halves and the sum
-    rounds to an even integer, for the very last n to 2^53: its uniform number would be 1 and its
-    noise infinite, so the largest number below 1 is taken for it.
+    The uniform number of the bits n is (n + 1/2) / 2^53. From 2^52 on float64 has no halves, so the
+    sum rounds to an even integer. For the very last n that is 2^53: the uniform number would be 1
+    and the noise infinite. So uniform numbers are bounded by the largest float64 below 1.
     """
     uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
     np.minimum(uniform, _BELOW_ONE, out=uniform)
@@ -63,7 +63,7 @@ def _gumbel(words: NDArray[np.uint64]) -> NDArray[np.float32]:
 
 
 def noise_on(device: torch.device, seed: int, position: int, vocab_size: int) -> Tensor:
-    """gumbel_noise on a device, where it stays for all rows that predict the position."""
+    """gumbel_noise on a device, where it is kept for other rows that predict the position."""
     if device.type == "cpu":
         return gumbel_noise(seed, position, vocab_size)
     return _moved_noise(device, seed, position, vocab_size)
@@ -78,9 +78,10 @@ def uniforms(seed: int, position: int, stream: int, count: int) -> NDArray[np.fl
     """Uniform numbers of one position, independent of its Gumbel noise and of other streams.
 
     Args:
-        stream: 1 or more.
+        stream: number of the stream, 1 or more.
+        count: how many numbers.
     Returns:
-        (count,) in (0, 1), ends excluded.
+        (count,) above 0 and below 1.
     """
     words = np.random.Philox(key=seed, counter=[0, position, stream, 0]).random_raw(count)
     return ((words >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
@@ -108,7 +109,7 @@ class Sampler:
     penalty, temperature, top-k, top-p, min-p. A constraint comes before them all.
 
     Args:
-        constraint: excludes tokens, of target and draft model alike.
+        constraint: excludes tokens, for the target and for the draft model.
         top_logprobs: records how probable each drawn token was under the target's own logits,
             before any filter, and this many of the most probable ones; None records nothing.
     """
@@ -157,14 +158,14 @@ class Sampler:
         if self.constraint is not None:
             scores = self._constrained(scores, context, paths or [()] * len(scores))
         if self._penalty:
-            # a draft model's vocabulary may be the smaller one, and not every version of
-            # transformers skips ids past its end
+            # the context may have ids past the end of a draft model's smaller vocabulary, which not
+            # every version of transformers skips
             known = [token for token in context if token < scores.shape[-1]]
             ids = torch.tensor([known], dtype=torch.int64, device=logits.device)
             # a copy: transformers' processors may write in place
             scores = self._penalty(ids.expand(len(scores), -1), scores.clone())
         if self._warpers:
-            # the warpers do not look at the ids
+            # the warpers do not use the ids
             scores = self._warpers(torch.empty(1, 0, dtype=torch.int64), scores)
         return scores
 

@@ -1,7 +1,7 @@
 """What Triton lacks on this machine, and the mend. Told from files alone: nothing is imported.
 
-Triton compiles a small C module when it starts, which takes a C compiler and Python's headers; see
-runtime/build.py of Triton 3.
+Triton compiles a small C module when it starts, for which it needs a C compiler and Python's
+headers; see runtime/build.py of Triton 3.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Lack(NamedTuple):
 
 
 def triton_lack() -> Lack | None:
-    """The first thing that keeps Triton from starting; None where nothing is missing."""
+    """The first thing that Triton lacks to start; None if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return Lack("it is not installed", "pip install triton")
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
@@ -33,11 +33,11 @@ def triton_lack() -> Lack | None:
 
 
 def without_triton(obstacle: str, cost: str = "") -> str:
-    """A sentence about a GPU that does without Triton's kernels.
+    """A sentence for the user of a GPU without Triton's kernels.
 
     Args:
-        obstacle: why they do not run, as far as nothing is missing that can be installed.
-        cost: what that comes to, as in "16.4 s of a pass".
+        obstacle: why they do not run; shown if nothing that can be installed is missing.
+        cost: what it costs, as in "16.4 s of a pass"; may be empty.
     """
     lack = triton_lack()
     mend = f"; mend: {lack.mend}" if lack else ""

@@ -1,6 +1,6 @@
 """Plain decoding, one token per target pass: the oracle of losslessness and the baseline of speed.
 
-It shares the streaming target and the sampler with SpecExec, and nothing else.
+It shares only the streaming target and the sampler with SpecExec.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ def autoregressive(
     max_tokens: int,
     eos_ids: Collection[int],
 ) -> Iterator[StepResult]:
-    """Yields one token per target pass until an EOS token or `max_tokens`."""
+    """Yields one StepResult, with one token, per target pass until an EOS token or `max_tokens`.
+
+    Args:
+        target: its cache must hold a proper prefix of `prompt`, or nothing.
+        sampler: draws the tokens.
+        prompt: at least one token.
+        max_tokens: most tokens to decode.
+        eos_ids: tokens that end the text.
+    Raises:
+        NonFiniteLogitsError: the next token cannot be drawn.
+    """
     context = list(prompt)
     for count in range(1, max_tokens + 1):
         started, bytes_before = time.perf_counter(), target.bytes_streamed

@@ -1,8 +1,10 @@
 """Speculative sampling as published: chains (Leviathan et al.) and token trees (SpecInfer).
 
-The loop is SpecExec's; what differs is that the tree is drawn from the draft model and that a
-verified tree is walked by rejection sampling. The text has the target's distribution, but unlike
-SpecExec's it is not the text of autoregressive decoding with the same seed.
+The loop is SpecExec's, with two differences: the tree is drawn from the draft model, and a verified
+tree is walked by rejection sampling. The text has the target's distribution, but unlike SpecExec's
+it is not the text of autoregressive decoding with the same seed.
+
+Source: Leviathan et al., arXiv:2211.17192; SpecInfer, arXiv:2305.09781.
 """
 
 from __future__ import annotations

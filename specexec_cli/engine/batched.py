@@ -1,7 +1,7 @@
-"""The engine of several texts at once: all of them go through each pass side by side.
+"""The engine that runs several texts at once: each pass carries all of them side by side.
 
-Texts are admitted, cancelled and ended between passes, in the engine's own thread. Those that find
-no free seat wait in the order in which they were asked for.
+Texts are admitted, cancelled and ended between passes, in the engine's own thread. Texts without a
+free seat wait in the order in which they were asked for.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from specexec_cli.session.text_session import GenerationRequest, count_step, wit
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A text under way, as a person and as the batch sees it."""
+    """A text under way: the caller's view of it, the batch's, and its stream of characters."""
 
     running: Running
     batched: BatchText
@@ -35,11 +35,12 @@ class _Text:
 class Batched(QueuedEngine[GenerationRequest]):
     """Runs up to `slots` texts at once in a thread of its own.
 
-    The session must be used by nobody else until the engine is closed.
+    Until the engine is closed, only it may use the session.
 
     Args:
-        slots: for which the session's memory was planned.
-        most_waiting: texts that may wait behind those under way.
+        session: with memory planned for `slots` texts.
+        slots: most texts at once.
+        most_waiting: most texts that wait while `slots` are under way.
     Raises:
         ConfigError: the session's policy cannot size the trees of several texts.
     """
@@ -102,7 +103,7 @@ class Batched(QueuedEngine[GenerationRequest]):
                 self._pass()
 
     def _admit(self) -> None:
-        """Gives free seats to those that have waited longest."""
+        """Gives free seats to the texts that have waited longest."""
         if not self._texts:
             self._seats[0].target.recover()
         with self._changed:
@@ -135,7 +136,7 @@ class Batched(QueuedEngine[GenerationRequest]):
         )
 
     def _pass(self) -> None:
-        """One pass, and what it brings to those who wait for it."""
+        """Runs one pass, and delivers each text's tokens or error."""
         texts = list(self._texts)
         asked_before, held_before = self._session.experts_counted()
         try:
@@ -153,7 +154,7 @@ class Batched(QueuedEngine[GenerationRequest]):
         self._failing = None
         asked, held = self._session.experts_counted()
         carried = [text for text in texts if text.batched.carried]
-        for text in carried:  # each has its share of the pass, as of the bytes
+        for text in carried:  # each is counted an equal share, as of the pass's bytes
             text.running.stats.experts_asked += (asked - asked_before) // len(carried)
             text.running.stats.experts_held += (held - held_before) // len(carried)
         for text, outcome in zip(texts, outcomes, strict=True):
@@ -179,7 +180,7 @@ class Batched(QueuedEngine[GenerationRequest]):
             self._end(text.running, step.finish_reason)
 
     def _on_layer(self, index: int) -> None:
-        """Tells everybody how far the pass is; leaves one that nobody waits for any more."""
+        """Updates every text's progress; leaves the pass if all of its texts are cancelled."""
         texts = self._texts
         if self._closed or (texts and all(text.running.cancelled for text in texts)):
             raise Cancelled

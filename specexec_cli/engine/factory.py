@@ -1,4 +1,4 @@
-"""Opens the engine that a session calls for."""
+"""Opens the engine that suits a session."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from specexec_cli.session.text_session import TextSession
 
 
 def open_engine(session: TextSession, *, slots: int = 1, most_waiting: int) -> Engine:
-    """An engine over a session, which nobody else uses until the engine is closed.
+    """An engine over a session. Until the engine is closed, only it may use the session.
 
     Args:
-        slots: texts at once, for which the session's memory was planned (Request.slots); a
-            session whose models are in workers runs one.
-        most_waiting: texts that may wait for their turn.
+        session: with memory planned for `slots` texts.
+        slots: most texts at once (Request.slots); a session with its models in workers runs one.
+        most_waiting: most texts that may wait.
     Raises:
         ConfigError: the session's policy cannot size the trees of several texts.
     """

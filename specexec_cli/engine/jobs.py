@@ -1,9 +1,9 @@
-"""Many prompts from a file, and their texts into another: jobs that go on where they were ended.
+"""Jobs: prompts from one file, their texts into another. A run that was ended can be resumed.
 
-A prompt is one line, {"prompt": ...} or {"messages": [...]}, with an "id" unless its line number
-does, and with settings of its own where they differ: max_tokens, stop, and those of sampling. A
-text is one line as well. Lines are appended as texts end, whichever comes first, so that nothing
-that was computed is lost; when all are there, the file is put in the order of the prompts.
+A prompt is one line, {"prompt": ...} or {"messages": [...]}. An "id" is optional, the line's number
+by default, and so are max_tokens, stop and the sampling settings. A text is one line too. Lines are
+appended as texts end, in any order, so that nothing that was computed is lost; when all are there,
+the file is put in the order of the prompts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from specexec_cli.session.encoding import PromptEncoder
 
 _SAMPLING = {field.name for field in fields(SamplingConfig)}
 _KEYS = {"id", "prompt", "messages", "max_tokens", "stop"} | _SAMPLING
-_BEGINNING = b'{"id": '  # of each text's line
-_AHEAD = 2  # texts that are asked for, per text under way: a free seat never waits
+_BEGINNING = b'{"id": '  # how each line of a text begins
+_AHEAD = 2  # texts submitted for each seat, so that a seat that becomes free never waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +55,10 @@ class Job:
         return encoder.encode_chat(self.prompt)
 
     def made_of(self, models: str) -> str:
-        """What the text follows from, as one word: the same word, the same text.
+        """A digest of all that the text depends on: with an equal digest, the text is equal.
 
         Args:
-            models: what it is computed with, see session/identity.py.
+            models: the models and arithmetic that compute it, see session/identity.py.
         """
         parts = [self.prompt, asdict(self.sampling), asdict(self.generation), models]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
@@ -70,11 +70,12 @@ def read_jobs(
     """The jobs of a file.
 
     Args:
+        text: the file's content.
         where: the file's name, for errors.
-        sampling, generation: for lines that say nothing of them.
-        chat: whether prompts of text are turns of a conversation.
+        sampling, generation: settings that a line's own replace.
+        chat: whether a plain prompt is the first turn of a conversation.
     Raises:
-        ConfigError: a line is none; says which and why.
+        ConfigError: a line is no valid job; says which and why.
     """
     jobs: dict[str | int, Job] = {}
     for number, line in enumerate(text.split("\n"), 1):  # a text may hold other line breaks
@@ -155,15 +156,15 @@ def _tell(running: Running, ended: queue.SimpleQueue[Running]) -> None:
 
 
 def place_of_texts(path: Path) -> Path:
-    """The file that a path leads to, links followed: it is replaced there, and no link ever is.
+    """The file that a path leads to, links followed, so that the file is replaced and never a link.
 
     Raises:
-        ConfigError: a device, a pipe or a folder is there.
+        ConfigError: it is a device, a pipe or a folder.
     """
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return path.resolve()  # a link may lead to what is not there yet
+        return path.resolve()  # a link may lead to a file that is not there yet
     except OSError as error:
         raise ConfigError(f"cannot write texts to {path}: {error.strerror}") from error
     if stat.S_ISREG(mode):
@@ -176,11 +177,11 @@ def place_of_texts(path: Path) -> Path:
 
 
 class ResultFile:
-    """The lines of texts that have ended, in a file that outlives this run.
+    """The file of texts. Texts that it holds already, from an earlier run, count as done.
 
     Args:
-        path: appended to, see place_of_texts; what stands there counts as done.
-        made_of: of each job's id, its `made_of`.
+        path: of the file, see place_of_texts.
+        made_of: by job id, `Job.made_of`.
     Raises:
         ConfigError: the file cannot be used, or holds texts of other prompts or settings.
     """
@@ -194,7 +195,7 @@ class ResultFile:
             whole = kept.rfind(b"\n") + 1
             for line in kept[:whole].decode("utf-8").split("\n")[:-1]:
                 self._take(parse_json(line), line, made_of)
-            cut = kept[whole:]  # a line that a crash cut short is no line
+            cut = kept[whole:]  # the last line, if a crash cut it short; it is removed
             if cut[: len(_BEGINNING)] != _BEGINNING[: len(cut)]:
                 raise ValueError("it ends in something else than the beginning of a line")
             if cut:
@@ -219,14 +220,14 @@ class ResultFile:
 
     @property
     def done(self) -> set[str | int]:
-        """The ids whose texts are there."""
+        """The ids of the texts in the file."""
         return set(self._lines)
 
     def add(self, result: Mapping[str, Any]) -> None:
         """Appends a text's line.
 
         Raises:
-            ConfigError: the disk refuses it.
+            ConfigError: it cannot be written.
         """
         line = json.dumps(result)
         with self._refusals():
@@ -235,10 +236,10 @@ class ResultFile:
         self._lines[result["id"]] = line
 
     def close(self) -> None:
-        """Puts what there is in the order of the prompts.
+        """Closes the file, and puts its lines in the order of the prompts.
 
         Raises:
-            ConfigError: the disk refuses it; the file stays as it was.
+            ConfigError: it cannot be written; its lines stay in the order of writing.
         """
         with self._refusals():
             self._file.close()
@@ -260,17 +261,17 @@ class ResultFile:
         ordered = [self._lines[each] for each in self._ids if each in self._lines]
         with replacing(self._path) as partial:
             partial.write_text("".join(line + "\n" for line in ordered), encoding="utf-8")
-            with suppress(FileNotFoundError):  # somebody removed it meanwhile
+            with suppress(FileNotFoundError):  # the user removed the file meanwhile
                 shutil.copymode(self._path, partial)
 
 
 def run_jobs(
     engine: Engine, jobs: Sequence[Job], encoder: PromptEncoder
 ) -> Iterator[tuple[Job, list[StepResult] | SpecexecError]]:
-    """Runs jobs through an engine; each with its steps or why there are none, as they end.
+    """Runs jobs through an engine; yields each job as it ends, with its steps or its error.
 
     Raises:
-        StreamError: weights cannot be read: no text can go on.
+        StreamError: weights cannot be read, so no text can go on.
     """
     slots = engine.figures().slots
     ended: queue.SimpleQueue[Running] = queue.SimpleQueue()
@@ -300,7 +301,7 @@ def run_jobs(
             continue
         running = ended.get()
         job = under_way.pop(running, None)
-        if job is None:  # told of twice
+        if job is None:  # the end of a text may be reported twice
             continue
         if isinstance(running.error, StreamError) or (
             running.error is not None and not isinstance(running.error, SpecexecError)

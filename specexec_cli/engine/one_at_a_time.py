@@ -1,4 +1,4 @@
-"""The plain engine: texts take turns on a session, in the order in which they were asked for."""
+"""The engine that runs one text after another, in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from specexec_cli.session.text_session import Steps, TextSession
 class OneAtATime(QueuedEngine[Steps]):
     """Runs one text at a time in a thread of its own.
 
-    The session must be used by nobody else until the engine is closed.
+    Until the engine is closed, only it may use the session.
 
     Args:
-        most_waiting: texts that may wait behind the one that is under way.
+        session: generates the texts.
+        most_waiting: most texts that wait while one is under way.
     """
 
     def __init__(self, session: TextSession, *, most_waiting: int) -> None:
         self._session = session
         self._current: Running | None = None
-        self._passed = GenerationStats()  # sums over texts that have ended
+        self._passed = GenerationStats()  # sums over the texts that have ended
         session.on_layer(self._on_layer)
         super().__init__(slots=1, most_waiting=most_waiting)
 
@@ -59,7 +60,7 @@ class OneAtATime(QueuedEngine[Steps]):
 
     def _on_layer(self, progress: PassProgress) -> None:
         running = self._current
-        if running is None:  # a pass that measures what passes cost
+        if running is None:  # a pass of the session's own, which measures what passes cost
             return
         if running.cancelled:
             raise Cancelled
@@ -79,7 +80,7 @@ class OneAtATime(QueuedEngine[Steps]):
             self._end(running, *self._generate(running, steps))
 
     def _generate(self, running: Running, steps: Steps) -> tuple[Finish, Exception | None]:
-        """Runs one text to its end."""
+        """Runs one text to its end; returns how it ended, and the error if it failed."""
         running.began()
         try:
             for step in steps:
@@ -92,7 +93,7 @@ class OneAtATime(QueuedEngine[Steps]):
                     return step.finish_reason, None
         except Cancelled:
             pass
-        except Exception as error:  # a bug of ours must not take the other texts with it
+        except Exception as error:  # even a bug of ours must not end the other texts
             tell_bug(error)
             if isinstance(error, SpecexecError):
                 self._failing = lasting(error)

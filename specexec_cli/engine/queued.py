@@ -1,4 +1,4 @@
-"""What engines have in common: a queue that any thread may use, and a thread that runs texts."""
+"""The base class of engines: a queue that any thread may use, and a thread that runs texts."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Work = TypeVar("Work")
 
 
 class Cancelled(Exception):
-    """Raised by a layer callback to leave a pass whose tokens nobody wants."""
+    """Raised by a layer callback to leave a pass that nobody wants any more."""
 
 
 class QueuedEngine(ABC, Generic[Work]):
-    """An Engine whose texts wait in the order in which they were asked for.
+    """An Engine with a first-in, first-out queue.
 
-    `Work` is what a kind of engine makes of a request before it waits. A kind calls this
+    `Work` is what a subclass turns a request into before it is queued. A subclass calls this
     constructor last, since it starts the thread.
 
     Args:
-        slots: texts that can be under way at once.
-        most_waiting: texts that may wait behind those.
+        slots: most texts under way at once.
+        most_waiting: most texts that wait while `slots` are under way.
     """
 
     def __init__(self, *, slots: int, most_waiting: int) -> None:
@@ -42,13 +42,13 @@ class QueuedEngine(ABC, Generic[Work]):
         self._closed = self._failed = False
         self._failing: str | None = None
         self._ended: Counter[Finish] = Counter()
-        self._changed = threading.Condition()  # guards all of these, and what is under way
+        self._changed = threading.Condition()  # guards the fields above and the texts under way
         self._thread = threading.Thread(target=self._run, name="specexec-engine", daemon=True)
         self._thread.start()
 
     @abstractmethod
     def _checked(self, request: TextRequest) -> Work:
-        """What is to be done for a request; see Engine.submit for its errors."""
+        """Checks a request and turns it into work; raises as Engine.submit says."""
 
     @abstractmethod
     def _under_way(self) -> list[Running]:
@@ -60,11 +60,11 @@ class QueuedEngine(ABC, Generic[Work]):
 
     @abstractmethod
     def _leave(self, running: Running) -> None:
-        """Forgets a text that was under way."""
+        """Removes a text from those under way."""
 
     @abstractmethod
     def _serve(self) -> None:
-        """Runs texts until the engine is closed, which ends all of them."""
+        """Runs texts until the engine is closed; all of them must have ended then."""
 
     def submit(self, request: TextRequest) -> Running:
         """See Engine.submit."""
@@ -113,7 +113,8 @@ class QueuedEngine(ABC, Generic[Work]):
         self._thread.join()
 
     def _drop_cancelled(self) -> None:
-        """Makes room in the queue: what nobody waits for any more ends there."""
+        """Ends the cancelled texts in the queue, to make room; all texts once the engine is
+        closed."""
         kept: deque[tuple[Running, Work]] = deque()
         for running, work in self._queue:
             if self._closed or running.cancelled:
@@ -133,7 +134,7 @@ class QueuedEngine(ABC, Generic[Work]):
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # a bug of ours; nobody must wait for ever
+        except Exception as error:  # a bug of ours; no caller may be left to wait for ever
             traceback.print_exc()
             with self._changed:
                 self._closed = self._failed = True
@@ -146,6 +147,6 @@ class QueuedEngine(ABC, Generic[Work]):
 
 
 def tell_bug(error: Exception) -> None:
-    """Shows what is a bug of ours: it ends the texts that it concerns, and not the engine."""
+    """Prints the traceback of an error that is a bug of ours; the engine goes on."""
     if not isinstance(error, SpecexecError):
         traceback.print_exception(error)

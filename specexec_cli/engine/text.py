@@ -1,4 +1,4 @@
-"""The words of engines: a text that is asked for, the same text as it runs, and what runs it."""
+"""The types of engines: the request for a text, the text as it runs, and the Engine protocol."""
 
 from __future__ import annotations
 
@@ -32,24 +32,32 @@ class TextRequest:
     prompt: tuple[int, ...]  # tokens, at least one
     sampling: SamplingConfig
     generation: GenerationConfig
-    constraint: Constraint | None = None  # it follows one text: no other request may have it
+    constraint: Constraint | None = None  # must not be shared with another request
     top_logprobs: int | None = None  # see sampling.Sampler
 
 
 class Running:
     """A text that an engine was asked for: waiting, under way, or ended.
 
-    An engine's thread produces it; any other may read it, wait for it and cancel it.
+    The engine's thread produces it; any other thread may read it, wait for it and cancel it.
+
+    Attributes:
+        request: what was asked for.
+        stats: up to date after each pass.
+        progress: of the pass that carries the text at the moment.
+        finish: how it ended; None until then.
+        error: why it failed, if `finish` is "failed".
+        asked_s, began_s: time.perf_counter() when it was asked for, and when it left the queue.
     """
 
     def __init__(self, request: TextRequest) -> None:
         self.request = request
-        self.stats = GenerationStats()  # the engine's, up to date after each pass
-        self.progress: PassProgress | None = None  # of the pass that the text is in
+        self.stats = GenerationStats()
+        self.progress: PassProgress | None = None
         self.finish: Finish | None = None
-        self.error: Exception | None = None  # with "failed"
+        self.error: Exception | None = None
         self.asked_s = time.perf_counter()
-        self.began_s: float | None = None  # when it left the queue
+        self.began_s: float | None = None
         self._steps: deque[StepResult] = deque()
         self._changed = threading.Condition()
         self._cancelled = False
@@ -57,27 +65,28 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended; steps may still be there to take."""
+        """Whether the text has ended; there may still be steps to take."""
         return self.finish is not None
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody wants the rest of it: an engine asks before each pass."""
+        """Whether `cancel` was called; the engine asks before each pass."""
         return self._cancelled
 
     @property
     def waited_s(self) -> float:
-        """Seconds in the queue."""
+        """Seconds that the text has waited in the queue, so far or in all."""
         return (time.perf_counter() if self.began_s is None else self.began_s) - self.asked_s
 
     def cancel(self) -> None:
-        """Ends it before its next pass; from any thread, as often as one likes."""
+        """Has the text end before its next pass. May be called from any thread, and again."""
         self._cancelled = True
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Calls back, in the engine's thread, whenever there is something to take or it has ended.
+        """Sets a function that is called whenever a step has come or the text has ended.
 
-        What has happened by now is called for at once, in this thread.
+        It is called in the engine's thread; if something has come already, also now, in the
+        caller's thread.
         """
         with self._changed:
             self._listener = listener
@@ -86,17 +95,17 @@ class Running:
             listener()
 
     def take(self) -> list[StepResult]:
-        """The steps that have come since it was last asked; does not wait."""
+        """The steps that have come since the last call; does not wait."""
         with self._changed:
             taken = list(self._steps)
             self._steps.clear()
         return taken
 
     def __iter__(self) -> Iterator[StepResult]:
-        """Each step as it comes.
+        """Yields each step as it comes, until the text has ended.
 
         Raises:
-            Exception: what ended the text, where it failed.
+            Exception: the error of a text that failed.
         """
         while True:
             with self._changed:
@@ -109,18 +118,18 @@ class Running:
             yield step
 
     def began(self) -> None:
-        """The engine's: it has left the queue."""
+        """Notes that the text has left the queue. For the engine."""
         self.began_s = time.perf_counter()
 
     def put(self, step: StepResult) -> None:
-        """The engine's: one more step."""
+        """Adds a step. For the engine."""
         with self._changed:
             self._steps.append(step)
             self._changed.notify_all()
         self._tell()
 
     def end(self, finish: Finish, error: Exception | None = None) -> None:
-        """The engine's: no more steps."""
+        """Ends the text. For the engine."""
         with self._changed:
             self.finish, self.error = finish, error
             self._changed.notify_all()
@@ -133,45 +142,44 @@ class Running:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFigures:
-    """What an engine is doing, and has done since it began."""
+    """What an engine is doing, and sums since it began."""
 
-    slots: int  # texts that can be under way at once
-    running: int
-    waiting: int
+    slots: int  # most texts under way at once
+    running: int  # texts under way
+    waiting: int  # texts in the queue
     most_waiting: int
     passes: int
     generated_tokens: int
     bytes_streamed: int
-    texts: Mapping[Finish, int]  # that have ended, by how
-    failed: bool = False  # an error of specexec itself has ended its thread
-    failing: str | None = None  # why the last pass failed, as the next ones will: see lasting
+    texts: Mapping[Finish, int]  # number of texts that have ended, by how they did
+    failed: bool = False  # whether an error of specexec itself has ended the engine's thread
+    failing: str | None = None  # why the last pass failed, if the next will too: see `lasting`
 
 
 def lasting(error: Exception) -> str | None:
-    """Why the passes that follow will fail as this one did, until files, devices or workers are
-    what they were; None where the error was of one pass or text.
-    """
+    """The message of an error of files, devices or workers, which the next passes will meet too
+    until it is mended; None for an error of one pass or one text."""
     return str(error) if isinstance(error, StreamError | WorkerError) else None
 
 
 class Engine(Protocol):
-    """Generates the texts it is asked for, each as a session would generate it alone."""
+    """Generates texts, each as a session would generate it alone."""
 
     def submit(self, request: TextRequest) -> Running:
-        """Takes a text into the queue; from any thread.
+        """Puts a text into the queue. May be called from any thread.
 
         Raises:
             ConfigError: the prompt is empty or does not fit the context window, or this engine
                 cannot do what is asked for.
-            QueueFullError: too many are waiting, or the engine is closed.
-            EngineFailedError: the engine has ended by an error of its own.
+            QueueFullError: too many texts are waiting, or the engine is closed.
+            EngineFailedError: an error of specexec itself has ended the engine.
         """
 
     def figures(self) -> EngineFigures:
-        """What it is doing; from any thread."""
+        """What the engine is doing. May be called from any thread."""
 
     def close(self) -> None:
         """Ends every text as cancelled, and the engine's thread; the session stays open.
 
-        Idempotent.
+        May be called again.
         """

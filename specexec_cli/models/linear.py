@@ -1,9 +1,9 @@
 """Linear layers that keep their weights in the file's dtype.
 
-Weights are streamed in the checkpoint's dtype and computed in the session's. Each weight is rounded
-to the dtype of the rows that it is multiplied by, so that it has the same value wherever it waits:
-a layer that stays was converted when it was loaded. On a CPU kernels round weights where they read
-them (specexec_kernels.formats.plain).
+Weights are streamed in the checkpoint's dtype; a session computes in its own. Each weight is
+rounded to the dtype of the rows that it is multiplied by, so it has the same value in every tier:
+the weights of a resident layer are converted when they are loaded. On a CPU the kernels round
+weights as they read them (specexec_kernels.formats.plain).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def mixed_linear(
         rows: (..., in_features) in the compute dtype.
         weight: (out_features, in_features) in any float dtype.
         bias: (out_features,) in any float dtype, or None.
-        block_rows: on a GPU, rows of every product that PyTorch is asked for; see row_blocks.
+        block_rows: on a GPU, the rows of every product that PyTorch computes; see row_blocks.
     Returns:
         (..., out_features) in the compute dtype.
     """
@@ -45,7 +45,7 @@ def mixed_linear(
 
 
 def _takes(rows: torch.dtype, weight: Tensor) -> bool:
-    """Whether the CPU kernels multiply rows of a dtype with a weight of any."""
+    """Whether the CPU kernels multiply rows of a dtype by this weight, whatever its dtype."""
     lies_there = weight.device.type == "cpu" and weight.is_contiguous()
     return lies_there and cpu_matmul.takes_plain(rows)
 
@@ -53,7 +53,11 @@ def _takes(rows: torch.dtype, weight: Tensor) -> bool:
 def _product(
     rows: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool = False
 ) -> Tensor:
-    """As `mixed_linear`, of rows and a weight that `_takes` accepts; see plain_weight."""
+    """`mixed_linear` by the CPU kernels, for rows and a weight that `_takes` accepts.
+
+    Args:
+        transposed: whether the weight is (in_features, out_features).
+    """
     if weight.dtype not in DTYPES:
         weight = weight.to(rows.dtype)
     read = plain_weight(weight, transposed=transposed)
@@ -64,7 +68,7 @@ def _product(
 
 
 class MixedLinear(nn.Module):
-    """nn.Linear whose weight may be of another dtype than its input."""
+    """An nn.Linear with a weight that may have another dtype than the input."""
 
     block_rows: int | None = None  # see own_rows.py
 
@@ -81,16 +85,22 @@ class MixedLinear(nn.Module):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """Multiplies (..., in_features) to (..., out_features)."""
         return mixed_linear(rows, self.weight, self.bias, self.block_rows)
 
     def stored_weight(self) -> PackedWeight:
         """The weight that is bound to this module now."""
-        # without nn.Module's search for names
+        # nn.Module's attribute lookup would be slow
         return plain_weight(cast(Tensor, self._parameters["weight"]))
 
     def wide(self, rows: Tensor) -> Tensor:
-        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        """The product with float32 sums that are not rounded to the rows' dtype, on a GPU.
+
+        Args:
+            rows: (..., in_features) float16 or bfloat16.
+        Returns:
+            (..., out_features) float32.
+        """
         flat = rows.reshape(-1, self.in_features)
         columns = self.weight.to(rows.dtype).t()
 
@@ -105,7 +115,7 @@ class MixedLinear(nn.Module):
 
 
 class TransposedLinear(MixedLinear):
-    """A linear whose weight is stored as (in_features, out_features)."""
+    """A MixedLinear with a weight that is stored as (in_features, out_features)."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool) -> None:
         super().__init__(in_features, out_features, bias=bias)
@@ -114,7 +124,7 @@ class TransposedLinear(MixedLinear):
         )
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(..., in_features) -> (..., out_features)."""
+        """Multiplies (..., in_features) to (..., out_features)."""
         if not _takes(rows.dtype, self.weight):
             return mixed_linear(rows, self.weight.t(), self.bias, self.block_rows)
         return _product(rows, self.weight, self.bias, transposed=True)
@@ -124,5 +134,5 @@ class TransposedLinear(MixedLinear):
         return plain_weight(cast(Tensor, self._parameters["weight"]), transposed=True)
 
     def wide(self, rows: Tensor) -> Tensor:
-        """(..., in_features) in two bytes, on a GPU -> (..., out_features) float32, as summed."""
+        """Not supported, and not needed: see the message."""
         raise NotImplementedError("experts alone are transposed, and their sums are rounded")

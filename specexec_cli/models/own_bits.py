@@ -1,11 +1,13 @@
-"""PyTorch's functions that modelling code calls itself, so that a row's bits stay its own on a CPU.
+"""Replaces PyTorch functions that transformers' code calls, so that a row's bits are its own.
 
-PyTorch multiplies activations in an order that depends on how many there are, and computes what
-does not fill a vector, at the end of each thread's share, by other operations than the rest: the
-same element may round the other way in a pass with other rows. The functions here take the place
-of such ones within transformers' code. What its code looks up in a module, as `torch.sigmoid`, a
-copy of the function finds here; for methods of tensors and operators, as `x.sigmoid()` and `x @ y`,
-the module runs within a mode of PyTorch, which takes a microsecond for each operation.
+On a CPU, PyTorch multiplies activations in an order that depends on how many there are. It also
+computes the elements that do not fill a vector, at the end of each thread's share, with other
+operations than the rest. So an element may round differently in a pass with other rows. The
+functions here take the place of PyTorch's in transformers' modules, in two ways:
+- A method that looks a function up in a module of PyTorch, as in `torch.sigmoid(x)`, is replaced by
+  a copy whose globals lead to the functions here (`use_own_bits`).
+- A method that calls methods of tensors or operators, as in `x.sigmoid()` or `x @ y`, runs within a
+  TorchFunctionMode (`hold_bits`), which takes a microsecond for each operation.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from specexec_cli.models.linear import mixed_linear
 from specexec_cli.models.modelling_code import Call, calls_of, methods_of
 from specexec_cli.planning.memory import BLOCK_ROWS
 
-_SHARE = 16384  # elements that PyTorch never shares out among threads, many whole vectors
-_WHOLE = 64  # elements of any dtype that fill PyTorch's vectors, of which it takes two at a time
+_SHARE = 16384  # elements that PyTorch computes in one thread; a multiple of _WHOLE
+_WHOLE = 64  # elements that are whole vectors in any dtype, two of which PyTorch takes at a time
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +39,7 @@ def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _by_kernel(activation: Activation, otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """An activation by its kernel, where there is one for the tensor."""
+    """An activation that runs our kernel if it supports the tensor, else `otherwise`."""
 
     def function(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if cpu_activation.supports(x):
@@ -48,10 +50,14 @@ def _by_kernel(activation: Activation, otherwise: Callable[..., Tensor]) -> Call
 
 
 def _in_whole_vectors(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A function of single elements that is given nothing but whole vectors, a share at a time."""
+    """An elementwise function that calls `function` with whole vectors only, of one thread's share.
+
+    Then PyTorch computes all elements with the same operations.
+    """
 
     def of_vectors(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if x.device.type != "cpu" or isinstance(x, nn.Parameter):  # which no pass changes
+        # parameters are the same in every pass
+        if x.device.type != "cpu" or isinstance(x, nn.Parameter):
             return function(x, *args, **kwargs)
         count = x.numel()
         flat = functional.pad(x.reshape(-1), (0, -count % _WHOLE))
@@ -67,17 +73,17 @@ def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def _sums(left: Tensor, right: Tensor) -> Tensor | None:
-    """left @ right in float32, None where no kernel computes it."""
+    """left @ right in float32; None if no kernel computes it."""
     if left.ndim < 2 or right.ndim < 2 or not cpu_chains.takes(left, right):
         return None
     if right.ndim > 2:
         return cpu_chains.product(left, right)
     if not cpu_matmul.takes_plain(left.dtype):
         return None
-    turned = right.t().is_contiguous()  # as most modelling code has weights
+    turned = right.t().is_contiguous()  # most modelling code multiplies by weight.t()
     weight = plain_weight(right.t() if turned else right.contiguous(), transposed=not turned)
     sums = cpu_matmul.matmul(left.reshape(-1, left.shape[-1]), weight)
-    # PyTorch's products lie in one piece, and modelling code takes views of them
+    # contiguous as PyTorch's products are, since modelling code takes views of them
     return sums.contiguous().view(*left.shape[:-1], right.shape[1])
 
 
@@ -87,7 +93,11 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _added(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """beta * input + alpha * (left @ right), which PyTorch has for two and for three dimensions."""
+    """A function that computes beta * input + alpha * (left @ right), as addmm and baddbmm do.
+
+    Args:
+        otherwise: PyTorch's function, for tensors that no kernel multiplies.
+    """
 
     def function(
         input: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1
@@ -96,7 +106,7 @@ def _added(otherwise: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if sums is None:
             return otherwise(input, left, right, beta=beta, alpha=alpha)
         sums = sums * alpha
-        # what is multiplied by nothing may be anything
+        # with beta 0, PyTorch ignores `input`, even NaN
         return (sums + input.float() * beta if beta else sums).to(left.dtype)
 
     return function
@@ -112,7 +122,7 @@ def _softmax(
 
 
 _GELU_TANH = _by_kernel("gelu_tanh", functools.partial(functional.gelu, approximate="tanh"))
-# by their names in torch, torch.nn.functional and torch.Tensor
+# Replacements by their names in torch, torch.nn.functional and torch.Tensor.
 _OF_ELEMENTS: dict[str, Callable[..., Tensor]] = {
     "sigmoid": _by_kernel("sigmoid", torch.sigmoid),
     "silu": _by_kernel("silu", functional.silu),
@@ -132,7 +142,8 @@ _PRODUCTS: dict[str, Callable[..., Tensor]] = {
     "addmm": _added(torch.addmm),
     "baddbmm": _added(torch.baddbmm),
 }
-# in a row of its own order; only where attention multiplies does a row's length change
+# PyTorch's softmax sums a row in one order as long as the row's length stays. It changes only in
+# attention, which runs within the mode anyway, because of its products.
 _OF_ROWS: dict[str, Callable[..., Tensor]] = {"softmax": _softmax}
 _BY_COPY = {**_OF_ELEMENTS, **_OF_WEIGHTS}
 _IN_MODE: Mapping[Any, Callable[..., Tensor]] = {
@@ -144,7 +155,7 @@ _IN_MODE: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class _With:
-    """A module of Python of which some names stand for something else."""
+    """Stands for a Python module, with some of its names replaced."""
 
     def __init__(self, module: ModuleType, **names: Any) -> None:
         self.__dict__.update(names)
@@ -161,14 +172,14 @@ def _with_own(module: ModuleType, **names: Any) -> _With:
 
 _FUNCTIONAL = _with_own(functional)
 _NN = _With(nn, functional=_FUNCTIONAL)
-# what modelling code reaches functions of PyTorch by -> what it reaches those of this file by
+# For each module of PyTorch that modelling code imports, what takes its place in a copy's globals.
 _MODULES: Mapping[ModuleType, _With] = {
     functional: _FUNCTIONAL, nn: _NN, torch: _with_own(torch, nn=_NN),
 }  # fmt: skip
 
 
 def with_own_bits(function: Callable[..., Any]) -> FunctionType:
-    """A copy of a function of modelling code that finds this file's functions in its globals."""
+    """A copy of a function of modelling code whose globals lead to this module's functions."""
     assert isinstance(function, FunctionType), "modelling code is Python"
     seen = {
         name: _MODULES[value]
@@ -184,8 +195,11 @@ def with_own_bits(function: Callable[..., Any]) -> FunctionType:
 
 
 def use_own_bits(module: nn.Module) -> None:
-    """Has a module find this file's functions, on any device, where its methods look functions of
-    PyTorch up by name, and where it keeps one, as activations do."""
+    """Has a layer's module call this module's functions in place of PyTorch's, on any device.
+
+    That concerns functions that its methods look up in modules of PyTorch, and functions that it
+    keeps as attributes, as activations do.
+    """
     kind: type = type(module)
     for method, calls in _calls(kind).items():
         if any(call.own and call.in_module and call.name in _BY_COPY for call in calls):
@@ -210,8 +224,10 @@ _MODE = _Mode()
 
 
 def hold_bits(layer: nn.Module) -> None:
-    """Has those methods of a layer's modules run within the mode that call functions of PyTorch in
-    other ways; for layers on a CPU."""
+    """Has methods of a layer's modules run within the mode, for a layer on a CPU.
+
+    Only methods that call functions of PyTorch in a way that `use_own_bits` does not reach.
+    """
     for module in layer.modules():
         kind: type = type(module)
         for method, calls in _calls(kind).items():
@@ -220,7 +236,7 @@ def hold_bits(layer: nn.Module) -> None:
 
 
 def _wants_mode(call: Call) -> bool:
-    """Whether a copy of the method alone would not find this file's function."""
+    """Whether a call reaches this module's function only within the mode, not in a copy."""
     if call.name in _PRODUCTS or call.name == "@":
         return True
     if call.in_module:
@@ -244,14 +260,15 @@ def _runs_within() -> bool:
 
 
 def leave_mode() -> None:
-    """Ends the mode that Ctrl-C left behind, where it came while a module began or ended."""
+    """Ends the mode if Ctrl-C left it on, which can happen when it comes while a method begins or
+    ends."""
     while _runs_within():
         _MODE.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
 
 @functools.cache
 def _calls(kind: type) -> Mapping[str, tuple[Call, ...]]:
-    """What each method of a class of modelling code calls; nothing of our own classes."""
+    """The calls of each method of a class of modelling code; empty for our own classes."""
     if kind.__module__.startswith("specexec_cli."):
         return {}
     return {method: tuple(calls_of(kind, method)) for method in methods_of(kind)}
