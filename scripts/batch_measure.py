@@ -1,7 +1,7 @@
-"""What bench_batch.py measures: texts one after another, then at once.
+"""The measurements of bench_batch.py: texts one after another, then several at once.
 
-Each text is told on stderr as it ends, as its passes are, so that a run that is cut short has said
-what it found.
+Each text and each pass is reported on stderr as it ends, so that a run that is cut short has
+reported what it measured.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from specexec_cli.planning.request import TreeRequest
 from specexec_cli.session import Session
 from specexec_cli.session.local_session import LocalSession
 
-_FEW = GenerationConfig(max_tokens=5)  # to warm up
-_LATE = 1  # in which pass of the others a newcomer comes, their first being 0
+_FEW = GenerationConfig(max_tokens=5)  # of the text that warms up
+_LATE = 1  # the pass in which the late text is submitted; the other texts' first pass is 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +36,9 @@ class Config:
     draft: Path
     cap_bytes: int | None
     texts: tuple[int, ...]
-    alone: int  # texts that are measured one after another
+    alone: int  # number of texts that are measured one after another
     max_tokens: int
-    prompt_tokens: int | None  # that are left of each prompt
+    prompt_tokens: int | None  # tokens that each prompt is cut to; None: not cut
     context_tokens: int
     temperature: float
     budget: int | None
@@ -50,7 +50,7 @@ class Config:
 
 
 def opened(config: Config, slots: int) -> LocalSession:
-    """A session on the rig, with memory for so many texts at once."""
+    """A session on the rig, with memory for `slots` texts at once."""
     session = Session.open(
         target=str(config.rig), draft=str(config.draft), offload="ssd", device="cpu",
         tree=TreeRequest(budget=config.budget, depth=config.depth, batch=config.batch,
@@ -62,7 +62,7 @@ def opened(config: Config, slots: int) -> LocalSession:
 
 
 def requests_of(session: LocalSession, config: Config, count: int) -> list[TextRequest]:
-    """The first texts; all of them differ in prompt or seed."""
+    """The requests of the first `count` texts; all of them differ in prompt or seed."""
     held_out = json.loads((DEMO / "heldout_prompts.json").read_text())
     prompts = [session.encode(one["prompt"])[: config.prompt_tokens] for one in held_out]
     return [
@@ -76,14 +76,14 @@ def requests_of(session: LocalSession, config: Config, count: int) -> list[TextR
 
 
 def _warm_up(session: LocalSession, request: TextRequest) -> None:
-    """Kernels are compiled, and the cost of passes is known from the first text on."""
+    """Generates a short text, so that kernels are compiled and the cost of passes is known."""
     tell("to warm up:")
     list(session.generate(request.prompt, generation=_FEW))
 
 
 @dataclass(frozen=True, slots=True)
 class Alone:
-    """A text as `generate` writes it."""
+    """A text that was generated alone, and its speed."""
 
     tokens: list[int]
     seconds: float
@@ -91,7 +91,7 @@ class Alone:
 
 
 def one_after_another(config: Config, passes: Passes) -> list[Alone]:
-    """The first texts as `generate` writes them."""
+    """Generates the first texts one after another, as `generate` does."""
     found = []
     with opened(config, 1) as session:
         requests = requests_of(session, config, config.alone)
@@ -116,7 +116,7 @@ def one_after_another(config: Config, passes: Passes) -> list[Alone]:
 
 @dataclass(slots=True)
 class Arrivals:
-    """The steps of one text as they come, in the engine's thread."""
+    """Collects the steps of one text as they come, in the engine's thread."""
 
     passes: Passes
     running: Running
@@ -124,7 +124,7 @@ class Arrivals:
     ended: Event = field(default_factory=Event)
 
     def come(self) -> None:
-        """Takes what there is."""
+        """Takes the steps that have come."""
         ended = self.running.done
         for step in self.running.take():
             self.steps.append((len(self.passes.done) - 1, list(step.tokens)))
@@ -132,10 +132,10 @@ class Arrivals:
             self.ended.set()
 
     def wait(self) -> None:
-        """Waits for its end.
+        """Waits until the text has ended.
 
         Raises:
-            Exception: what ended it, where it failed.
+            Exception: the error of a text that failed.
         """
         self.ended.wait()
         if self.running.error is not None:
@@ -143,16 +143,16 @@ class Arrivals:
 
     @property
     def tokens(self) -> list[int]:
-        """All of them."""
+        """All tokens that have come."""
         return [token for _, tokens in self.steps for token in tokens]
 
     @property
     def last(self) -> int:
-        """The pass that brought its last token."""
+        """The number of the pass that brought the last token."""
         return self.steps[-1][0]
 
     def until(self, number: int) -> int:
-        """Tokens that came up to the end of a pass."""
+        """How many tokens came up to the end of a pass."""
         return sum(len(tokens) for at, tokens in self.steps if at <= number)
 
 
@@ -163,10 +163,10 @@ def _asked(engine: Batched, passes: Passes, request: TextRequest) -> Arrivals:
 
 
 def at_once(config: Config, count: int, alone: Sequence[Alone], passes: Passes) -> dict[str, Any]:
-    """So many texts at once, and one that comes in the middle of a pass.
+    """Generates `count` texts at once, and one that is submitted in the middle of a pass.
 
     Raises:
-        AssertionError: a text is not the one it is alone.
+        AssertionError: a text is not the one that it is alone.
     """
     with opened(config, count + 1) as session:
         *requests, late = requests_of(session, config, count + 1)
@@ -199,8 +199,8 @@ def _rates(
     """Tokens and seconds of texts at once, and each text's speed over its own alone.
 
     Args:
-        ends_s: when each pass ended, in seconds since the texts were asked for.
-        first: the number of the first of these passes.
+        ends_s: when each pass ended, seconds since the texts were submitted.
+        first: number of the first of these passes.
     """
     for text, expected in zip(texts, alone, strict=False):
         if text.tokens != expected.tokens:
@@ -223,7 +223,7 @@ def _rates(
 def _first_token_passes(
     engine: Batched, passes: Passes, requests: Sequence[TextRequest], late: TextRequest
 ) -> int:
-    """Passes that end until a newcomer's first token, the one it came in included."""
+    """Passes until the late text's first token, the pass in which it was submitted included."""
     newcomers: list[Arrivals] = []
     passes.late_at = passes.begin() + _LATE
     short = replace(late, generation=replace(late.generation, max_tokens=1))

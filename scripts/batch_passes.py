@@ -1,4 +1,4 @@
-"""The passes that bench_batch.py's texts take, each told on stderr as it ends."""
+"""Records the passes of bench_batch.py's texts, and reports each on stderr as it ends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from specexec_cli.verify.verifier import LocalTarget
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A pass over the target, and what came before it."""
+    """A pass over the target, and the seconds before it."""
 
     texts: int
-    pending_rows: int  # committed tokens, those of prompts among them
+    pending_rows: int  # committed tokens among its rows, those of prompts included
     nodes: int
     before_s: float  # since the pass before: drafting, and choosing tokens
     seconds: float
@@ -32,7 +32,7 @@ class Pass:
 
 @dataclass(slots=True)
 class Passes:
-    """Every pass of this process, in order, as `recorded` sees them."""
+    """Every pass of this process, in order, while `recorded` watches."""
 
     done: list[Pass] = field(default_factory=list)
     # when the last one ended, or `begin` was called
@@ -41,14 +41,14 @@ class Passes:
     late_at: int = 0
 
     def begin(self) -> int:
-        """Leaves out of the next pass's `before_s` what was before now; returns its number."""
+        """Has the next pass's `before_s` begin now; returns the number of that pass."""
         self.ended_s = time.perf_counter()
         return len(self.done)
 
 
 @contextmanager
 def recorded() -> Iterator[Passes]:
-    """Watches every pass of this process, of one text and of several alike."""
+    """Watches every pass of this process, whether of one text or of several."""
     passes, verified = Passes(), verifier.verify_together
 
     def watched(texts: Sequence[tuple[LocalTarget, Sequence[int], DraftTree]]) -> list[Tensor]:
@@ -84,12 +84,12 @@ def recorded() -> Iterator[Passes]:
 
 
 def _waited_s(source: object) -> float:
-    """Seconds so far; nothing is known where a mixture's experts come one by one."""
+    """Seconds that passes have waited for weights so far; 0 for a mixture's single experts."""
     return source.wait_s if isinstance(source, LayerStream) else 0.0
 
 
 def sums(passes: Sequence[Pass]) -> dict[str, float]:
-    """What so many passes carried and took."""
+    """Sums over passes: rows and seconds."""
     waited_s = sum(one.waited_s for one in passes)
     return {
         "passes": len(passes),
@@ -102,7 +102,7 @@ def sums(passes: Sequence[Pass]) -> dict[str, float]:
 
 
 def told(found: dict[str, float]) -> str:
-    """Sums, for people."""
+    """The sums as one line for people."""
     return (
         f"{found['passes']} passes of {found['pending_rows']} + {found['nodes']} rows; drafting "
         f"{found['before_s']:.1f} s, arithmetic {found['arithmetic_s']:.1f} s, waiting for weights "

@@ -3,12 +3,13 @@
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
     python scripts/bench_batch.py --rig /var/tmp/rig-7b --cap 4GB --texts 4,16
 
-Within one run: some texts one after another as `generate` writes them, then so many at once, each
-of which must be the one it is alone. Every pass and every text is told on stderr as it ends. A
-ratio is tokens/s of all texts over that of one alone, or of each text over its own speed alone;
-once to the last text's end, and once until the first one ends, since behind a queue no seat is left
-empty. A newcomer is asked for while the others are in the middle of a pass; how many passes end
-until its first token is counted, that one included. Prints a table; the last line is JSON.
+One run generates some texts one after another, as `generate` does, then several texts at once. Each
+of those must be the text that it is alone. Every pass and every text is reported on stderr as it
+ends. There are two ratios: tokens/s of all texts over tokens/s of one text alone, and each text's
+speed over its own speed alone. Both are taken to the last text's end, and also to the first text's
+end, since with a queue no seat would be empty before that. Another text is submitted in the middle
+of a pass; the passes until its first token are counted, that pass included. Prints a table; the
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SCHEMA = 2
 
 
 def run(config: Config) -> dict[str, Any]:
-    """Everything that is asked for; each text must be the one that it is alone."""
+    """Measures everything that is asked for; each text must be the one that it is alone."""
     with recorded() as passes:
         alone = one_after_another(config, passes)
         batches = [at_once(config, count, alone, passes) for count in config.texts]
@@ -54,7 +55,7 @@ def run(config: Config) -> dict[str, Any]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The table: one line for the texts alone, two for each number of texts at once."""
+    """Prints the table: a line for the texts alone, and two for each number of texts at once."""
     table = Table()
     table.add_column("texts", justify="right", no_wrap=True)
     for title in ("tokens/s", "over one", "each over itself alone", "tokens a pass",
@@ -80,14 +81,14 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _per_pass(found: dict[str, Any]) -> tuple[str, str, str]:
-    """Tokens, rows and seconds of a pass."""
+    """The mean tokens, rows and seconds of a pass, as shown in the table."""
     rows, passes = found["pending_rows"] + found["nodes"], found["passes"]
     tokens, seconds = found["tokens"] / passes, found["seconds"] / passes
     return f"{tokens:.2f}", f"{rows / passes:.1f}", f"{seconds:.2f}"
 
 
 def parse(argv: list[str]) -> Config:
-    """Options as a Config."""
+    """The command's options as a Config."""
     parser = rig_parser(__doc__, "of make_rig.py")
     parser.add_argument("--cap", default="4GB", metavar="SIZE", help="RAM limit, or none")
     parser.add_argument("--texts", default="4,16", metavar="N,...")

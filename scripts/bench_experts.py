@@ -6,11 +6,11 @@
     python scripts/make_rig.py --shape gpt-oss-20b --format gpt-oss --out RIG
     python scripts/bench_experts.py --rig RIG --share 0.25 --before CHECKOUT
 
-Memory is what lets the planner give the experts' cache `--share` of their bytes. Whole layers,
-moved by this version and by the one in CHECKOUT, get as much, or the least that they run with; a
-CHECKOUT that has experts one by one moves those. All must write the same text. The rate of reads
-in passes stands beside that of bare reads of the same size at random places of the same files: in
-bursts of as many as a visit of a layer made, and without a pause. The last line is JSON.
+The memory is set so that the planner gives the cache of experts `--share` of their bytes. Moving
+whole layers, in this version and in the one in CHECKOUT, gets the same memory, or the least that it
+runs with. A CHECKOUT that can move experts one by one does that instead. All must generate the same
+text. The rate of reads in passes is compared with bare reads of the same size at random places of
+the same files: in bursts as long as a layer's, and without a pause. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WITHOUT_PAUSE = 256  # reads of a burst so long that its ends do not count
 
 
 def decision_for(rig: Path, draft: Path, share: float) -> Decision:
-    """What is planned with the least memory that gives experts this share of their bytes.
+    """The Decision with the least memory that gives the experts' cache this share of their bytes.
 
     Raises:
         ConfigError: the rig is no mixture.
@@ -95,12 +95,13 @@ def expert_layouts(rig: Path) -> list[Layout]:
 
 
 def raw_rate(paths: Sequence[Path], n_bytes: int, burst: int, seed: int) -> float:
-    """Bytes per second of bare reads, as many at once as the store has readers.
+    """Bytes per second of bare reads at random places, as many at once as the store has readers.
 
     Args:
-        paths: of the files, whose every place is as likely as any other.
-        n_bytes: of a read, a multiple of BLOCK_BYTES.
-        burst: reads that are asked for together; the next ones when all are there.
+        paths: the files to read.
+        n_bytes: bytes of a read, a multiple of BLOCK_BYTES.
+        burst: reads of a burst; the next burst begins when all of them are done.
+        seed: of the random places.
     """
     rng = random.Random(seed)
     files = [DirectFile(path, print) for path in paths]
@@ -166,11 +167,11 @@ def show(name: str, found: dict[str, Any], base: dict[str, float]) -> None:
 
 
 def shares(row: dict[str, float], layouts: list[Layout], layers: int) -> dict[str, float]:
-    """How near reads come to what is needed, and to the disk's rate.
+    """Compares the reads of a run with what was needed, and with the disk's rate.
 
     Returns:
-        bytes read over bytes that were needed and not held, the rate and mean size of the reads,
-        rates of bare ones of that size, and shares of the time; no rates where nothing was read.
+        bytes read / bytes that were needed and not held; the rate and mean size of the reads; the
+        rates of bare reads of that size; and shares of the time. No rates if nothing was read.
     """
     missed, visits = row["touched"] - row["hits"], row["passes"] * layers
     needed = missed * float(np.mean([layout.tensor_bytes for layout in layouts]))
@@ -213,7 +214,7 @@ def measured(
     """Runs everything that was asked for, this version's experts last.
 
     Returns:
-        what each run found, and by method the best rate of the others.
+        the result of each run, and by method the best rate of the runs that move whole layers.
     """
     prompts = [item["prompt"] for item in json.loads((DEMO / "heldout_prompts.json").read_text())
                if item["kind"] == "code"]  # fmt: skip
@@ -225,7 +226,7 @@ def measured(
         "methods": METHODS, "prompts": prompts[: args.texts + 1], "warm_tokens": args.tokens // 2,
         "tokens": dict.fromkeys(METHODS, args.tokens),
     }  # fmt: skip
-    # a pass of whole layers costs the same wherever it is: a few of them tell
+    # every pass of whole layers costs the same, so a few prompts are enough
     few = {"warm_tokens": 2, "tokens": {"autoregressive": 5, "specexec": 16},
            "prompts": prompts[:2]}  # fmt: skip
     runs: dict[str, tuple[dict[str, Any], Path | None]] = {}
@@ -247,7 +248,7 @@ def measured(
 
 
 def different_texts(found: dict[str, dict[str, Any]]) -> list[str]:
-    """Which runs and methods did not write what this version writes with experts."""
+    """The runs and methods with another text than this version's with single experts."""
     return [
         f"{name}, {method}"
         for name, result in found.items()
@@ -258,7 +259,7 @@ def different_texts(found: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measures, prints it for people, and returns what the last line is to say."""
+    """Measures, prints the tables, and returns the object of the last line."""
     decision = decision_for(args.rig, args.draft, args.share)
     experts = decision.target.sizes.experts
     assert experts is not None

@@ -1,13 +1,14 @@
-"""The same checkpoint, prompts and memory cap: specexec beside other programs, in turns.
+"""Compare specexec with other programs on the same checkpoint, prompts and memory cap.
 
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
     python scripts/bench_peers.py --rig /var/tmp/rig-7b --cap 4GB
 
-Each peer runs in a virtual environment of its own, which this script makes under --home. Every run
-is a new process under the cap, with the rig's files dropped from the page cache before it. Programs
-that draft write --tokens greedy tokens, the others --baseline-tokens, for one costs them what
-another does. A peer that fails is a row with its message. Times do not hold the opening of the
-model, which is a column of its own; they do hold the prompt. Prints a table; the last line is JSON.
+Each peer runs in a virtual environment of its own, which this script makes under --home. Peers take
+turns; every run is a new process under the cap, and the rig's files are dropped from the page cache
+before it. Programs that draft generate --tokens greedy tokens; the others generate
+--baseline-tokens, since each token costs them the same. A peer that fails is a row with its
+message. Times include the prompt, but not the opening of the model, which has a column of its own.
+Prints a table; the last line is JSON.
 
 In RAM, on the same shape and bits, with one row a pass and a long prompt:
 
@@ -29,9 +30,9 @@ A mixture whose experts do not fit, the same weights for both (gguf_gptq.py):
     python scripts/bench_peers.py --rig RIG4 --offload auto --expert-share 0.25 \
         --peers "llama.cpp mmap,llama.cpp direct,specexec autoregressive,specexec"
 
-Beside a GGUF file the draft model of all programs is the GGUF of it that this script writes, in
---home: what such a file says of its tokenizer, llama.cpp's rule for splitting text included, is
-then the same on both sides.
+With a GGUF file as rig, all programs use the GGUF of the draft model that this script writes to
+--home. So both programs read the same tokenizer from it, llama.cpp's rule for splitting text
+included.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ _TRANSFORMERS = ("torch==2.13.0", "transformers==5.23.0", "accelerate==1.15.0")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A program and how to run it; `needs` empty: this very environment."""
+    """A program and how to run it; with `needs` empty, in this script's environment."""
 
     program: str  # in peer_worker.PROGRAMS
     needs: tuple[str, ...] = ()
@@ -100,7 +101,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def python_of(peer: Peer, home: Path) -> Path:
-    """The peer's interpreter, its environment made first where there is none.
+    """The peer's interpreter; makes its environment if there is none.
 
     Raises:
         subprocess.CalledProcessError: pip could not install it.
@@ -121,7 +122,7 @@ def python_of(peer: Peer, home: Path) -> Path:
 
 
 def drop_from_page_cache(paths: Sequence[Path]) -> None:
-    """Makes the next reader of these files read the disk."""
+    """Drops files from the page cache, so that the next reader reads the disk."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -132,7 +133,7 @@ def drop_from_page_cache(paths: Sequence[Path]) -> None:
 
 
 class PeerBench:
-    """Runs peers on one rig and keeps what they measured."""
+    """Runs peers on one rig and keeps their results."""
 
     def __init__(self, options: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> None:
         self.options = options
@@ -141,7 +142,7 @@ class PeerBench:
         self.failed: dict[str, str] = {}
 
     def prepare(self) -> None:
-        """Environments, and the GGUF where llama.cpp takes part. Failures are kept as such."""
+        """Makes the environments, and the GGUF if llama.cpp takes part. Failures become results."""
         drafts = any(PEERS[each].drafts for each in self.options.peers)
         for name in self.options.peers:
             peer = PEERS[name]
@@ -170,7 +171,7 @@ class PeerBench:
 
     @staticmethod
     def _convert(python: Path, folder: Path, gguf: Path) -> None:
-        """Writes the GGUF of a checkpoint unless it is one, or there is one as new as it."""
+        """Writes the GGUF of a checkpoint, unless it is a GGUF or there is one that is as new."""
         if folder == gguf:
             return
         written = max(path.stat().st_mtime for path in folder.glob("*.safetensors"))
@@ -181,7 +182,7 @@ class PeerBench:
         partial.replace(gguf)
 
     def run(self, name: str) -> None:
-        """One process of one peer over all prompts."""
+        """Runs one process of one peer over all prompts."""
         if name in self.failed:
             return
         peer, options = PEERS[name], self.options
@@ -223,10 +224,11 @@ class PeerBench:
         }  # fmt: skip
 
     def summary(self) -> list[dict[str, Any]]:
-        """One entry per peer, with samples."""
+        """One entry for each peer, with its samples."""
         entries = []
         texts = [texts for name in self.options.peers if (texts := self._texts(name))]
-        # programs compute in different types, and one may part at a near-tie: what most agree on
+        # programs compute in different dtypes, and one may differ at a near-tie; texts are compared
+        # with the one that most programs agree on
         reference = max(
             texts, default=[], key=lambda ours: sum(_shared(ours, theirs) for theirs in texts)
         )
@@ -261,7 +263,7 @@ class PeerBench:
 
 
 def _next_rate(run: Mapping[str, Any]) -> float:
-    """Tokens/s behind the first one, 0 where there are none."""
+    """Tokens/s after the first token; 0 if there are no others."""
     return (len(run["tokens"]) - 1) / max(run["total_s"] - run["first_s"], 1e-9)
 
 
@@ -272,7 +274,7 @@ def _limited(command: Sequence[str], cap: int) -> int:
 
 
 def _shared(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> int:
-    """Tokens before the first difference, over all texts."""
+    """Tokens before the first difference, summed over all texts."""
     return sum(_common(a, b) for a, b in zip(ours, theirs, strict=False))
 
 
@@ -283,7 +285,7 @@ def _common(ours: Sequence[int], theirs: Sequence[int]) -> int:
 
 
 def show(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The table; ratios are of median tokens/s to accelerate's, or to the first program's."""
+    """The table. Ratios are median tokens/s over accelerate's, or over the first program's."""
     able = [entry for entry in entries if "failed" not in entry]
     base = next((e for e in able if e["peer"] == BASELINE), able[0] if able else None)
     header = ["program", "tok/s p50", "p20-p80", "ratio", "first token s", "prompt tok/s",
@@ -363,7 +365,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def encode(words: Any, prompt: Prompt) -> list[int]:
-    """Tokens that every program gets: chat through the target's own template, code as it is."""
+    """The tokens that every program gets: chat by the target's own template, code as it is."""
     if not prompt.chat:
         return list(words.encode(prompt.text))
     messages = [{"role": role, "content": text} for role, text in prompt.messages]

@@ -1,4 +1,4 @@
-"""What the command lines of benchmarks under a memory limit have in common."""
+"""The command line that benchmarks under a memory limit share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
 
 
 def rig_parser(doc: str | None, rig_help: str) -> argparse.ArgumentParser:
-    """A parser that knows the models and the seed; the first line of `doc` says what it is for."""
+    """A parser with the options for models and seed; its description is the first line of `doc`."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rig", type=Path, required=True, metavar="DIR", help=rig_help)
     parser.add_argument("--draft", type=Path, default=DEMO / "draft", metavar="DIR")
@@ -28,7 +28,7 @@ def rig_parser(doc: str | None, rig_help: str) -> argparse.ArgumentParser:
 
 
 def cap_bytes(cap: str) -> int | None:
-    """What `--cap` says, None for no limit."""
+    """The bytes of the option --cap; None for no limit."""
     return None if cap == "none" else parse_bytes(cap, "--cap")
 
 
@@ -42,9 +42,9 @@ def run_and_show(
     """Runs a benchmark, under its limit in a process of its own, and prints table and JSON.
 
     Args:
-        script: the file that is run anew under the limit.
-        parse: options to a config that has `cap_bytes`.
-        run: what the config asks for, measured.
+        script: the file to run again in a process under the limit.
+        parse: turns options into a config with `cap_bytes`.
+        run: measures what the config asks for.
         show: prints the table.
     Returns:
         the exit status.

@@ -1,4 +1,4 @@
-"""What a cache of experts could hold if it knew more than any cache can; see expert_rules.py."""
+"""Rules for a cache of experts that use knowledge of the future, as bounds; see expert_rules.py."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ NEVER = np.iinfo(np.int64).max // 2
 
 
 class Known(Rule):
-    """Knows how often each expert is used in the whole trace, and nothing of any order.
+    """Knows how often each expert is used in the whole trace, but not in which order.
 
-    Where rows are drawn one by one and independently this is the best that can be done without the
-    future: Aho, Denning, Ullman, Principles of optimal page replacement, JACM 18, 1971, section 4.
+    If rows are independent draws, no rule without knowledge of the future is better.
+    Source: Aho, Denning, Ullman, Principles of optimal page replacement, JACM 18, 1971, section 4.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -21,9 +21,9 @@ class Known(Rule):
 
 
 class Foresight(Rule):
-    """Knows the choices of so many rows to come, and behind them how often experts are used.
+    """Knows the choices of the next rows, and how often experts are used in the whole trace.
 
-    No probabilities of so many rows to come tell more than the rows themselves.
+    It bounds every rule that predicts as many rows.
     """
 
     def __init__(self, trace: Trace, rows: int) -> None:
@@ -42,7 +42,7 @@ class Foresight(Rule):
 
 
 class Belady(Rule):
-    """Minus the time of the next use, which no cache can know."""
+    """Belady's optimum: values an expert by minus the time of its next use."""
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(trace)
@@ -54,7 +54,7 @@ class Belady(Rule):
 
 
 def next_uses(trace: Trace) -> list[Ints]:
-    """For each visit of a layer the times at which its choices are used next, in visits."""
+    """For each visit of a layer, the next use of each chosen expert, counted in visits."""
     upcoming = np.full(trace.experts, NEVER)
     found = []
     visits = trace.chosen.reshape(-1, trace.chosen.shape[2])
@@ -65,7 +65,7 @@ def next_uses(trace: Trace) -> list[Ints]:
 
 
 def oracles() -> Rules:
-    """By name, those that know more than any cache can."""
+    """The rules of this module by name."""
     found: Rules = {"knows the shares": Known}
     for rows in (1, 2, 4, 8, 16):
         found[f"sees {rows} rows ahead"] = lambda trace, rows=rows: Foresight(trace, rows)

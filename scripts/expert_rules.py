@@ -1,6 +1,6 @@
-"""Rules by which a cache of experts keeps some and gives up others, and how many hits each makes.
+"""Rules by which a cache of experts decides what to keep, and the hit rate of each.
 
-Everything is counted in rows: one row at a time visits all layers in turn, as in decoding.
+Time is counted in rows: one row after another visits all layers in turn, as in plain decoding.
 """
 
 from __future__ import annotations
@@ -19,53 +19,54 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What the rows of some texts chose, in the order in which they were computed."""
+    """The experts that the rows of some texts chose, in the order of computation."""
 
-    chosen: Ints  # (rows, layers, chosen): numbers of experts, of all layers
+    chosen: Ints  # (rows, layers, chosen): numbers of experts, counted over all layers
     per_layer: int  # experts of a layer
-    counted: NDArray[np.bool_]  # (rows,), whose hits count
-    begins: NDArray[np.bool_]  # (rows,), which are the first of a text
+    counted: NDArray[np.bool_]  # (rows,) whether a row's hits count
+    begins: NDArray[np.bool_]  # (rows,) whether a row is the first of a text
 
     @property
     def experts(self) -> int:
-        """Of all layers."""
+        """The number of experts of all layers together."""
         return self.per_layer * self.chosen.shape[1]
 
     def shares(self) -> Floats:
-        """How often a row that counts chose each expert."""
+        """How often the counted rows chose each expert, as shares."""
         rows = self.chosen[self.counted]
         return np.bincount(rows.ravel(), minlength=self.experts) / len(rows)
 
     def shuffled(self, seed: int) -> Trace:
-        """The rows that count in another order: what was chosen before says nothing any more."""
+        """The counted rows in random order, so that earlier choices predict nothing."""
         rows = np.random.default_rng(seed).permutation(self.chosen[self.counted])
         places = np.arange(len(rows))
         return Trace(rows, self.per_layer, places >= len(rows) // 4, places == 0)
 
 
 class Rule:
-    """What every expert is worth keeping, after each visit of a layer."""
+    """Values every expert after each visit of a layer; the cache keeps the most valuable."""
 
     def __init__(self, trace: Trace) -> None:
-        """For a trace, of which a rule that is possible uses only the sizes and `begins`."""
+        """Begins a trace; a rule that a cache can follow uses only its sizes and `begins`."""
         self.trace = trace
         self.worth: Floats = np.zeros(trace.experts)
 
     def visit(self, row: int, layer: slice, chosen: Ints) -> None:
-        """A row chose these experts of a layer."""
+        """Takes note of a row's choice among a layer's experts."""
 
 
 class Lru(Rule):
-    """The row of the last use."""
+    """Least recently used: values an expert by the row of its last use."""
 
     def visit(self, row: int, layer: slice, chosen: Ints) -> None:
         self.worth[chosen] = row
 
 
 class Decayed(Rule):
-    """Counts that decay from row to row, as a weighted sum of several rates of decay.
+    """Values an expert by decayed counts of its uses, a weighted sum over several rates of decay.
 
-    Each is divided by what it comes to in the long run, so that weights compare shares.
+    Each count is divided by its limit for an expert that every row uses, so that weights compare
+    shares.
     """
 
     def __init__(self, trace: Trace, *rates: float, weights: Sequence[float] = ()) -> None:
@@ -83,7 +84,8 @@ class Decayed(Rule):
 
 
 class TextAndKept(Rule):
-    """Shares of the text so far, beside those of all texts before as so many rows of its own."""
+    """Values an expert by its share in this text so far, where all earlier texts count as a fixed
+    number of rows."""
 
     def __init__(self, trace: Trace, rows: float) -> None:
         super().__init__(trace)
@@ -103,7 +105,7 @@ class TextAndKept(Rule):
 
 
 class LastToo(Rule):
-    """As another rule, but what the last row used is kept before everything else."""
+    """Another rule, but with the last row's experts kept before all others."""
 
     def __init__(self, rule: Rule) -> None:
         super().__init__(rule.trace)
@@ -116,9 +118,10 @@ class LastToo(Rule):
 
 
 class Hazard(Rule):
-    """How often experts of this age and count were used by the next row, learned on the way.
+    """Values an expert by how often experts of its age and count were used by the next row.
 
-    Ages and counts are told apart by powers of two, so that a few rows teach something.
+    That is learned from the rows so far. Ages and counts are put into classes by powers of two, so
+    that few rows are enough.
     """
 
     _AGES, _COUNTS = 12, 12
@@ -143,15 +146,15 @@ class Hazard(Rule):
         count = 2.0 + np.log2(np.maximum(self._counts[layer], 0.25))
         self._bucket[layer] = np.clip(age, 0, self._AGES - 1).astype(int) * self._COUNTS
         self._bucket[layer] += np.clip(count, 0, self._COUNTS - 1).astype(int)
-        # within a bucket the count decides
+        # within a class the count decides
         hazard = self._used / self._seen
         self.worth[layer] = hazard[self._bucket[layer]] + 1e-6 * self._counts[layer]
 
 
 class Fitted(Rule):
-    """Shares of several rates of decay, weighted as they would best have foretold the next row.
+    """Values an expert by decayed shares, weighted as they would have predicted the next row best.
 
-    By least squares over all experts of the rows so far.
+    The weights are fitted by least squares over all experts of the rows so far.
     """
 
     def __init__(self, trace: Trace, *rates: float) -> None:
@@ -171,10 +174,10 @@ class Fitted(Rule):
 
 
 class Leader(Rule):
-    """Follows the rate of decay whose worthiest experts were used most often so far.
+    """Follows the rate of decay with the best hits so far.
 
     Args:
-        share: of a layer's experts that count as the worthiest.
+        share: share of a layer's experts that counts as kept when the hits are compared.
     """
 
     def __init__(self, trace: Trace, share: float, *rates: float) -> None:
@@ -194,10 +197,12 @@ class Leader(Rule):
 
 
 class Successors(Rule):
-    """How often each expert followed those that the last row chose, learned on the way.
+    """Values an expert by how often it followed the experts that the last row chose.
+
+    That is learned from the rows so far.
 
     Args:
-        share: of that in the worth; the rest is the share in all rows so far, decayed.
+        share: weight of that in the value; the rest is the expert's decayed share of all rows.
     """
 
     def __init__(self, trace: Trace, share: float, rate: float) -> None:
@@ -223,9 +228,10 @@ class Successors(Rule):
 
 
 def hit_rate(trace: Trace, slots: int, rule: Rule) -> float:
-    """The share of the choices that count which are in a cache of so many slots.
+    """The share of the counted choices that a cache with `slots` slots holds.
 
-    What a visit chose is in the cache behind it, where it fits; of the rest the worthiest stay.
+    After each visit the cache holds the experts that the visit chose, as far as they fit, and the
+    most valuable of the others.
     """
     held = np.zeros(trace.experts, dtype=np.bool_)
     hits = asked = 0
@@ -250,12 +256,12 @@ Rules = dict[str, Callable[[Trace], Rule]]
 
 
 def kept_rule(trace: Trace) -> Rule:
-    """That of specexec_cli.offload.expert_scores."""
+    """The rule that specexec_cli.offload.expert_scores uses."""
     return Decayed(trace, RECENT_DECAY, DECAY)
 
 
 def possible_rules() -> Rules:
-    """By name, those that a cache can follow."""
+    """The rules that a real cache could follow, by name."""
     found: Rules = {"lru": Lru}
     for rate in (0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 1.0):
         found[f"decay {rate}"] = lambda trace, rate=rate: Decayed(trace, rate)

@@ -1,9 +1,9 @@
-"""One way to run a mixture under a cap, in a process of its own, for bench_experts.py.
+"""Runs a mixture in one way under a memory cap, in a process of its own, for bench_experts.py.
 
     python expert_worker.py TASK.json
 
-Uses nothing of specexec but what earlier versions had as well, since a task may be run by one of
-them. Prints what was reached as one line of JSON.
+A task may be run with an earlier version of specexec, so only what that had as well is used. Prints
+the result as one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from specexec_cli import device
 
 Counts = Counter[str]
-_STEP_BYTES = 64 << 20  # by which memory is raised until whole layers fit
+_STEP_BYTES = 64 << 20  # memory is raised by this until whole layers fit
 
 
 def _opened(task: dict[str, Any], ram_bytes: int) -> tuple[Any, int]:
-    """A session with so much memory, or with the least that it can be opened with."""
+    """A session with `ram_bytes` of memory, or with the least that it needs if that is more."""
     from specexec_cli.errors import OutOfMemoryError
 
     free = [ram_bytes]
@@ -43,7 +43,7 @@ def _opened(task: dict[str, Any], ram_bytes: int) -> tuple[Any, int]:
 
 
 def _move_whole_layers() -> None:
-    """Has the planner of this version treat a mixture as it treats other models."""
+    """Has this version's planner move a mixture's whole layers, as it does for other models."""
     from specexec_cli.planning import placement
 
     placement.mixture_plan = lambda mode, *sizes_and_machine: placement.make_plan(
@@ -52,7 +52,7 @@ def _move_whole_layers() -> None:
 
 
 def _text(session: Any, task: dict[str, Any], method: str, prompt: str, tokens: int) -> Counts:
-    """What one text came to behind its first pass."""
+    """The counts of one text's passes after the first."""
     from specexec_cli.config import GenerationConfig, SamplingConfig, TreeConfig
 
     steps = session.generate(
@@ -76,9 +76,9 @@ def _text(session: Any, task: dict[str, Any], method: str, prompt: str, tokens: 
 
 
 def _counted(session: Any) -> dict[str, float]:
-    """What the store of experts has counted so far; nothing where there is none.
+    """The counts of the store of experts so far; empty if there is none.
 
-    Versions that read each expert alone do not count their reads.
+    Versions that read each expert by itself do not count reads.
     """
     store = getattr(session.target.model, "experts", None)
     names = ("touched", "hits", "bytes_read", "reads", "reading_s", "wait_s")
@@ -86,7 +86,7 @@ def _counted(session: Any) -> dict[str, float]:
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
-    """Warms up with the first prompt, then counts the passes behind the others' first."""
+    """Warms up with the first prompt, then counts the other prompts' passes after the first."""
     session, ram_bytes = _opened(task, task["ram_bytes"])
     warm, *prompts = task["prompts"]
     methods: dict[str, Counts] = {}
