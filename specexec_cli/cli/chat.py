@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,8 +12,10 @@ import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts, without_effect
 from specexec_cli.cli.past_chats import end_of, last_chat, listed_chats, state_folder
+from specexec_cli.cli.render import notice
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
@@ -26,34 +28,66 @@ if TYPE_CHECKING:
     from specexec_cli.session import TextSession
 
 
-@grouped
-def chat(
-    *,
-    system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options of a conversation and of how it is shown."""
+
+    system: Annotated[str | None, typer.Option(help="System prompt.")] = None
     system_file: Annotated[
         Path | None, typer.Option(help="Read the system prompt from a file.")
-    ] = None,
+    ] = None
     resume: Annotated[
         Path | None, typer.Option(help="Go on with a transcript, and write on in it.")
-    ] = None,
+    ] = None
     continue_last: Annotated[
         bool, typer.Option("--continue", "-c", help="Go on with the last chat, and show its end.")
-    ] = False,
+    ] = False
     list_chats: Annotated[
         bool, typer.Option("--list", help="List the chats that can be resumed, and leave.")
-    ] = False,
+    ] = False
     no_history: Annotated[
         bool, typer.Option("--no-history", help="Write neither transcript nor input history.")
-    ] = False,
+    ] = False
     show_drafts: Annotated[
         bool,
         typer.Option(
             "--show-drafts", help="Paint tokens by origin: draft model green, target yellow."
         ),
-    ] = False,
+    ] = False
     hide_thinking: Annotated[
         bool, typer.Option("--hide-thinking", help="Do not show <think> parts of replies.")
-    ] = False,
+    ] = False
+
+    def transcript(self) -> Path | None:
+        """The transcript to go on with; None for a new chat.
+
+        Raises:
+            ConfigError: two transcripts were asked for.
+            UnknownModelError: the last one was asked for, and there is none.
+        """
+        if not self.continue_last:
+            return self.resume
+        if self.resume is not None:
+            raise ConfigError("give either --continue or --resume, not both")
+        return last_chat()
+
+    def system_prompt(self) -> str | None:
+        """The system prompt, given as text or as a file.
+
+        Raises:
+            ConfigError: both were given, or the file cannot be read.
+        """
+        from specexec_cli.chat.commands import read_text
+
+        if self.system is not None and self.system_file is not None:
+            raise ConfigError("give either --system or --system-file, not both")
+        return read_text(self.system_file).strip() if self.system_file is not None else self.system
+
+
+@grouped
+def chat(
+    *,
+    chosen: ChatOptions,
     generation: Annotated[GenerationConfig, Shown(max_tokens=1024)],
     context: options.Context = None,
     sampling: SamplingConfig,
@@ -67,17 +101,10 @@ def chat(
     script: one message or command a line, or blocks between \"\"\"; the exit code is then that of
     the first error.
     """
-    if list_chats:
-        found = listed_chats()
-        for line in found:
-            print(line)
-        if not found and not quiet:
-            print(f"no chats yet in {state_folder() / 'chats'}", file=sys.stderr)
+    if chosen.list_chats:
+        _list_chats(quiet)
         return
-    if continue_last:
-        if resume is not None:
-            raise ConfigError("give either --continue or --resume, not both")
-        resume = last_chat()
+    resume = chosen.transcript()
     if resume is None and not (quiet or yes) and _names_no_model(asked):
         from specexec_cli.cli.first_chat import offered_pair
 
@@ -88,36 +115,32 @@ def chat(
     from specexec_cli.chat.transcript import load
 
     loaded = load(resume) if resume is not None else None
-    system = _system_prompt(system, system_file)
-
-    from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.session import open_session
-
-    if not quiet:
-        for line in without_effect(asked, sampling):
-            notice(line)
+    system = chosen.system_prompt()
+    for line in [] if quiet else without_effect(asked, sampling):
+        notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
-    bar = LoadingBar(shown=not quiet)
     try:
-        with open_session(
-            request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        ) as session:  # fmt: skip
-            bar.close()
+        with opened(request, quiet=quiet) as session:
             session.context_limit = context
             settings = ChatSettings(
-                sampling=sampling,
-                tree=session.pair.tree,
-                generation=generation,
-                thinking=not hide_thinking,
-                show_drafts=show_drafts,
-            )
+                sampling=sampling, tree=session.pair.tree, generation=generation,
+                thinking=not chosen.hide_thinking, show_drafts=chosen.show_drafts,
+            )  # fmt: skip
             code = converse(
                 session, settings, system=system, resume=resume, loaded=loaded,
-                history=not no_history, quiet=quiet,
+                history=not chosen.no_history, quiet=quiet,
             )  # fmt: skip
     except KeyboardInterrupt:  # while the models load
         code = INTERRUPTED_EXIT_CODE
     raise typer.Exit(code)
+
+
+def _list_chats(quiet: bool) -> None:
+    found = listed_chats()
+    for line in found:
+        print(line)
+    if not found and not quiet:
+        print(f"no chats yet in {state_folder() / 'chats'}", file=sys.stderr)
 
 
 def _names_no_model(asked: Request) -> bool:
@@ -226,16 +249,3 @@ def _transcript(session: TextSession, resume: Path | None, loaded: Loaded | None
     now = datetime.now()
     # microseconds, because two chats may begin within one second
     return Transcript(state_folder() / "chats" / f"{now:%Y%m%d-%H%M%S-%f}.jsonl", name)
-
-
-def _system_prompt(text: str | None, file: Path | None) -> str | None:
-    """The system prompt, given as text or as a file.
-
-    Raises:
-        ConfigError: both were given, or the file cannot be read.
-    """
-    from specexec_cli.chat.commands import read_text
-
-    if text is not None and file is not None:
-        raise ConfigError("give either --system or --system-file, not both")
-    return read_text(file).strip() if file is not None else text

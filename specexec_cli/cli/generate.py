@@ -13,7 +13,10 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
-from specexec_cli.cli.generate_many import generate_many, jobs_of, longest
+from specexec_cli.cli.generate_many import ManyOptions, generate_many, jobs_of
+from specexec_cli.cli.live import LiveStatus
+from specexec_cli.cli.opening import opened
+from specexec_cli.cli.render import notice, stats_line
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import Request
@@ -42,9 +45,7 @@ def generate(
     yes: options.Yes = False,
     stats: options.Stats = False,
     as_json: options.Json = False,
-    as_lines: options.Jsonl = False,
-    output: options.Output = None,
-    slots: options.Slots = 4,
+    many: ManyOptions,
     quiet: options.Quiet = False,
 ) -> None:
     """Continue a prompt. Text goes to stdout, everything else to stderr.
@@ -54,47 +55,28 @@ def generate(
     "interrupted".
     """
     asked = replace(option_groups.with_drafts(asked), remember=True)
-    if as_lines:
-        from specexec_cli.engine.jobs import place_of_texts
-
+    if many.as_lines:
         _check_lines(prompt, file, as_json, stats)
-        output = place_of_texts(output) if output is not None else None
-        text = read_prompt(None, file)
-        jobs = jobs_of(text, file or "standard input", sampling, generation, chat)
-        text, most_tokens = longest(jobs)
-        request = replace(
-            asked, prompt=text, context_tokens=most_tokens + options.TEMPLATE_TOKENS,
-            slots=1 if asked.method == "dsi" else min(slots, len(jobs)),
-        )  # fmt: skip
+        output, where = many.place(), file or "standard input"
+        jobs = jobs_of(read_prompt(None, file), where, sampling, generation, chat)
+        request = many.request(asked, jobs)
         fetch_first(request, yes=yes, quiet=quiet)
         generate_many(request, jobs, output, quiet)
         return
-    if output is not None:
+    if many.output is not None:
         raise ConfigError("--output needs --jsonl: the text of one prompt goes to stdout")
     text = read_prompt(prompt, file)
     request = replace(
         asked, prompt=text, context_tokens=generation.max_tokens + options.TEMPLATE_TOKENS
     )
-
-    from specexec_cli.cli.live import LiveStatus
-    from specexec_cli.cli.render import LoadingBar, notice, stats_line
-    from specexec_cli.session import open_session
-
-    if not quiet:
-        for line in option_groups.without_effect(asked, sampling):
-            notice(line)
+    for line in [] if quiet else option_groups.without_effect(asked, sampling):
+        notice(line)
     fetch_first(request, yes=yes, quiet=quiet)
-    bar = LoadingBar(shown=not quiet and not as_json)
-    with open_session(
-        request, notice=(lambda line: None) if quiet else notice, progress=bar,
-    ) as session:  # fmt: skip
-        bar.close()
-        tokens = (
-            session.encode_chat([{"role": "user", "content": text}])
-            if chat
-            else session.encode(text)
-        )
-        if len(tokens) < session.context_length < len(tokens) + generation.max_tokens and not quiet:
+    with opened(request, quiet=quiet, shown=not as_json) as session:
+        turn = [{"role": "user", "content": text}]
+        tokens = session.encode_chat(turn) if chat else session.encode(text)
+        most = len(tokens) + generation.max_tokens
+        if len(tokens) < session.context_length < most and not quiet:
             notice(f"the context window ({session.context_length} tokens) may end the text early")
         live = LiveStatus(shown=not quiet and not as_json)
         steps, interrupted = _run(session, tokens, sampling, generation, live, as_json)

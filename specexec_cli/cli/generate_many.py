@@ -6,18 +6,23 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specexec_cli.cli.opening import opened
+from specexec_cli.cli.options import TEMPLATE_TOKENS, option
+from specexec_cli.cli.panels import MANY
+from specexec_cli.cli.render import CountBar, notice
 from specexec_cli.config import GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, SpecexecError
+from specexec_cli.planning.request import MOST_SLOTS, Request
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
     from specexec_cli.engine.jobs import Job
-    from specexec_cli.planning.request import Request
     from specexec_cli.session import TextSession
 
 
@@ -30,47 +35,81 @@ def jobs_of(
     return read_jobs(text, where, sampling, generation, chat)
 
 
-def longest(jobs: Sequence[Job]) -> tuple[str, int]:
-    """The longest prompt, as text, and the greatest max_tokens: memory is planned for these."""
-    prompts = [
-        job.prompt
-        if isinstance(job.prompt, str)
-        else "\n".join(message["content"] for message in job.prompt)
-        for job in jobs
-    ]
-    return max(prompts, key=len), max(job.generation.max_tokens for job in jobs)
+@dataclass(frozen=True, kw_only=True)
+class ManyOptions:
+    """Options for a file of prompts."""
+
+    as_lines: Annotated[
+        bool,
+        option(
+            MANY,
+            'Each line of -f is a prompt: {"prompt"} or {"messages": [{"role", "content"}]}, an '
+            '"id" if it has one, and max_tokens, stop and sampling options where they differ. '
+            'Each text is a line {"id", "text", "tokens", "finish_reason", "seed", "pair", '
+            '"made_of"}, the one it would be alone.',
+            "--jsonl",
+        ),
+    ] = False
+    output: Annotated[
+        Path | None,
+        option(
+            MANY, "File for the texts; those that it has already are left out.", "--output", "-o"
+        ),
+    ] = None
+    slots: Annotated[
+        int, option(MANY, "Texts at once, each with memory of its own.", min=1, max=MOST_SLOTS)
+    ] = 4
+
+    def place(self) -> Path | None:
+        """The file for the texts; None for standard output.
+
+        Raises:
+            ConfigError: a device, a pipe or a folder is there.
+        """
+        from specexec_cli.engine.jobs import place_of_texts
+
+        return place_of_texts(self.output) if self.output is not None else None
+
+    def request(self, asked: Request, jobs: Sequence[Job]) -> Request:
+        """The request with memory planned for the longest prompt and the greatest max_tokens."""
+        prompts = [
+            job.prompt
+            if isinstance(job.prompt, str)
+            else "\n".join(message["content"] for message in job.prompt)
+            for job in jobs
+        ]
+        most_tokens = max(job.generation.max_tokens for job in jobs)
+        return replace(
+            asked, prompt=max(prompts, key=len), context_tokens=most_tokens + TEMPLATE_TOKENS,
+            slots=1 if asked.method == "dsi" else min(self.slots, len(jobs)),
+        )  # fmt: skip
 
 
 def generate_many(request: Request, jobs: Sequence[Job], output: Path | None, quiet: bool) -> None:
     """Runs the jobs and writes one line of JSON for each finished text, to the file or stdout."""
-    from specexec_cli.cli.render import CountBar, LoadingBar, notice
     from specexec_cli.engine.factory import open_engine
     from specexec_cli.engine.jobs import ResultFile, run_jobs
-    from specexec_cli.session import open_session
 
-    shown = not quiet
-    bar = LoadingBar(shown=shown)
-    tell = notice if shown else (lambda line: None)
-    with open_session(request, notice=tell, progress=bar) as session:
-        bar.close()
+    with opened(request, quiet=quiet) as session:
         models = session.text_identity()
         made_of = {job.id: job.made_of(models) for job in jobs}
         results = ResultFile(output, made_of) if output is not None else None
         left = [job for job in jobs if results is None or job.id not in results.done]
-        if shown and len(left) < len(jobs):
+        if not quiet and len(left) < len(jobs):
             notice(f"{len(jobs) - len(left)} of {len(jobs)} texts are there already")
         engine = open_engine(session, slots=request.slots, most_waiting=2 * request.slots)
         failed: list[SpecexecError] = []
         printed = _InOrder([job.id for job in jobs])
         started = time.perf_counter()
         try:
-            with CountBar("texts", len(jobs), done=len(jobs) - len(left), shown=shown) as counted:
+            with CountBar("texts", len(jobs), done=len(jobs) - len(left), shown=not quiet) as bar:
                 for job, found in run_jobs(engine, left, session):
-                    counted.advance(_rate(engine.figures().generated_tokens, started))
+                    bar.advance(_rate(engine.figures().generated_tokens, started))
                     if isinstance(found, SpecexecError):
                         printed.skip(job.id)
                         failed.append(found)
-                        tell(f"{job.id}: {found}")
+                        if not quiet:
+                            notice(f"{job.id}: {found}")
                         continue
                     line = _line(job, found, made_of[job.id], session)
                     (results or printed).add(line)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from specexec_cli.cli.complete import among
-from specexec_cli.cli.panels import MANY
 from specexec_cli.config import COMMON, MEMORY
 from specexec_cli.errors import ConfigError, nearest
-from specexec_cli.planning.request import MOST_SLOTS
 
 OUTPUT = "Output"
 # What a chat template adds to a turn, at most, when memory is planned.
@@ -65,21 +62,3 @@ Context = Annotated[
 Stats = Annotated[bool, option(OUTPUT, "A line of statistics at the end.", "--stats")]
 Json = Annotated[bool, option(OUTPUT, "One JSON object on stdout, nothing else.", "--json")]
 Quiet = Annotated[bool, option(OUTPUT, "Nothing on stderr but errors.", "--quiet", "-q")]
-Jsonl = Annotated[
-    bool,
-    option(
-        MANY,
-        'Each line of -f is a prompt: {"prompt"} or {"messages": [{"role", "content"}]}, an "id" '
-        "if it has one, and max_tokens, stop and sampling options where they differ. Each text is "
-        'a line {"id", "text", "tokens", "finish_reason", "seed", "pair", "made_of"}, the one it '
-        "would be alone.",
-        "--jsonl",
-    ),
-]
-Output = Annotated[
-    Path | None,
-    option(MANY, "File for the texts; those that it has already are left out.", "--output", "-o"),
-]
-Slots = Annotated[
-    int, option(MANY, "Texts at once, each with memory of its own.", min=1, max=MOST_SLOTS)
-]

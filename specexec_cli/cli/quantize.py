@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,8 +14,12 @@ from specexec_cli.catalog.registry import load_registry
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.complete import model_names
 from specexec_cli.cli.fetching import agree, fetch_all
+from specexec_cli.cli.render import LoadingBar
 from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from specexec_cli.models.quantize import QuantizationPlan
 
 _BITS = (2, 3, 4, 8)
 _NO_TEXT = "none"  # the value of --calibration for no text; a file of this name is ./none
@@ -62,15 +66,26 @@ def quantize(
         fetch_all(downloads, quiet=quiet)
     folder = fetch(entry, offline=offline)
 
-    from specexec_cli.cli.render import LoadingBar
-    from specexec_cli.models.quantize import plan_quantization, write_quantized
+    from specexec_cli.models.quantize import plan_quantization
     from specexec_cli.offload.store import read_checkpoint
 
     try:
         plan = plan_quantization(read_checkpoint(folder), bits, group_size)
     except ConfigError as error:
         raise ConfigError(f"{error}: choose other --bits, or a --group-size that suits") from error
-    pieces = _pieces(folder, calibration)
+    _write(plan, out, _pieces(folder, calibration), quiet)
+    if not quiet:
+        sizes = format_bytes(plan.source.total_bytes), format_bytes(plan.n_bytes)
+        print(
+            f"{out}: {len(plan.linears)} linears in {bits} bits, {sizes[0]} -> {sizes[1]}",
+            file=sys.stderr,
+        )
+
+
+def _write(plan: QuantizationPlan, out: Path, pieces: list[list[int]], quiet: bool) -> None:
+    """Writes the copy and shows a bar; stopped by Ctrl-C, it leaves nothing behind."""
+    from specexec_cli.models.quantize import write_quantized
+
     bar = LoadingBar(shown=not quiet, title="quantizing")
     try:
         write_quantized(plan, out, bar, pieces=pieces)
@@ -81,12 +96,6 @@ def quantize(
         raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
     finally:
         bar.close()
-    if not quiet:
-        sizes = format_bytes(plan.source.total_bytes), format_bytes(plan.n_bytes)
-        print(
-            f"{out}: {len(plan.linears)} linears in {bits} bits, {sizes[0]} -> {sizes[1]}",
-            file=sys.stderr,
-        )
 
 
 def _pieces(folder: Path, calibration: str) -> list[list[int]]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from specexec_cli.cli import options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.opening import opened
 from specexec_cli.cli.option_groups import Shown, grouped, with_drafts
+from specexec_cli.cli.options import option
 from specexec_cli.config import ADVANCED, GenerationConfig, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.planning.request import MOST_SLOTS, Request
@@ -19,7 +21,6 @@ from specexec_cli.planning.request import MOST_SLOTS, Request
 if TYPE_CHECKING:
     from socket import socket
 
-    from specexec_cli.loading import Notice, Progress
     from specexec_cli.serve.guards import Access
     from specexec_cli.serve.service import Defaults
     from specexec_cli.session import TextSession
@@ -28,50 +29,59 @@ _SERVER = "Server"
 _SLOTS = 4  # default: while weights stream, rows of four texts cost no more time than those of one
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """Options of the server itself."""
+
+    host: Annotated[str, option(_SERVER, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, option(_SERVER, "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    api_key: Annotated[
+        str | None,
+        option(
+            _SERVER, "Key that requests must bring; required where others can reach the server.",
+            envvar="SPECEXEC_API_KEY", show_envvar=True,
+        ),
+    ] = None  # fmt: skip
+    cors_origin: Annotated[
+        list[str] | None,
+        option(
+            ADVANCED,
+            "A page elsewhere that may ask, as in https://chat.example. May be repeated.",
+        ),
+    ] = None
+    queue: Annotated[
+        int, option(ADVANCED, "Texts that may wait; more are refused (429).", min=0, max=10_000)
+    ] = 32
+    slots: Annotated[
+        int | None,
+        option(
+            _SERVER, "Texts at once, each with memory of its own. Default: 4 where that fits.",
+            min=1, max=MOST_SLOTS,
+        ),
+    ] = None  # fmt: skip
+
+    def access(self) -> Access:
+        """Who may ask the server.
+
+        Raises:
+            ConfigError: other machines may ask, and there is no key.
+        """
+        from specexec_cli.serve.guards import Access
+
+        origins = tuple(self.cors_origin or ())
+        access = Access(host=self.host, api_key=self.api_key or None, origins=origins)
+        if not access.loopback and access.api_key is None:
+            raise ConfigError(
+                f"--host {self.host} lets other machines ask: set a key with --api-key or "
+                "SPECEXEC_API_KEY"
+            )
+        return access
+
+
 @grouped
 def serve(
     *,
-    host: Annotated[
-        str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int,
-        typer.Option(min=0, max=65535, help="Port; 0 takes a free one.", rich_help_panel=_SERVER),
-    ] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SPECEXEC_API_KEY",
-            show_envvar=True,
-            rich_help_panel=_SERVER,
-            help="Key that requests must bring; required where others can reach the server.",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A page elsewhere that may ask, as in https://chat.example. May be repeated.",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = None,
-    queue: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            max=10_000,
-            help="Texts that may wait; more are refused (429).",
-            rich_help_panel=ADVANCED,
-        ),
-    ] = 32,
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=MOST_SLOTS,
-            rich_help_panel=_SERVER,
-            help="Texts at once, each with memory of its own. Default: 4 where that fits.",
-        ),
-    ] = None,
+    server: ServerOptions,
     generation: Annotated[GenerationConfig, Shown("max_tokens", max_tokens=1024)],
     context: options.Context = None,
     sampling: Annotated[SamplingConfig, Shown(without="seed")],
@@ -83,31 +93,23 @@ def serve(
 
     --max-tokens and the sampling options hold for requests that say nothing about them. A request
     without a seed gets one of its own. Ctrl-C ends the server.
-    """  # fmt: skip
+    """
     request = replace(with_drafts(asked), context_tokens=context, remember=True)
     _check_extra()
 
-    from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.serve.guards import Access
     from specexec_cli.serve.run import listen
     from specexec_cli.serve.service import Defaults
 
-    access = Access(host=host, api_key=api_key or None, origins=tuple(cors_origin or ()))
-    if not access.loopback and access.api_key is None:
-        raise ConfigError(
-            f"--host {host} lets other machines ask: set a key with --api-key or SPECEXEC_API_KEY"
-        )
+    access = server.access()
     defaults = Defaults(sampling=sampling, max_tokens=generation.max_tokens)
     interrupted = False
-    with listen(host, port) as address:  # fails before models load for minutes
+    with listen(server.host, server.port) as address:  # fails before models load for minutes
         fetch_first(request, yes=yes, quiet=quiet)
-        bar = LoadingBar(shown=not quiet)
         try:
-            session, slots = _open(request, slots, (lambda line: None) if quiet else notice, bar)
+            session, slots = _open(request, server.slots, quiet)
             with session:
-                bar.close()
                 session.context_limit = context
-                interrupted = _run(session, slots, queue, defaults, access, address, quiet)
+                interrupted = _run(session, slots, server.queue, defaults, access, address, quiet)
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:
@@ -148,25 +150,22 @@ def _run(
     return server.interrupted
 
 
-def _open(
-    request: Request, slots: int | None, notice: Notice, progress: Progress
-) -> tuple[TextSession, int]:
+def _open(request: Request, slots: int | None, quiet: bool) -> tuple[TextSession, int]:
     """Opens a session; returns it with its number of texts at once.
 
     If `slots` is None, that number is _SLOTS, or 1 if memory or the method does not allow more.
     """
     from specexec_cli.drafting.policies import POLICIES
     from specexec_cli.planning.memory import DoesNotFitError
-    from specexec_cli.session import open_session
 
     policy = request.tree.policy
     one_text = policy is not None and POLICIES[policy].needs not in (None, "cost")
     if slots is None and request.method != "dsi" and not one_text:
         several = replace(request, slots=_SLOTS)
         with contextlib.suppress(DoesNotFitError):
-            return open_session(several, notice=notice, progress=progress), _SLOTS
+            return opened(several, quiet=quiet), _SLOTS
     slots = slots or 1
-    return open_session(replace(request, slots=slots), notice=notice, progress=progress), slots
+    return opened(replace(request, slots=slots), quiet=quiet), slots
 
 
 def _check_extra() -> None:

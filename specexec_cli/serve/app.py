@@ -41,7 +41,12 @@ def create_app(service: Service, access: Access) -> Any:
     _add_errors(app)
     _add_facts(app, service)
     _add_page(app)
+    _add_chat(app, service, bodies)
+    _add_completions(app, service, bodies)
+    return _guarded(app, access)
 
+
+def _add_chat(app: FastAPI, service: Service, bodies: Bodies) -> None:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         async with bodies.read(request) as raw:
@@ -68,6 +73,8 @@ def create_app(service: Service, access: Access) -> Any:
         answer = chat_completions.ChatAnswer(service, request, body, texts, prompt, known, tools)
         return await answer.response()
 
+
+def _add_completions(app: FastAPI, service: Service, bodies: Bodies) -> None:
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
         async with bodies.read(request) as raw:
@@ -95,8 +102,6 @@ def create_app(service: Service, access: Access) -> Any:
             "model for them",
             code="not_supported",
         )
-
-    return _guarded(app, access)
 
 
 def _guarded(app: FastAPI, access: Access) -> Any:

@@ -13,6 +13,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.opening import opened
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.config import ADVANCED, DsiOptions, SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
@@ -21,7 +22,6 @@ from specexec_cli.lab.commands.bench_models import (
     measured_request,
     open_distributed,
     open_models,
-    opened,
 )
 from specexec_cli.lab.commands.bench_paper import paper
 
@@ -110,7 +110,7 @@ def bench(
     request = measured_request(asked, sets, max_tokens, several_drafts=apart)
     fetch_first(request, yes=yes, quiet=quiet)
     with ExitStack() as stack:
-        session = stack.enter_context(opened(request, quiet))
+        session = stack.enter_context(opened(request, quiet=quiet))
         distributed, how = None, None
         if apart:
             wanted = replace(workers, more_drafts=request.dsi.more_drafts)

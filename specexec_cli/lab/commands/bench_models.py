@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
+from specexec_cli.cli.opening import opened
 from specexec_cli.config import DsiOptions
 from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request, TreeRequest
@@ -40,27 +41,13 @@ def measured_request(
     )  # fmt: skip
 
 
-def opened(request: Request, quiet: bool) -> TextSession:
-    """Opens a session of models on this machine, and shows a bar while they load."""
-    from specexec_cli.cli.render import LoadingBar, notice
-    from specexec_cli.session import open_session
-
-    bar = LoadingBar(shown=not quiet)
-    try:
-        return open_session(
-            request, notice=(lambda line: None) if quiet else notice, progress=bar,
-        )  # fmt: skip
-    finally:
-        bar.close()
-
-
 def open_models(
     asked: Request, sets: Sequence[Dataset], max_tokens: int, yes: bool, quiet: bool
 ) -> TextSession:
     """Opens a session with memory planned for the longest prompt; shows a bar while it loads."""
     request = measured_request(asked, sets, max_tokens)
     fetch_first(request, yes=yes, quiet=quiet)
-    return opened(request, quiet)
+    return opened(request, quiet=quiet)
 
 
 def open_distributed(
@@ -75,7 +62,7 @@ def open_distributed(
 
     request = replace(request, method="dsi", dsi=wanted)
     fetch_first(request, yes=yes, quiet=quiet)
-    session = opened(request, quiet)
+    session = opened(request, quiet=quiet)
     if session.method != "dsi":
         session.close()
         raise ConfigError(

@@ -118,10 +118,11 @@ def _both(
     """Times the target, then the draft model; also returns the target's settings and both names."""
     from specexec_cli.catalog.registry import load_registry
     from specexec_cli.cli.fetching import fetch_first
+    from specexec_cli.cli.opening import opened
     from specexec_cli.cli.render import CountBar
     from specexec_cli.lab.bench.measure import measure_model
     from specexec_cli.lab.bench.runner import encode_prompts
-    from specexec_cli.lab.commands.bench_models import measured_request, opened
+    from specexec_cli.lab.commands.bench_models import measured_request
     from specexec_cli.planning.chosen_models import choose_pair
 
     request = measured_request(asked, [dataset], lengths[1])
@@ -136,7 +137,7 @@ def _both(
     settings: dict[str, str] = {}
     with CountBar("texts", 2 * len(dataset.prompts), shown=not quiet) as bar:
         for name in names:
-            with opened(replace(alone, target=name), quiet) as session:
+            with opened(replace(alone, target=name), quiet=quiet) as session:
                 if not encoded:
                     encoded, _ = encode_prompts(session, dataset, lengths[1])
                     settings = dict(session.settings)
