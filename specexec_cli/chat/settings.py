@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig, TreeConfig
 from specexec_cli.errors import ConfigError, nearest
 
 # key -> (the part of ChatSettings it lives in, its name there, how its text is read)
-_KEYS: dict[str, tuple[str, str, type[int] | type[float]]] = {
-    "temperature": ("sampling", "temperature", float),
-    "top_k": ("sampling", "top_k", int),
-    "top_p": ("sampling", "top_p", float),
-    "min_p": ("sampling", "min_p", float),
-    "repetition_penalty": ("sampling", "repetition_penalty", float),
-    "seed": ("sampling", "seed", int),
+_KEYS: dict[str, tuple[str, str, Any]] = {
+    **{each.name: ("sampling", each.name, type(each.default)) for each in fields(SamplingConfig)},
     "max_tokens": ("generation", "max_tokens", int),
     "budget": ("tree", "budget", int),
     "depth": ("tree", "max_depth", int),

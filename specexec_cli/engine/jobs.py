@@ -29,8 +29,8 @@ from specexec_cli.guarded import parse_json
 from specexec_cli.kept import replacing
 from specexec_cli.session.encoding import PromptEncoder
 
-_SAMPLING = {field.name for field in fields(SamplingConfig)}
-_KEYS = {"id", "prompt", "messages", "max_tokens", "stop"} | _SAMPLING
+_KEYS = {"id", "prompt", "messages"}
+_KEYS |= {field.name for config in (SamplingConfig, GenerationConfig) for field in fields(config)}
 _BEGINNING = b'{"id": '  # how each line of a text begins
 _AHEAD = 2  # texts submitted for each seat, so that a seat that becomes free never waits
 
@@ -112,14 +112,12 @@ def _job(
     stop = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else stop
     if not isinstance(stop, tuple) or not all(isinstance(each, str) for each in stop):
         raise ConfigError("'stop' must be a string or a list of strings")
-    length = value.get("max_tokens", generation.max_tokens)
-    if type(length) is not int:
-        raise ConfigError("'max_tokens' must be a whole number")
+    generation = replace(generation, **_numbers(value, generation), stop=stop)
     return Job(
         id=own_id,
         prompt=_prompt(value, chat),
-        sampling=_sampling(value, sampling),
-        generation=GenerationConfig(max_tokens=length, stop=stop),
+        sampling=replace(sampling, **_numbers(value, sampling)),
+        generation=generation,
     )
 
 
@@ -141,13 +139,20 @@ def _prompt(value: Mapping[str, Any], chat: bool) -> str | tuple[Mapping[str, st
     return tuple(messages)
 
 
-def _sampling(value: Mapping[str, Any], sampling: SamplingConfig) -> SamplingConfig:
-    given = {name: value[name] for name in _SAMPLING & value.keys()}
-    for name, number in given.items():
-        whole = type(getattr(sampling, name)) is int
-        if type(number) is not int and (whole or type(number) is not float):
-            raise ConfigError(f"'{name}' must be a {'whole ' if whole else ''}number")
-    return replace(sampling, **given)
+def _numbers(value: Mapping[str, Any], config: SamplingConfig | GenerationConfig) -> dict[str, Any]:
+    """The numbers of a config that a line has values for.
+
+    Raises:
+        ConfigError: a value is no number, or not a whole one where the config has one.
+    """
+    given = {}
+    for field in fields(config):
+        name, kind = field.name, type(field.default)
+        if kind in (int, float) and name in value:
+            if type(value[name]) not in (int, kind):
+                raise ConfigError(f"'{name}' must be a {'whole ' * (kind is int)}number")
+            given[name] = value[name]
+    return given
 
 
 def _tell(running: Running, ended: queue.SimpleQueue[Running]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from specexec_cli.config import SamplingConfig
 from specexec_cli.serve.api_errors import ApiError
 from specexec_cli.serve.reading import Window, read_body
 
@@ -40,7 +42,15 @@ class ResponseFormat(_Body):
     json_schema: dict[str, Any] | None = None
 
 
-class _Sampled(_Body):
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_sampling: Any = {
+    each.name: ((_Finite if isinstance(each.default, float) else int) | None, None)
+    for each in fields(SamplingConfig)
+}
+_Sampling = create_model("_Sampling", __base__=_Body, **_sampling)
+
+
+class _Sampled(_Sampling):  # type: ignore[misc, valid-type]  # mypy knows no class made by a call
     """Fields of both kinds of completions; None stands for the server's default."""
 
     model: _Text | None = None
@@ -48,13 +58,8 @@ class _Sampled(_Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=16)] | None = None
-    seed: int | None = None
     max_tokens: _Count | None = None
-    temperature: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    top_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None
-    min_p: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    repetition_penalty: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=1 << 30)] | None = None  # -1: every token, as for 0
     response_format: ResponseFormat | None = None
     # only their default values are accepted; clients send these fields explicitly
     frequency_penalty: _Zero | None = None

@@ -7,7 +7,7 @@ import copy
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
@@ -220,8 +220,8 @@ def sampling_of(body: ChatBody | CompletionBody, defaults: SamplingConfig) -> Sa
     Raises:
         ConfigError: a value is out of range.
     """
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-    asked = {name: getattr(body, name) for name in names if getattr(body, name) is not None}
+    names = {field.name for field in fields(SamplingConfig)}
+    asked = body.model_dump(include=names, exclude_none=True)
     if asked.get("top_k") == -1:  # some clients write this to keep every token
         asked["top_k"] = 0
     asked.setdefault("seed", secrets.randbits(31))
