@@ -14,11 +14,14 @@ import typer
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
 from specexec_cli.cli.opening import opened
+from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import PanelCommand, PanelGroup
 from specexec_cli.config import ADVANCED, DsiOptions, SamplingConfig, TreeConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.commands.bench_grid import GridOptions, numbers, words
 from specexec_cli.lab.commands.bench_models import (
+    PROMPTS,
+    Data,
     measured_request,
     open_distributed,
     open_models,
@@ -38,25 +41,17 @@ app = typer.Typer(
 
 app.command(cls=PanelCommand)(paper)
 
-_DATA = "Prompts"
-
 DatasetNames = Annotated[
     str,
-    typer.Option(
-        "--dataset",
-        help="demo, oasst, wikitext2, c4, mt-bench, humaneval, mbpp, cnn-dailymail, alpaca, a "
-        "FILE, or NAME=FILE.",
-        rich_help_panel=_DATA,
+    option(
+        PROMPTS,
+        "demo, oasst, wikitext2, c4, mt-bench, humaneval, mbpp, cnn-dailymail, alpaca, a FILE, or "
+        "NAME=FILE.",
     ),
 ]
-Data = Annotated[Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)]
-Prompts = Annotated[int, typer.Option(help="Prompts per dataset.", rich_help_panel=_DATA)]
-Repeats = Annotated[
-    int, typer.Option(help="Runs of each combination and prompt.", rich_help_panel=ADVANCED)
-]
-Warmup = Annotated[
-    int, typer.Option(help="Short unmeasured runs of each combination.", rich_help_panel=ADVANCED)
-]
+Prompts = Annotated[int, option(PROMPTS, "Prompts per dataset.")]
+Repeats = Annotated[int, option(ADVANCED, "Runs of each combination and prompt.")]
+Warmup = Annotated[int, option(ADVANCED, "Short unmeasured runs of each combination.")]
 Results = Annotated[Path, typer.Option(help="Runs are appended here; none is repeated.")]
 Output = Annotated[str, typer.Option("--output", "-o", help="table, md, json or csv.")]
 
@@ -76,10 +71,7 @@ def bench(
     max_tokens: option_groups.MaxTokens = 128,
     baseline_tokens: Annotated[
         int | None,
-        typer.Option(
-            help="Fewer tokens for the baseline, which is slow. Default: as many.",
-            rich_help_panel=ADVANCED,
-        ),
+        option(ADVANCED, "Fewer tokens for the baseline, which is slow. Default: as many."),
     ] = None,
     repeats: Repeats = 1,
     warmup: Warmup = 1,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.fetching import fetch_first
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from specexec_cli.lab.bench.cases import Workers
     from specexec_cli.lab.bench.datasets import Dataset
     from specexec_cli.session import TextSession
+
+PROMPTS = "Prompts"  # a panel of the help
+Data = Annotated[Path, options.option(PROMPTS, "Folder of the datasets' files.")]
 
 
 def measured_request(

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.options import option
 from specexec_cli.config import SamplingConfig
 from specexec_cli.errors import ConfigError
+from specexec_cli.lab.commands.bench_models import PROMPTS, Data, measured_request
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,23 +24,15 @@ if TYPE_CHECKING:
     from specexec_cli.lab.bench.runner import BenchPrompt
     from specexec_cli.planning.request import Request
 
-_DATA = "Prompts"
-
 
 @option_groups.grouped
 def measure(
     *,
     asked: option_groups.Measured,
     yes: options.Yes = False,
-    dataset: Annotated[
-        str, typer.Option(help="A name or a file, as in bench.", rich_help_panel=_DATA)
-    ] = "demo",
-    data: Annotated[
-        Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
-    ] = Path("data"),
-    prompts: Annotated[
-        int, typer.Option(help="How many, drawn at random by --seed.", rich_help_panel=_DATA)
-    ] = 50,
+    dataset: Annotated[str, option(PROMPTS, "A name or a file, as in bench.")] = "demo",
+    data: Data = Path("data"),
+    prompts: Annotated[int, option(PROMPTS, "How many, drawn at random by --seed.")] = 50,
     timed_tokens: Annotated[int, typer.Option(help="Tokens of each text that are timed.")] = 20,
     match_tokens: Annotated[
         int, typer.Option(help="Tokens of each text that are compared, and its length.")
@@ -122,7 +116,6 @@ def _both(
     from specexec_cli.cli.render import CountBar
     from specexec_cli.lab.bench.measure import measure_model
     from specexec_cli.lab.bench.runner import encode_prompts
-    from specexec_cli.lab.commands.bench_models import measured_request
     from specexec_cli.planning.chosen_models import choose_pair
 
     request = measured_request(asked, [dataset], lengths[1])

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.options import option
 from specexec_cli.config import ADVANCED, SamplingConfig
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError
 from specexec_cli.lab.bench.parts import PARTS, Counts
+from specexec_cli.lab.commands.bench_models import PROMPTS, Data
 
 if TYPE_CHECKING:
     from specexec_cli.drafting.classifier import Classifier
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
     from specexec_cli.lab.training import Costs, Evaluation, Text
     from specexec_cli.session import TextSession
 
-_DATA = "Prompts"
 _FEWEST = 5  # fewest texts of a dataset: three for training, one for tuning, one for tests
 
 
@@ -36,26 +37,17 @@ def train_policy(
     asked: option_groups.Measured,
     yes: options.Yes = False,
     dataset: Annotated[
-        str,
-        typer.Option(
-            help="To train on: names or files as in bench, a comma list.", rich_help_panel=_DATA
-        ),
+        str, option(PROMPTS, "To train on: names or files as in bench, a comma list.")
     ] = "demo",
-    transfer: Annotated[
-        str, typer.Option(help="To test on without training, likewise.", rich_help_panel=_DATA)
-    ] = "",
-    data: Annotated[
-        Path, typer.Option(help="Folder of the datasets' files.", rich_help_panel=_DATA)
-    ] = Path("data"),
-    prompts: Annotated[
-        int, typer.Option(help="Random prompts per dataset.", rich_help_panel=_DATA)
-    ] = 40,
+    transfer: Annotated[str, option(PROMPTS, "To test on without training, likewise.")] = "",
+    data: Data = Path("data"),
+    prompts: Annotated[int, option(PROMPTS, "Random prompts per dataset.")] = 40,
     splits: Annotated[
         str,
-        typer.Option(
-            help="Prompts to train, tune and test on, as 500,80,80 in the paper. Default: three "
-            "fifths, one and one of --prompts.",
-            rich_help_panel=ADVANCED,
+        option(
+            ADVANCED,
+            "Prompts to train, tune and test on, as 500,80,80 in the paper. Default: "
+            "three fifths, one and one of --prompts.",
         ),
     ] = "",
     max_tokens: option_groups.MaxTokens = 128,
