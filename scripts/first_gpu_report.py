@@ -1,6 +1,6 @@
-"""Steps that run one after another, each in a process of its own, and the report that they fill.
+"""Runs steps one after another, each in a process of its own, and writes a report of them.
 
-Knows no GPU: what a step runs, what it needs and how its output is judged come from first_gpu_plan.
+Knows no GPU: first_gpu_plan says what a step runs, what it needs and how its output is judged.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SHOWN_LINES = 25  # of a step's output, the last ones, where a check of it failed
-STOPPING_S = 10.0  # that a step which is told to end has to do so
+SHOWN_LINES = 25  # the last lines of a step's output that are shown if a check of it failed
+STOPPING_S = 10.0  # seconds that a step has to end after it is told to
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a step found, held against what it should be."""
+    """One result of a step, and what it should be."""
 
     name: str
     passed: bool
     found: str
-    wanted: str = ""  # empty where it is told and not judged
+    wanted: str = ""  # empty if the result is only reported, not judged
 
     @property
     def line(self) -> str:
@@ -35,7 +35,8 @@ class Check:
         return f"- {'pass' if self.passed else 'FAIL'}: {self.name}: {self.found}{wanted}"
 
 
-# (exit status, output) -> what the step found; ValueError and the like where it cannot be read.
+# judge(exit status, output) gives the step's checks; raises ValueError and the like if the output
+# cannot be read.
 Judge = Callable[[int, str], list[Check]]
 
 
@@ -48,19 +49,19 @@ class Step:
     command: Sequence[str]
     limit_s: float
     judge: Judge
-    # Why it is not possible here, asked just before it would run; None where it is.
+    # Says why the step is not possible here, or None if it is; called just before it would run.
     obstacle: Callable[[], str | None] = lambda: None
-    environment: dict[str, str] = field(default_factory=dict)  # beside the runner's own
+    environment: dict[str, str] = field(default_factory=dict)  # added to the runner's own
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a step."""
+    """The result of a step."""
 
     step: Step
     checks: tuple[Check, ...]
     seconds: float
-    skipped: str = ""  # why it was not possible
+    skipped: str = ""  # why it was not possible; empty if it ran
 
     @property
     def verdict(self) -> str:
@@ -71,11 +72,12 @@ class Outcome:
 
 
 def run_steps(steps: Sequence[Step], report: Path, heading: str, logs: Path) -> list[Outcome]:
-    """Runs every step, whatever became of those before it.
+    """Runs every step, also after others have failed.
 
     Args:
-        report: a Markdown file that is written as the steps end.
-        heading: what stands at its top.
+        steps: in their order.
+        report: a Markdown file, written again after each step.
+        heading: the report's beginning.
         logs: a folder for the steps' whole outputs.
     """
     logs.mkdir(parents=True, exist_ok=True)
@@ -125,7 +127,8 @@ def _run(step: Step, log: Path) -> Outcome:
 
 
 def _wait(child: subprocess.Popen[bytes], limit_s: float) -> int | None:
-    """The exit status; None of a child that was ended, with what it had started, for being late."""
+    """Waits for a child; its exit status, or None if it was too late and was ended with all that it
+    had started."""
     try:
         return child.wait(limit_s)
     except subprocess.TimeoutExpired:
@@ -153,7 +156,7 @@ def _section(outcome: Outcome, log: Path) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """A table of all steps, and the one line that counts."""
+    """A table of all steps, and the verdict."""
     lines = ["", "## Together", "", "| step | verdict | s |", "|---|---|---:|"]
     lines += [
         f"| {outcome.step.title} | {outcome.verdict} | {outcome.seconds:.0f} |"
@@ -163,7 +166,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """Whether everything that was possible passed."""
+    """One line that says whether everything that was possible passed."""
     words = [outcome.verdict for outcome in outcomes]
     failed, skipped, passed = (words.count(word) for word in ("FAIL", "not possible", "pass"))
     counted = f"{passed} steps passed, {failed} failed, {skipped} not possible"
@@ -171,10 +174,10 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
 
 
 def last_json(output: str) -> Any:
-    """The JSON object that the last line of an output is.
+    """The JSON object in the last line of an output.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the last line is no JSON object.
     """
     lines = output.strip().splitlines()
     if not lines:
@@ -191,7 +194,7 @@ def own_checks(status: int, output: str) -> list[Check]:
 
 
 def exit_status(status: int, output: str) -> list[Check]:
-    """Of a step that says no more than that it worked."""
+    """The check of a step with nothing but an exit status to judge."""
     return [Check("exit status", status == 0, str(status), "0")]
 
 

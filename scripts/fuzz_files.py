@@ -1,11 +1,11 @@
-"""Mutants of every kind of file and answer that is read: no traceback, hang or growth of memory.
+"""Read mutants of every kind of file and answer: no traceback, hang or growth of memory.
 
     python scripts/fuzz_files.py --mutants 1000
 
-The kinds, and what is asked of each, are tests/file_kinds.py's, of which the tests try a hundred
-mutants each. Each kind has a process of its own, whose address space is limited and which ends
-itself when one mutant takes longer than a minute. A line for each kind, then one JSON object; the
-exit code is 1 where anything was wrong. A mutant is tried again by --only KIND --first SEED.
+tests/file_kinds.py has the kinds and what each must do; the tests try a hundred mutants of each.
+Each kind runs in a process of its own with a limited address space, which ends itself if one mutant
+takes longer than a minute. Prints a line for each kind, then one JSON object; the exit code is 1 if
+anything was wrong. To try a mutant again: --only KIND --first SEED.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-HANGS_S = 10.0  # of processor time
+HANGS_S = 10.0  # seconds of processor time after which a mutant counts as a hang
 _GIVES_UP_S = 60.0
-_MOST_BYTES = 24 << 30  # of address space, of which torch takes some without using it
-_MOST_GROWTH = 200_000_000  # bytes that a process may hold at its end beyond those of its beginning
-_WARM = 20  # mutants before memory is looked at
+_MOST_BYTES = 24 << 30  # bytes of address space; torch reserves much that it does not use
+_MOST_GROWTH = 200_000_000  # bytes that a process may grow by
+_WARM = 20  # mutants before memory is measured first
 
 
 def resident_bytes() -> int:
-    """Memory that this process holds."""
+    """The resident memory of this process."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def try_kind(name: str, first: int, mutants: int, folder: Path) -> dict[str, Any]:
-    """Reads mutants of one kind, and says what became of them."""
+    """Reads mutants of one kind; returns counts and failures."""
     from file_kinds import KINDS, outcome
 
     warnings.simplefilter("ignore")
@@ -77,9 +77,9 @@ def try_kind(name: str, first: int, mutants: int, folder: Path) -> dict[str, Any
 
 
 def in_a_process(name: str, given: argparse.Namespace) -> dict[str, Any]:
-    """As try_kind, in a process that may die of it."""
+    """`try_kind` in a process of its own, which may die of a mutant."""
     with tempfile.TemporaryDirectory() as folder:
-        # whose files are deleted, and with them what sessions would keep
+        # the home folder is temporary, so what sessions keep is deleted with it
         quiet = {"HF_HUB_VERBOSITY": "error", "TRANSFORMERS_VERBOSITY": "error"}
         environment = {**os.environ, **quiet, "XDG_CACHE_HOME": f"{folder}/cache"}
         (Path(folder) / "files").mkdir()

@@ -1,9 +1,11 @@
-"""A rig's GPTQ weights of 4 bits as llama.cpp's Q4_0: the same numbers in another order.
+"""Converts a rig's 4-bit GPTQ weights to llama.cpp's Q4_0: the same numbers in another order.
 
-Both mean scale * (code - 8) where GPTQ's zero points are 8, so that nothing is rounded anew. GPTQ
-packs eight inputs of an output into a word; Q4_0 takes 32 inputs of an output: an fp16 scale, and
-16 bytes whose low halves are the first 16 codes, whose high halves are the others
-(ggml/src/ggml-common.h of ggml-org/llama.cpp, block_q4_0). Knows no files.
+With GPTQ zero points of 8, both formats mean scale * (code - 8), so nothing is rounded again. GPTQ
+packs eight inputs of an output into a word. Q4_0 has a block for 32 inputs of an output: an fp16
+scale, then 16 bytes with the first 16 codes in their low halves and the others in their high
+halves. Knows no files.
+
+Source: block_q4_0 in ggml/src/ggml-common.h of ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-LEAVES = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}  # of a linear, and their dtypes
-_BLOCK = 32  # inputs that share one of Q4_0's scales
-_ZEROS_OF_8 = 0x77777777  # eight of them, stored minus one
+LEAVES = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}  # a linear's tensors, and dtypes
+_BLOCK = 32  # inputs of a Q4_0 block
+_ZEROS_OF_8 = 0x77777777  # a word of eight zero points of 8, stored minus one
 
 
 @dataclass(frozen=True, slots=True)
 class GptqLinear:
-    """What a GPTQ checkpoint keeps of a linear; the bytes of each tensor as they are stored."""
+    """The tensors of a linear in a GPTQ checkpoint, as they are stored."""
 
     qweight: NDArray[np.uint32]  # (inputs / 8, outputs)
     qzeros: NDArray[np.uint32]  # (groups, outputs / 8)
@@ -32,10 +34,10 @@ class GptqLinear:
         return self.qweight.shape[1], 8 * self.qweight.shape[0]
 
     def q4_0(self) -> NDArray[np.uint8]:
-        """(outputs, inputs / 32 * 18) bytes.
+        """The weight in Q4_0, (outputs, inputs / 32 * 18) bytes.
 
         Raises:
-            ValueError: Q4_0 cannot say the same.
+            ValueError: the weight has no exact form in Q4_0.
         """
         outputs, inputs = self.shape
         group = inputs // len(self.scales)

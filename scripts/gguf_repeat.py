@@ -1,11 +1,12 @@
-"""Write a GGUF of a speed rig with more layers: the rig's own extra ones again and again.
+"""Write a longer GGUF of a speed rig, with the rig's extra layers repeated.
 
     python gguf_rig.py RIG16 RIG.Q4_K_M.gguf Q4_K_M
     python gguf_repeat.py RIG.Q4_K_M.gguf LONG.Q4_K_M.gguf 32        (needs the package gguf)
 
-Quantizing a large file takes many minutes; copying bytes takes as long as the disk. The layers of a
-rig behind the source's (8 of the demo target, unless --source-layers says otherwise) add zero to
-what runs through them, so the longer file writes the same text, and takes a longer file's time.
+Quantizing a large file takes many minutes; copying its bytes takes only as long as the disk needs.
+A rig's layers after the source's (the demo target has 8; see --source-layers) add zero to the
+residual stream. So the longer file generates the same text, and its passes take the time of a
+larger model.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ def repeat(source: Path, out: Path, layers: int, source_layers: int) -> None:
     """Writes the longer file.
 
     Args:
-        layers: of the longer file.
-        source_layers: the first layers, which stay as they are.
+        source: a GGUF of a rig.
+        out: the file to write.
+        layers: number of layers of the longer file.
+        source_layers: number of first layers, which are not repeated.
     """
     reader = gguf.GGUFReader(source)
     kind = str(reader.fields["general.architecture"].contents())
@@ -58,7 +61,7 @@ def repeat(source: Path, out: Path, layers: int, source_layers: int) -> None:
 def _placed(
     tensors: list[gguf.ReaderTensor], count: int, layers: int, source_layers: int
 ) -> Iterator[tuple[str, gguf.ReaderTensor]]:
-    """Names in the longer file and the tensors that they have, layers in turn."""
+    """Yields the names of the longer file's tensors with the tensors, layer after layer."""
     by_layer: dict[int, list[gguf.ReaderTensor]] = {}
     for tensor in tensors:
         if found := _LAYER.match(tensor.name):

@@ -2,13 +2,13 @@
 
     python gguf_rig.py RIG OUT.gguf [BITS [pure]]        (needs the packages gguf and numpy)
 
-BITS is 16 (bfloat16, unless told), 8 (Q8_0) or 4 (Q4_0): layers in so many bits, embeddings and
-head in bfloat16, as rigs of packed weights have them. Q4_K_M, or another mixture that llama.cpp has
-(needs llama-cpp-python besides), is what its own quantizer makes of the bfloat16 file; with `pure`
-all matrices whose rows are whole blocks are of one type. A rig of `make_rig.py --bits 4` becomes
-Q4_0 without rounding (gguf_gptq.py): the very same weights, for which BITS is left away.
+BITS is 16 (bfloat16, the default), 8 (Q8_0) or 4 (Q4_0) and applies to the layers; embeddings and
+head are bfloat16, as in rigs of packed weights. BITS may also be a mixture of llama.cpp such as
+Q4_K_M, which its own quantizer makes from the bfloat16 file (needs llama-cpp-python too); with
+`pure`, all matrices with rows of whole blocks get one type. A rig of `make_rig.py --bits 4` becomes
+Q4_0 without rounding (gguf_gptq.py), with the same weights; leave BITS out for that.
 
-The vocabulary is the rig's own, where it has a tokenizer.json of a byte-level BPE.
+The vocabulary is the rig's own if it has a tokenizer.json of a byte-level BPE.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ _PACKED = {"I32": np.uint32, "F16": np.float16}
 
 
 def _wide(words: np.ndarray) -> np.ndarray:
-    """float32 of bf16 words, or of what is float32 already."""
+    """bfloat16 words as float32; float32 numbers as they are."""
     if words.dtype == np.float32:
         return words
     return (words.astype(np.uint32) << 16).view(np.float32)
 
 
-Matrix = np.ndarray | GptqLinear  # bf16 words, float32, or packed weights
-Matrices = list[Matrix]  # a tensor's own, or each expert's
+Matrix = np.ndarray | GptqLinear  # bfloat16 words, float32, or packed weights
+Matrices = list[Matrix]  # one matrix, or one for each expert
 
 
 def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrices]]:
-    """(name in the GGUF, shape, what it holds) of every tensor; experts are stacked."""
+    """Yields (name in the GGUF, shape, matrices) of every tensor; experts are stacked."""
     stacks: dict[str, dict[int, tuple[tuple[int, ...], Matrix]]] = {}
     for name, shape, words in _linears(rig):
         place = re.fullmatch(r"model\.layers\.(\d+)\..*\.experts\.(\d+)\.(w\d)\.weight", name)
@@ -67,7 +67,7 @@ def _tensors(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrices]]:
 
 
 def _linears(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrix]]:
-    """(name, shape, what it holds) of every weight; the tensors of a packed one are one."""
+    """Yields (name, shape, matrix) of every weight; a packed weight's tensors are one matrix."""
     waiting: dict[str, dict[str, np.ndarray]] = {}
     for name, shape, words in _stored(rig):
         linear, _, leaf = name.rpartition(".")
@@ -84,7 +84,7 @@ def _linears(rig: Path) -> Iterator[tuple[str, tuple[int, ...], Matrix]]:
 
 
 def _stored(rig: Path) -> Iterator[tuple[str, tuple[int, ...], np.ndarray]]:
-    """(name, shape, the numbers as they are stored) of every tensor in the checkpoint's files."""
+    """Yields (name, shape, numbers as stored) of every tensor in the checkpoint's files."""
     for path in sorted(rig.glob("*.safetensors")):
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
@@ -145,7 +145,7 @@ def _header(writer: gguf.GGUFWriter, config: dict[str, Any], bits: int) -> None:
 
 
 def _numbers(writer: gguf.GGUFWriter, vocab_size: int) -> None:
-    """A vocabulary where only its size matters: each token is spelled by number."""
+    """Writes a vocabulary of which only the size matters: each token is spelled as its number."""
     writer.add_tokenizer_model("llama")
     words = [f"<{token}>".encode() for token in range(vocab_size)]
     writer.add_token_list(words)
@@ -175,10 +175,13 @@ def _tokenizer(writer: gguf.GGUFWriter, rig: Path, vocab_size: int) -> None:
 
 
 def quantize(source: Path, out: Path, mixture: str, *, pure: bool = False) -> None:
-    """What llama.cpp's quantizer makes of a file, such as Q4_K_M.
+    """Quantizes a file with llama.cpp's own quantizer, for example to Q4_K_M.
 
     Args:
-        pure: of one type, where a mixture would take more bits for some matrices.
+        source: a GGUF in bfloat16.
+        out: the file to write.
+        mixture: llama.cpp's name, such as Q4_K_M.
+        pure: whether all matrices get one type; a mixture gives some of them more bits.
     """
     import ctypes
 
@@ -203,7 +206,7 @@ def _kind(name: str, shape: tuple[int, ...], bits: int) -> gguf.GGMLQuantization
 
 
 def _as(kind: gguf.GGMLQuantizationType, words: Matrix) -> np.ndarray:
-    """A matrix in a type of GGUF, as bytes; packed ones stay what they are."""
+    """A matrix as the bytes of a GGUF type; packed weights are not quantized again."""
     if isinstance(words, GptqLinear):
         return words.q4_0()
     if kind == gguf.GGMLQuantizationType.BF16:
@@ -214,7 +217,7 @@ def _as(kind: gguf.GGMLQuantizationType, words: Matrix) -> np.ndarray:
 
 
 def _layer_bits(rig: Path, config: dict[str, Any], asked: int | None) -> int:
-    """Bits of the layers' weights: what packed ones have, or what is asked for."""
+    """The bits of the layers' weights: those of packed weights, or those asked for."""
     packed = config.get("quantization_config")
     if packed is None:
         return 16 if asked is None else asked
@@ -226,7 +229,7 @@ def _layer_bits(rig: Path, config: dict[str, Any], asked: int | None) -> int:
 
 
 def write(rig: Path, out: Path, asked_bits: int | None = None) -> None:
-    """Converts, matrix by matrix."""
+    """Converts a rig to a GGUF, matrix by matrix."""
     config = json.loads((rig / "config.json").read_text())
     bits = _layer_bits(rig, config, asked_bits)
     if config["model_type"] not in ("llama", "mixtral"):

@@ -1,6 +1,6 @@
-"""What bench_kernels.py times: implementations of one operation on one device, by name.
+"""The cases of bench_kernels.py: implementations of one operation on one device, by name.
 
-Every case returns closures over ready-made tensors; the first of a case is the baseline. Knows
+Each case has functions over tensors that are made beforehand; the first is the baseline. Knows
 nothing of clocks and tables.
 """
 
@@ -27,7 +27,8 @@ from torch import Tensor
 from specexec_cli.models.linear import mixed_linear
 
 Run = Callable[[], object]
-_INT4_ROWS = 4  # PyTorch's int4 product has no vector code for float32: more take seconds
+# The most rows for PyTorch's int4 product in float32; it has no vector code, so more take seconds.
+_INT4_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ class Case:
 
     name: str
     runs: dict[str, Run]  # the first is the baseline
-    n_bytes: int  # that must be moved at least once
-    wider: dict[str, int] = field(default_factory=dict)  # by a run that reads more than n_bytes
+    n_bytes: int  # bytes that must be moved at least once
+    wider: dict[str, int] = field(default_factory=dict)  # bytes of runs that read more, by name
     flops: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
 
 def random_weight(inputs: int, outputs: int, bits: int, device: torch.device) -> PackedWeight:
-    """Random packed words; group size 128, symmetric v1."""
+    """A GPTQ weight of random words, with groups of 128 and symmetric zero points (v1)."""
     groups = inputs // 128
     words = torch.randint(-(2**31), 2**31, (inputs * bits // 32, outputs), dtype=torch.int64)
     zeros = torch.randint(-(2**31), 2**31, (groups, outputs * bits // 32), dtype=torch.int64)
@@ -60,7 +61,7 @@ def packed_bytes(weight: PackedWeight) -> int:
 
 
 def cpu_linear(weight: PackedWeight, rows: int) -> Case:
-    """A product on the CPU in both dtypes: packed, and with the same weight in wider dtypes."""
+    """A product on the CPU in both dtypes, with a packed weight and with that weight unpacked."""
     dense = weight.unpack()
     runs: dict[str, Run] = {}
     wider: dict[str, int] = {}
@@ -83,13 +84,13 @@ def row_weight(name: str, plain: Tensor) -> PackedWeight:
     """A weight in a packed format.
 
     Args:
-        name: of a recipe, or of a type of GGUF blocks, whose bytes are random.
-        plain: (outputs, inputs) float32, which a recipe quantizes.
+        name: a recipe, or a GGUF block type.
+        plain: (outputs, inputs) float32, which a recipe quantizes; GGUF blocks have random bytes.
     """
     outputs, inputs = plain.shape
     if name in GGUF_FORMATS:
         shape = GGUF_FORMATS[name].parts[0].shape(outputs, inputs)
-        # two bytes below 64 are a float16 below 2, wherever scales lie
+        # with all bytes below 64, every float16 scale is below 2, wherever it lies
         blocks = torch.randint(64, shape, dtype=torch.uint8)
         return PackedWeight(GGUF_FORMATS[name], inputs, outputs, {"weight": blocks})
     tensors, settings = RECIPES[name].pack(plain), RECIPES[name].settings
@@ -100,7 +101,7 @@ def row_weight(name: str, plain: Tensor) -> PackedWeight:
 
 
 def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) -> Case:
-    """A product on the CPU in both dtypes: each packed format beside weights of two bytes."""
+    """A product on the CPU in both dtypes, for each packed format and for weights of two bytes."""
     plain = torch.randn(outputs, inputs) * 0.02
     two_bytes = plain.bfloat16()
     runs: dict[str, Run] = {}
@@ -125,7 +126,7 @@ def narrow_linear(inputs: int, outputs: int, rows: int, names: Sequence[str]) ->
 
 
 def _int4(weight: PackedWeight, x: Tensor) -> Run:
-    """torch's own int4 product; the repacking it needs is done once, outside."""
+    """PyTorch's own int4 product; the repacking that it needs is not timed."""
     tensors = weight.tensors
     codes = unpack_rows(tensors["qweight"], 4).T.contiguous()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
@@ -171,7 +172,7 @@ def _linear_case(
 
 
 def dequantize_case(weight: PackedWeight) -> Case:
-    """A whole weight to bfloat16 on a GPU; on a CPU nothing unpacks a whole one."""
+    """Unpacks a whole weight to bfloat16 on a GPU; on a CPU no code does that."""
     from specexec_kernels import triton_rows
 
     dtype = torch.bfloat16
@@ -226,7 +227,7 @@ def attention_case(prefix: int, nodes: int, device: torch.device, dtype: torch.d
 
 
 def topk_case(rows: int, vocab: int, k: int, device: torch.device) -> Case:
-    """A drafter's choice of children."""
+    """The choice of children by a drafter: log-softmax and top-k."""
     logits = torch.randn(rows, vocab, device=device)
     runs: dict[str, Run] = {
         "log_softmax, topk": lambda: torch.log_softmax(logits, -1).topk(k),
@@ -241,7 +242,7 @@ def topk_case(rows: int, vocab: int, k: int, device: torch.device) -> Case:
 
 
 def compact_case(slots: int, kept: int, device: torch.device, dtype: torch.dtype) -> Case:
-    """One layer's keys of a 70B model: `kept` of 256 tree slots move to the front."""
+    """Compacts one layer's keys of a 70B model: `kept` of 256 tree slots move to the front."""
     cache = torch.randn(8, slots + 256, 128, device=device, dtype=dtype)
     rows = torch.arange(kept, device=device) * (256 // kept) + slots
     runs: dict[str, Run] = {"index_select": lambda: compact_kv_ref(cache, rows, slots)}

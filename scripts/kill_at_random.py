@@ -1,13 +1,13 @@
-"""kill -9 at random moments: is anything lost, and does the next start work?
+"""Kill programs with -9 at random moments: nothing promised is lost, and the next start works.
 
     python scripts/kill_at_random.py --kills 100
 
 Each program (chat, serve, generate over a file of prompts, quantize, pull) runs the demo pair and
-is killed at moments drawn evenly over its whole run, in a home folder that all its runs share.
-What each promises is then looked up: a chat has every message whose reply was printed, a job file
-ends with the texts of a run that nobody killed, a quantized folder is whole or not there, a
-fetched file has the hub's bytes, a server answers as before. The last line is one JSON object;
-the exit code is 1 where anything was lost.
+is killed at moments drawn evenly over its whole run; all runs of a program share a home folder.
+Then its promise is checked: a chat has every message with a printed reply, a job file ends with the
+texts of a run that was not killed, a quantized folder is whole or absent, a fetched file has the
+hub's bytes, a server answers as before. The last line is one JSON object; the exit code is 1 if
+anything was lost.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TIMEOUT_S = 120
 
 
 class Lost(Exception):
-    """What a killed program had promised and did not keep."""
+    """A killed program did not keep what it had promised."""
 
 
 class Runs:
@@ -62,7 +62,7 @@ class Runs:
         self.environment["SPECEXEC_KERNEL_CACHE"] = str(folder.parent / "kernels")
 
     def start(self, *arguments: str, typed: str = "") -> subprocess.Popen[str]:
-        """The program under way; `typed` is its whole standard input."""
+        """Starts the program; `typed` is its whole standard input."""
         (self.folder / "typed").write_text(typed)
         with (self.folder / "typed").open() as keys:
             return subprocess.Popen(
@@ -71,7 +71,7 @@ class Runs:
             )  # fmt: skip
 
     def killed(self, moment_s: float, *arguments: str, typed: str = "") -> str:
-        """What the program had printed when it was killed, or had ended by itself."""
+        """Runs the program and kills it; returns what it had printed by then, or by its end."""
         process = self.start(*arguments, typed=typed)
         try:
             out, _ = process.communicate(timeout=moment_s)
@@ -81,7 +81,7 @@ class Runs:
         return out
 
     def whole(self, *arguments: str, typed: str = "") -> str:
-        """What the program prints where nobody kills it.
+        """Runs the program to its end; returns what it printed.
 
         Raises:
             Lost: it ends with an error, or not at all; says where each of its threads was then.
@@ -90,7 +90,7 @@ class Runs:
         try:
             out, told = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # at which Python's faulthandler tells its threads
+            process.send_signal(signal.SIGABRT)  # has Python's faulthandler print its threads
             try:
                 _, told = process.communicate(timeout=10)
             except subprocess.TimeoutExpired:
@@ -104,7 +104,7 @@ class Runs:
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds that it takes."""
+    """The seconds that `work` takes."""
     start = time.monotonic()
     work()
     return time.monotonic() - start
@@ -130,7 +130,7 @@ def chat(folder: Path, moments: Iterator[float]) -> None:
 
 
 def jobs(folder: Path, moments: Iterator[float]) -> None:
-    """Killed again and again, a job file ends with the texts of a run that nobody killed."""
+    """After any number of kills, a job file ends with the texts of a run that was not killed."""
     runs, prompts = Runs(folder), folder / "prompts.jsonl"
     lines = (json.dumps({"prompt": f"def add_{n}(a, b):"}) for n in range(12))
     prompts.write_text("\n".join(lines) + "\n")
@@ -160,7 +160,7 @@ def jobs(folder: Path, moments: Iterator[float]) -> None:
 
 
 def quantize(folder: Path, moments: Iterator[float]) -> None:
-    """The folder is whole or not there, and the next run writes the same bytes."""
+    """The quantized folder is whole or absent, and the next run writes the same bytes."""
     runs, out = Runs(folder), folder / "copy"
     arguments = (
         "quantize",
@@ -184,7 +184,7 @@ def quantize(folder: Path, moments: Iterator[float]) -> None:
 
 
 def pull(folder: Path, moments: Iterator[float]) -> None:
-    """What was fetched has the hub's bytes, and the next pull ends."""
+    """A fetched file has the hub's bytes, and the next pull ends."""
     files = {path.name: path.read_bytes() for path in (DEMO / "target").iterdir() if path.is_file()}
     with running(FakeHub(repos={"org/big": files}, bytes_per_s=2e7)) as hub:
         runs = Runs(folder, HF_ENDPOINT=hub.url, HF_HUB_DISABLE_XET="1", NO_PROXY="127.0.0.1")
@@ -200,7 +200,7 @@ def pull(folder: Path, moments: Iterator[float]) -> None:
 
 
 def serve(folder: Path, moments: Iterator[float]) -> None:
-    """The next server answers as the one before, whenever that one was killed."""
+    """After a kill at any moment, the next server answers as the one before."""
     runs, asked = Runs(folder), {"prompt": "def add(a, b):", "max_tokens": 32, "seed": 3}
 
     def answers(moment_s: float | None) -> str | None:

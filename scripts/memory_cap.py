@@ -21,7 +21,7 @@ class Cgroup:
 
     @classmethod
     def create(cls, limit_bytes: int) -> Cgroup | None:
-        """A memory cgroup of this limit, None where this user may not make one."""
+        """Makes a memory cgroup with this limit; None if this user may not."""
         for root, limit_file in (
             (CGROUPS / "memory", "memory.limit_in_bytes"),
             (CGROUPS, "memory.max"),
@@ -42,7 +42,7 @@ class Cgroup:
         return None
 
     def enter(self) -> None:
-        (self.folder / "cgroup.procs").write_text("0")  # "0" is the writer
+        (self.folder / "cgroup.procs").write_text("0")  # "0" stands for the writing process
 
     def remove(self) -> None:
         with suppress(OSError):  # a child that was left behind is still in it
@@ -50,7 +50,7 @@ class Cgroup:
 
 
 def run_capped(command: Sequence[str], limit_bytes: int) -> int:
-    """Run the command with at most this much memory; returns its exit status."""
+    """Runs a command with at most this much memory; returns its exit status."""
     group = Cgroup.create(limit_bytes)
     enter: Callable[[], None]
     if group is not None:
@@ -72,7 +72,8 @@ def run_capped(command: Sequence[str], limit_bytes: int) -> int:
 
 
 def cgroup_peak_bytes() -> int | None:
-    """Most memory this process's own cgroup has held, the page cache it caused included."""
+    """The most memory that this process's cgroup has held, its page cache included; None if it has
+    no cgroup of its own."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         root = CGROUPS / "memory" if "memory" in controllers.split(",") else CGROUPS

@@ -5,10 +5,10 @@
     scripts/mutation kv_cache --function SlotLayer.update
 
 A mutant is the module with one small change in it (scripts/mutation_operators.py). It is killed
-when a test fails, when it cannot be imported, or when it computes ten times as long as the module
-as it is. One that survives shows what no test holds: mend the tests. Where a change makes no
-difference that a test could see, say why in scripts/mutation_explained.toml. The exit status is 1
-while there are survivors without an explanation, or explanations without a survivor.
+when a test fails, when it cannot be imported, or when it computes ten times as long as the
+unchanged module. A survivor shows behaviour that no test checks: mend the tests. If no test could
+see the change, say why in scripts/mutation_explained.toml. The exit status is 1 while there are
+survivors without an explanation, or explanations without a survivor.
 
 It needs mutmut, pip install '.[test,mutation]', and a system that can fork: Linux or macOS.
 """
@@ -34,16 +34,16 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-# before anything imports torch: its threads would not survive a fork
+# set before anything imports torch, since its threads would not survive a fork
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 os.environ["TRITON_INTERPRET"] = "1"  # as in tests/conftest.py, and as early
-# other plugins of the environment take longer to load than many a test
+# other plugins of the environment take longer to load than many tests run
 os.environ |= {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_PLUGINS": "_hypothesis_pytestplugin"}
 
 ROOT = Path(__file__).parents[1]
 EXPLAINED = Path(__file__).with_name("mutation_explained.toml")
 
-# module -> what pytest is told to run: tests that cover it within seconds
+# For each module, pytest's arguments: tests that cover it within seconds
 TESTS: dict[str, tuple[str, ...]] = {
     "sampling.py": (
         "tests/unit/test_noise.py",
@@ -78,7 +78,7 @@ _PATIENCE_S = 600  # more is a wait for something that never comes
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A mutant as mutation_explained.toml names it."""
+    """A change as mutation_explained.toml names it."""
 
     module: str
     function: str
@@ -93,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the tests said of a mutant."""
+    """The result of the tests on a mutant."""
 
     killed: bool
     cpu_s: float
@@ -109,13 +109,13 @@ class Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Of that one module."""
+        """Finds that one module."""
         if fullname != self._name:
             return None
         return importlib.util.spec_from_file_location(fullname, self._path, loader=self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs our source in the place of the file's."""
+        """Runs our source instead of the file's."""
         exec(compile(self._source, str(self._path), "exec"), module.__dict__)
 
 
@@ -153,7 +153,7 @@ def _test_in_child(path: Path, source: str, tests: Sequence[str]) -> int:
 
 
 def _wait(child: int) -> tuple[int, float]:
-    """The child's status and the seconds that it computed; ends it when it waits for ever."""
+    """Waits for a child; its status and the seconds that it computed. Ends it after _PATIENCE_S."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         found, status, usage = os.wait4(child, os.WNOHANG)
@@ -168,9 +168,11 @@ def check_module(module: str, function: str | None, explained: Iterable[Change])
     """Runs the mutants of a module, prints those that survive without an explanation.
 
     Args:
-        function: whose mutants alone to run; None for all.
+        module: a name of the table above.
+        function: run only the mutants of this function; None for all.
+        explained: the changes that mutation_explained.toml explains.
     Returns:
-        Whether there was none, and no explanation without its survivor.
+        whether there was no such survivor, and no explanation without a survivor.
     """
     from mutation_operators import mutants
 

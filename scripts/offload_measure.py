@@ -1,8 +1,9 @@
 """Timed pieces of work on a streamed target, for bench_offload.py. Prints nothing.
 
-A pass is timed as it recurs: from its first layer at hand to the next pass's first layer at hand,
-after the ring was emptied, so that nothing read earlier is had for free. On a GPU a layer is at
-hand once the device has done what it was given, copies ahead included: at both ends alike.
+A pass is timed from the moment its first layer is ready to the moment the next pass's first layer
+is. The ring is emptied before, so that no layer was read earlier for free. On a GPU a layer is
+ready when the device has finished all its work, copies for later layers included; that holds for
+both moments.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ PREFIX_TOKENS = 64
 
 
 class RawLink:
-    """The floor of a GPU's link: a layer's bytes copied from pinned memory again and again."""
+    """The floor of a GPU's link: copies a layer's bytes from pinned memory again and again."""
 
-    direct = None  # it reads no files
+    direct = None  # no files are read
 
     def __init__(self, device: torch.device, layer_bytes: int, pass_bytes: int) -> None:
         self._layer_bytes, self._pass_bytes = layer_bytes, pass_bytes
@@ -55,7 +56,7 @@ class RawLink:
         self._target = torch.empty(layer_bytes, dtype=torch.uint8, device=device)
 
     def read(self, share: float) -> tuple[int, float]:
-        """Copy `share` of a pass; bytes and seconds."""
+        """Copies `share` of a pass's bytes; returns bytes and seconds."""
         count = max(1, round(share * self._pass_bytes / self._layer_bytes))
         after = self._link.compute_mark()
         self._link.wait(after)
@@ -72,13 +73,15 @@ class RawLink:
 
 
 class RawReader:
-    """The floor of an SSD: the files read in sequence with O_DIRECT, nothing done with them."""
+    """The floor of an SSD: reads the files in sequence with O_DIRECT, and does nothing else."""
 
     def __init__(self, paths: Sequence[Path], memory_bytes: int, readers: int = 2) -> None:
-        """Open the files; where O_DIRECT is refused they are read through the page cache.
+        """Opens the files; where O_DIRECT is refused, they are read through the page cache.
 
         Args:
-            memory_bytes: that the reads go through, in turns; at least a piece for each reader.
+            paths: the files.
+            memory_bytes: memory of the buffers, at least one piece for each reader.
+            readers: number of reading threads.
         """
         self.direct = hasattr(os, "O_DIRECT")
         self._pieces: list[tuple[int, int]] = []
@@ -104,7 +107,7 @@ class RawReader:
         return os.open(path, os.O_RDONLY)
 
     def read(self, share: float) -> tuple[int, float]:
-        """Read on, `share` of all files, from where the last call ended; bytes and seconds."""
+        """Reads `share` of all files from where the last call ended; returns bytes and seconds."""
         count = max(1, round(share * len(self._pieces)))
         first = self._next
         self._next = (first + count) % len(self._pieces)
@@ -138,7 +141,7 @@ class RawReader:
 
 
 class TimedSource:
-    """A LayerSource that notes when the first layer of a pass was at hand."""
+    """A LayerSource that notes when the first layer of a pass was ready."""
 
     def __init__(self, stream: LayerStream | DeviceStream, synchronize: Callable[[], None]) -> None:
         self.stream = stream
@@ -170,7 +173,7 @@ class TimedSource:
 
 @dataclass
 class _OneLayer:
-    """A LayerSource that hands out one layer's weights for every layer."""
+    """A LayerSource that gives the same layer's weights for every layer."""
 
     model: StreamedModel
     held: Mapping[str, Tensor]
@@ -189,17 +192,19 @@ class _OneLayer:
 
 
 def room_for(steps: int, tree: TreeConfig) -> int:
-    """Most tokens that this many counted iterations and the first one can commit."""
+    """The most tokens that the first iteration and `steps` counted ones can commit."""
     return (steps + 2) * (tree.max_depth + 1)
 
 
 class Measure:
-    """What can be timed on an opened target and draft model."""
+    """The timed pieces of work, on an opened target and draft model."""
 
     def __init__(self, target: StreamedModel, draft: StreamedModel, seed: int, slots: int) -> None:
-        """Takes both models over.
+        """Takes over both models; `close` closes them.
 
         Args:
+            target, draft: the opened models.
+            seed: of random trees.
             slots: cache rows that memory is planned for.
         """
         assert isinstance(target.source, LayerStream | DeviceStream)
@@ -215,7 +220,7 @@ class Measure:
         self._drafter: ModelDrafter | None = None
 
     def streaming_pass(self) -> float:
-        """Seconds of a pass that only takes and releases every layer."""
+        """Seconds of a pass that takes and releases every layer, without arithmetic."""
 
         def run() -> None:
             for index in range(self._layers):
@@ -225,14 +230,14 @@ class Measure:
         return self._cycle(run)
 
     def streamed_pass(self, rows: int) -> float:
-        """Seconds of a pass over the last committed token and a random tree, `rows` in all."""
+        """Seconds of a pass over the last committed token and a random tree, `rows` rows in all."""
         self._fill_prefix()
         seconds = self._cycle(lambda: self._verify(rows))
         self.target.crop(len(self._prefix))
         return seconds
 
     def compute_alone(self, rows: int) -> float:
-        """Seconds of the same pass with its weights in memory: one layer's, for every layer."""
+        """Seconds of the same pass with one layer's weights, in memory, for every layer."""
         self._fill_prefix()
         with self._first_layer() as held:
             self.wait_for_full_ring()
@@ -255,10 +260,10 @@ class Measure:
         tree: TreeConfig,
         eos: Collection[int],
     ) -> tuple[float, list[tuple[StepResult, float]]]:
-        """Decode greedily until the text ends or `count` steps behind the first are done.
+        """Decodes greedily until the text ends or `count` steps after the first are done.
 
         Returns:
-            seconds of the first step, which prefills, and all steps with their seconds.
+            the seconds of the first step, which runs the prompt, and all steps with their seconds.
         """
         sampler = Sampler(SamplingConfig())
         room = room_for(count, tree)
@@ -282,7 +287,7 @@ class Measure:
         return timed[0][1], timed
 
     def wait_for_full_ring(self) -> None:
-        """Wait until the reader has nothing to read ahead, so that it disturbs nobody."""
+        """Waits until the ring is full, so that its reader does not disturb what follows."""
         before = -1
         while before != self._stream.bytes_read:
             before = self._stream.bytes_read
@@ -290,7 +295,7 @@ class Measure:
         self._synchronize()
 
     def close(self) -> None:
-        """Close both models."""
+        """Closes both models."""
         self._model.close()
         self._draft.close()
 
@@ -309,7 +314,7 @@ class Measure:
 
     @contextmanager
     def _first_layer(self) -> Iterator[Mapping[str, Tensor]]:
-        """Layer 0, taken outside a pass; the stream begins again behind it."""
+        """Takes layer 0 outside of a pass; the stream begins again afterwards."""
         with self._stream.layer(0) as tensors:
             yield tensors
         self._stream.restart()

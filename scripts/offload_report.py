@@ -1,4 +1,4 @@
-"""What bench_offload.py's samples come to: ratios against the floor, a table, a JSON object."""
+"""Turns bench_offload.py's samples into ratios to the floor, a table and a JSON object."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Spread = dict[str, float]
 
 @dataclass(slots=True)
 class Samples:
-    """Everything measured, round after round; raw rates are those measured beside."""
+    """All samples, round after round; a raw rate is that measured just before and after."""
 
     raw: list[float] = field(default_factory=list)  # bytes per second
-    stream: list[tuple[float, float]] = field(default_factory=list)  # seconds, raw rate
+    stream: list[tuple[float, float]] = field(default_factory=list)  # (seconds, raw rate)
     passes: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
     compute: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     first_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -48,7 +48,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def environment(rig: Path, seed: int) -> dict[str, Any]:
-    """Where and on what this ran."""
+    """The machine, the models and the settings of this run."""
     cpu = cpu_info()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
@@ -116,14 +116,14 @@ def results(samples: Samples, target: ModelBytes, plan: Plan, budget: int) -> di
 
 
 def streamed_bytes(plan: Plan) -> int:
-    """Bytes of a pass that the slowest link in use moves: the SSD's, or else those to the GPU."""
+    """The bytes of a pass over the slowest link in use: the SSD's, or else those to the GPU."""
     return plan.ssd_bytes or plan.link_bytes
 
 
 def _decoding(
     samples: Samples, method: str, compute_s: float, n_bytes: int, pass_s: float
 ) -> dict[str, Any]:
-    """Steady iterations of a method: the first of each text, which prefills, is not among them."""
+    """Figures of a method's iterations, without the first of each text, which runs the prompt."""
     steps = samples.steps[method]
     seconds = sum(s for s, _, _ in steps)
     tokens = sum(len(step.tokens) for _, _, step in steps)
@@ -145,13 +145,13 @@ def _decoding(
 
 
 def _same_tokens(samples: Samples) -> bool:
-    """Whether both methods wrote the same text as far as both went."""
+    """Whether both methods generated the same tokens, up to the shorter text's end."""
     pairs = zip(samples.texts["autoregressive"], samples.texts["specexec"], strict=True)
     return all(ours[: len(theirs)] == theirs[: len(ours)] for ours, theirs in pairs)
 
 
 def _knee(compute: Mapping[int, float], stream_s: float) -> float | None:
-    """Rows whose arithmetic takes as long as the stream; None beyond what was measured."""
+    """The rows at which arithmetic takes as long as the stream; None if more than measured."""
     rows = sorted(compute)
     times = np.maximum.accumulate([compute[n] for n in rows])
     if not times[0] < stream_s < times[-1]:
@@ -160,7 +160,7 @@ def _knee(compute: Mapping[int, float], stream_s: float) -> float | None:
 
 
 def show(report: Mapping[str, Any]) -> None:
-    """Print the table."""
+    """Prints the table."""
     rig, memory = report["rig"], report["memory"]
     what = f"a speed rig of shape {rig['shape']}" if rig else "a model"
     print(f"{what}, {format_bytes(report['bytes_per_pass'])} streamed per pass, computing in "

@@ -2,8 +2,8 @@
 
     python peer_worker.py TASK.json RESULT.json
 
-Generates greedily behind each prompt of the task and writes tokens and times. Imports nothing of
-specexec but for its own two entries, since the other programs' environments do not have it.
+Continues each prompt of the task greedily, and writes tokens and times. specexec is imported only
+for its own two programs, since the other programs' environments do not have it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# (prompt tokens) -> generated tokens; calls back as tokens come
+# Generates tokens from a prompt's; calls back as they come.
 Generate = Callable[[Sequence[int], Callable[[int], None]], list[int]]
 
 
 class _Counter:
-    """A transformers streamer that only says when tokens come."""
+    """A transformers streamer that only reports when tokens come."""
 
     def __init__(self, came: Callable[[int], None]) -> None:
         self._came = came
@@ -65,7 +65,7 @@ def accelerate(task: dict[str, Any]) -> Generate:
 
 
 def assisted(task: dict[str, Any]) -> Generate:
-    """The same with transformers' assisted generation by the draft model."""
+    """`accelerate` with transformers' assisted generation by the draft model."""
     return accelerate(task)
 
 
@@ -115,10 +115,11 @@ def llama_cpp(task: dict[str, Any]) -> Generate:
 
 
 def _set_loading(task: dict[str, Any]) -> None:
-    """Sets what llama-cpp-python has no options for: reads past the page cache, and no repacking.
+    """Sets what llama-cpp-python has no options for: reads with O_DIRECT, and no repacking.
 
-    Of the load modes, mmap, read (into memory of its own) and direct (likewise, O_DIRECT), it knows
-    the first two. Weights that are repacked are copied, so a mapped file is in memory twice.
+    The load modes are mmap, read (into memory of its own) and direct (the same with O_DIRECT);
+    llama-cpp-python has options for the first two. Repacked weights are copies, so with mmap they
+    would be in memory twice.
     """
     from llama_cpp import llama_cpp as api
 
@@ -136,7 +137,7 @@ def _set_loading(task: dict[str, Any]) -> None:
 
 
 def _llama_cpp_draft(task: dict[str, Any]) -> Any:
-    """A draft model as llama-cpp-python's speculative loop calls it, None without one."""
+    """The draft model for llama-cpp-python's speculative loop; None without one."""
     if task["draft"] is None:
         return None
     import numpy
@@ -159,7 +160,7 @@ def _llama_cpp_draft(task: dict[str, Any]) -> Any:
 
 
 def specexec(task: dict[str, Any]) -> Generate:
-    """specexec from SSD, with the draft model's trees where the task names one."""
+    """specexec from SSD, with draft trees if the task names a draft model."""
     from specexec_cli.cli.main import wait_briefly
 
     wait_briefly()  # as the program does, before torch is loaded
@@ -201,7 +202,8 @@ def _read_bytes() -> int:
 
 
 def _peak_rss_bytes() -> int:
-    """Of this program alone: getrusage's figure begins with what its parent had before exec."""
+    """The peak resident memory of this program alone; getrusage's figure includes the parent's
+    memory before exec."""
     status = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) * 1024
 
@@ -225,7 +227,7 @@ def _measured(generate: Generate, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Runs the task; a failure is the message of its last line."""
+    """Runs the task; a failure is reported as the last line of its message."""
     task = json.loads(Path(sys.argv[1]).read_text())
     began = time.perf_counter()
     try:

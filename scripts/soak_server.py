@@ -1,15 +1,17 @@
-"""Requests by the thousand, many of them broken or hostile: does a server leak, wait, or break?
+"""Send a server thousands of requests, many broken or hostile: it must not leak, hang or break.
 
     python scripts/soak_server.py
     python scripts/soak_server.py --fuzzed 500 --half-open 1100 --only fuzz,half-open
 
-Four parts. Clients finish, read slowly, vanish, send nonsense or break off: every finished text is
-generated once more by the session alone. Then, against `specexec serve` in a process of its own
-that may open 1,024 files: bodies made from the server's own schema, some left before their answer;
-connections that send half a request; and bodies of 8 MB in every shape that reading them may be
-slow at, while others' waits are measured, for a model with a window of 131,072 tokens too. The log
-must hold no traceback. The last line is one JSON object; the exit code is 1 if anything is not as
-it must be.
+There are four parts:
+- Clients that finish, read slowly, vanish, send nonsense or break off. Every finished text is
+  generated again by the session alone, and must be equal.
+- Request bodies made from the server's own schema; some clients leave before the answer.
+- Connections that send half a request, more than the server may open.
+- Bodies of 8 MB in every shape that may be slow to read, while the waits of other clients are
+  measured; also for a model with a window of 131,072 tokens.
+The last three run against `specexec serve` in a process of its own that may open 1,024 files; its
+log must have no traceback. The last line is one JSON object; the exit code is 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -55,10 +57,10 @@ MOST_ANSWER_S = 10
 
 
 def clients(asked: argparse.Namespace) -> dict[str, Any]:
-    """Clients of every kind, on a session whose texts are compared."""
+    """Part 1: clients of every kind, on a session in this process; their texts are compared."""
     process, rounds = psutil.Process(os.getpid()), []
     with Session.open(pair=asked.pair) as session:
-        next(iter(session.generate("x")))  # threads that the kernels keep come with the first text
+        next(iter(session.generate("x")))  # the first text starts the kernels' threads, which stay
         threads = threading.active_count()
         with served(session, most_waiting=10_000) as server:
             outcomes = []
@@ -100,19 +102,19 @@ class Program:
         self._process, self._log = psutil.Process(process.pid), log
 
     def held(self) -> dict[str, float]:
-        """What it holds now."""
+        """The resources that the process holds now."""
         now = self._process
         return {"fds": now.num_fds(), "threads": now.num_threads(),
                 "rss_mb": round(now.memory_info().rss / 1e6, 1)}  # fmt: skip
 
     def complaints(self) -> str:
-        """All it has written but its first line."""
+        """All that the process has written, except its first line."""
         return self._log.read_text().partition("\n")[2]
 
 
 @contextmanager
 def program(*options: str) -> Iterator[Program]:
-    """The program, which must end quietly."""
+    """Runs the program, which must end without complaints."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("w") as written:
@@ -137,8 +139,11 @@ def program(*options: str) -> Iterator[Program]:
 
 
 def fill(url: str) -> None:
-    """Texts as long as the window in every slot: caches grow with the longest text that comes, and
-    their memory is planned, so that only what comes on top of it is growth."""
+    """Fills every slot with a text as long as the window.
+
+    Caches grow to the longest text, and their memory is planned for. Filled first, they do not
+    count as growth.
+    """
     facts = httpx.get(f"{url}/v1/models").json()["data"][0]["specexec"]
     slots = httpx.get(f"{url}/health").json()["slots"]
 
@@ -153,9 +158,9 @@ def fill(url: str) -> None:
 
 
 def fuzzed(asked: argparse.Namespace) -> dict[str, Any]:
-    """Bodies made from the schema; caches of full size and a first part of the bodies are no
-    growth."""
-    # a request that names no length, and several texts, shall not look like one that hangs
+    """Part 2: bodies made from the schema. Growth is counted after the caches are full and a first
+    part of the bodies was sent."""
+    # a request without a length, or for several texts, must not look like one that hangs
     with program("--pair", asked.pair, "--max-tokens", "16") as server:
         told: Counter[str] = Counter()
         held, slowest, opened = [], 0.0, server.held()
@@ -178,7 +183,7 @@ def fuzzed(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def half_opened(asked: argparse.Namespace) -> dict[str, Any]:
-    """Half requests, more than there are descriptors; /health must be told within a second."""
+    """Part 3: half requests, more than there are descriptors; /health must answer in a second."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with program("--pair", asked.pair, "--method", "autoregressive") as server:
         before, waits = server.held(), []
@@ -198,7 +203,7 @@ def half_opened(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def large(asked: argparse.Namespace) -> dict[str, Any]:
-    """Bodies of 8 MB, each some times, while others ask; memory is told after each round."""
+    """Part 4: bodies of 8 MB, several rounds, while other clients ask; memory after each round."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         options = {"demo": ("--pair", asked.pair), "wide": _wide(Path(folder))}
@@ -238,7 +243,7 @@ def _large(server: Program, bodies: dict[str, tuple[str, bytes]]) -> dict[str, A
 
 
 def _wide(folder: Path) -> tuple[str, ...]:
-    """The demo's target with a window that bodies of 8 MB may fit in."""
+    """Options for the demo's target with a context window that a body of 8 MB may fit into."""
     for file in (DEMO / "target").iterdir():
         (folder / file.name).symlink_to(file)
     config = json.loads((folder / "config.json").read_text())
