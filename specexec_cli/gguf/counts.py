@@ -10,7 +10,7 @@ import re
 
 from specexec_cli.gguf.container import GgufFile
 
-_LAYER = re.compile(r"blk\.(\d{1,9})\..+", re.ASCII)
+_LAYER = re.compile(r"blk\.(\d{1,9})\.(.+)", re.ASCII)
 _EXPERTS = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)_exps\.weight", re.ASCII)
 _OLD_EXPERT = re.compile(r"blk\.\d+\.ffn_(?:gate|up|down)\.(\d{1,9})\.weight", re.ASCII)
 
@@ -32,6 +32,12 @@ def expert_count(file: GgufFile) -> int | None:
         return stacks.pop() if len(stacks) == 1 else None
     found = (_OLD_EXPERT.fullmatch(name) for name in file.tensors)
     return _count({int(each[1]) for each in found if each})
+
+
+def layers_with(file: GgufFile, part: str) -> set[int]:
+    """The numbers of the layers that have a part, such as `ffn_gate_exps`."""
+    found = (_LAYER.fullmatch(name) for name in file.tensors)
+    return {int(each[1]) for each in found if each and each[2].startswith(f"{part}.")}
 
 
 def _count(numbers: set[int]) -> int | None:

@@ -24,10 +24,14 @@ class Metadata:
     def value(self, key: str) -> Any:
         return self._file.metadata.get(f"{self.architecture}.{key}")
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """A whole number, 0 or more; a list of equal numbers counts as one number."""
+    def whole(self, key: str, default: int | None = None, *, uneven: bool = False) -> int:
+        """A whole number, 0 or more; a list of equal numbers counts as one number.
+
+        Args:
+            uneven: of a list of other numbers, the first counts.
+        """
         value = self.value(key)
-        if isinstance(value, list) and value and all(each == value[0] for each in value):
+        if isinstance(value, list) and value and (uneven or all(n == value[0] for n in value)):
             value = value[0]
         if value is None and default is not None:
             return default
@@ -35,6 +39,15 @@ class Metadata:
             what = "has no" if value is None else f"says {shown(value)} as"
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return value
+
+    def each(self, key: str, layers: int) -> list[int]:
+        """A whole number for each layer; a file may say one for all."""
+        value = self.value(key)
+        if not isinstance(value, list):
+            return [self.whole(key)] * layers
+        if len(value) < layers or not all(type(n) is int and 0 <= n < _MOST for n in value):
+            raise self.refusal(f"its metadata says {shown(value)} as '{self.architecture}.{key}'")
+        return value[:layers]
 
     def number(self, key: str, default: float | None = None) -> float:
         """A finite number."""
@@ -45,6 +58,26 @@ class Metadata:
             what = "has no" if value is None else f"says {shown(value)} as"
             raise self.refusal(f"its metadata {what} '{self.architecture}.{key}'")
         return float(value)
+
+    def flag(self, key: str) -> bool:
+        """Whether something is so."""
+        value = self.value(key)
+        if not isinstance(value, bool):
+            raise self.refusal(f"its metadata says {shown(value)} as '{self.architecture}.{key}'")
+        return value
+
+    def counted(self, key: str, what: str, found: int | None, less: int = 0) -> int:
+        """A count, checked against the tensors: memory will be allocated for that count.
+
+        Args:
+            found: how many the tensors are of; None if they do not agree.
+            less: subtracted from what the metadata says.
+        """
+        said = self.whole(key) - less
+        if said != found:
+            has = "lacks some of its" if found is None else f"has tensors of {found}"
+            raise self.refusal(f"its metadata says {said} {what}, the file {has} {what}")
+        return said
 
     def words(self) -> dict[str, int]:
         """The vocabulary: token -> its number."""

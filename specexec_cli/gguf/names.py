@@ -1,10 +1,9 @@
 """Gives the tensors of a GGUF file transformers' names, and says what the converter changed.
 
 The converter (convert_hf_to_gguf.py of ggml-org/llama.cpp) renames tensors, puts all experts of a
-layer into one tensor, and for some architectures changes values: rows of queries and keys of a
-Llama are reordered so that both halves of a rotary pair are neighbours, and Gemma's norms are
-stored plus one. This module turns names and experts back; a Restoration names the other changes,
-which are undone where weights are used.
+layer into one tensor, and for some architectures changes values (families.py). This module turns
+names and experts back; a Restoration names the other changes, which are undone where weights are
+used.
 """
 
 from __future__ import annotations
@@ -15,10 +14,15 @@ from dataclasses import dataclass, replace
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.container import GgufFile, GgufTensor, shown
+from specexec_cli.gguf.families import FAMILIES, Family, Making, RowOrder
 
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+)\.(?P<leaf>weight|bias)")
+_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>.+?)(?:\.(?P<leaf>weight|bias))?")
 _OLD_EXPERT = re.compile(r"ffn_(?P<part>gate|up|down)\.(?P<index>\d{1,9})")  # Mixtral files of 2023
 _EXPERTS = re.compile(r"ffn_(?P<part>gate|up|down)_exps")
+# config keys that may have the number of a layer's experts
+EXPERT_COUNTS = (
+    "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts",
+)  # fmt: skip
 # factors of the rotary frequencies, from which rotary.py makes parameters of the config
 ROPE_FACTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -39,54 +43,25 @@ _INSIDE = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
 }
-_GEMMA = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
-
-_VECTORS = {"attn_sinks": "self_attn.sinks"}  # tensors that are no module's `weight`
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture's tensors differ from Llama's."""
+class Rows:
+    """The order in which a linear's rows are stored."""
 
-    inside: Mapping[str, str]  # parts of a layer that have other names
-    expert: str = "mlp.experts.{index}.{part}_proj"
-    rotary_pairs: bool = False  # rows of queries and keys are reordered
-    norms_plus_one: bool = False
-
-
-_MIXTRAL = {"gate": "w1", "down": "w2", "up": "w3"}  # the parts' names in Mixtral's checkpoints
-
-# by transformers' model_type
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family({}, rotary_pairs=True),
-    "mixtral": Family(
-        {"ffn_gate_inp": "block_sparse_moe.gate"},
-        expert="block_sparse_moe.experts.{index}.{part}", rotary_pairs=True,
-    ),
-    "qwen2": Family({}),
-    "qwen3": Family({}),
-    "qwen3_moe": Family({}),
-    "gemma2": Family(_GEMMA, norms_plus_one=True),
-    "gemma3_text": Family(_GEMMA, norms_plus_one=True),
-    "phi3": Family({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
-    "gpt_oss": Family(
-        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"},
-        expert="mlp.experts.{index}.{part}",
-    ),
-}  # fmt: skip
+    order: RowOrder
+    heads: int  # of the linear: of queries, or of keys for a linear that makes keys alone
+    groups: int  # heads of keys and values
 
 
 @dataclass(frozen=True, slots=True)
 class Restoration:
     """The converter's changes that have to be undone where the weights are used."""
 
-    rotary_pairs: Mapping[str, int]  # name of a linear with reordered rows -> its heads
+    rows: Mapping[str, Rows]  # name of a linear -> the order of its rows
     plus_one: frozenset[str]  # names of norm weights that are stored plus one
+    # name of a parameter -> how it is made, and the names of the tensors that it is made of
+    made: Mapping[str, tuple[Making, tuple[str, ...]]]
 
 
 def translate(
@@ -94,7 +69,8 @@ def translate(
 ) -> tuple[dict[str, GgufTensor], Restoration]:
     """The tensors under the names of safetensors checkpoints, each expert's by themselves.
 
-    An unknown name stays as it is: the code that looks for the tensor's place then refuses it.
+    An unknown name stays as it is: the code that looks for the tensor's place then refuses it. A
+    tensor that a parameter is made of keeps llama.cpp's name within its layer.
 
     Args:
         config: what gguf_config() made from the same file.
@@ -103,11 +79,11 @@ def translate(
             have one name.
     """
     family = FAMILIES[str(config["model_type"])]
+    if "blk.0.attn_norm_2.weight" in file.tensors:
+        family = replace(family, inside={**family.inside, **family.two_norms})
     tensors: dict[str, GgufTensor] = {}
     for tensor in file.tensors.values():
-        if tensor.name in ROPE_FACTORS:
-            continue
-        own = _translated(tensor, family, config)
+        own = {} if _is_left_out(tensor.name, config) else _translated(tensor, family, config)
         if twice := own.keys() & tensors.keys():
             name = min(twice)
             raise CheckpointError(
@@ -115,17 +91,48 @@ def translate(
                 f"both {shown(name)}: the file is damaged, download it again"
             )
         tensors |= own
-    heads = {
-        "q_proj": int(str(config["num_attention_heads"])),
-        "k_proj": int(str(config["num_key_value_heads"])),
-    }
-    pairs = {
-        name.rpartition(".")[0]: heads[name.split(".")[-2]]
-        for name in tensors
-        if family.rotary_pairs and name.endswith((".q_proj.weight", ".k_proj.weight"))
-    }
     plus_one = {name for name in tensors if family.norms_plus_one and name.endswith("norm.weight")}
-    return tensors, Restoration(pairs, frozenset(plus_one))
+    return tensors, Restoration(
+        _rows(tensors, family, config), frozenset(plus_one), _made(tensors, family)
+    )
+
+
+def _is_left_out(name: str, config: Mapping[str, object]) -> bool:
+    """Whether a tensor is needed by no pass: rotary factors, and layers that draft (MTP)."""
+    found = _BLOCK.fullmatch(name)
+    layers = int(str(config["num_hidden_layers"]))
+    return name in ROPE_FACTORS or (found is not None and int(found["layer"]) >= layers)
+
+
+def _rows(
+    tensors: Mapping[str, GgufTensor], family: Family, config: Mapping[str, object]
+) -> dict[str, Rows]:
+    """The linears whose rows are stored in another order than transformers'."""
+    heads = int(str(config["num_attention_heads"]))
+    groups = int(str(config.get("num_key_value_heads", heads)))
+    found = {}
+    for name, tensor in tensors.items():
+        block = _BLOCK.fullmatch(tensor.name)
+        if block is not None and block["leaf"] == "weight" and block["part"] in family.rows:
+            own = groups if block["part"] == "attn_k" else heads
+            found[name.rpartition(".")[0]] = Rows(family.rows[block["part"]], own, groups)
+    return found
+
+
+def _made(
+    tensors: Mapping[str, GgufTensor], family: Family
+) -> dict[str, tuple[Making, tuple[str, ...]]]:
+    """The parameters that are made of tensors of other shapes, in the layers that have these."""
+    parts = {part for made in family.made.values() for part in made.parts}
+    found = (_BLOCK.fullmatch(tensor.name) for tensor in tensors.values())
+    layers = {each["layer"] for each in found if each and each["part"] in parts}
+    return {
+        f"{family.layers}.{layer}.{parameter}":
+            (made.how, tuple(f"{family.layers}.{layer}.{part}.weight" for part in made.parts))
+        for layer in layers
+        for parameter, made in family.made.items()
+        if any(f"{family.layers}.{layer}.{part}.weight" in tensors for part in made.parts)
+    }  # fmt: skip
 
 
 def _translated(
@@ -134,30 +141,29 @@ def _translated(
     found = _BLOCK.fullmatch(tensor.name)
     if found is None:
         part, _, leaf = tensor.name.rpartition(".")
-        return {f"{_OUTSIDE[part]}.{leaf}" if part in _OUTSIDE else tensor.name: tensor}
-    prefix, leaf = f"model.layers.{found['layer']}.", found["leaf"]
-    if experts := _EXPERTS.fullmatch(found["part"]):
-        count = config.get("num_experts", config.get("num_local_experts"))
+        name = family.outside.get(part, _OUTSIDE.get(part))
+        return {f"{name}.{leaf}" if name else tensor.name: tensor}
+    part, leaf = found["part"], found["leaf"]
+    prefix = f"{family.layers}.{found['layer']}."
+    if leaf == "weight" and any(part in made.parts for made in family.made.values()):
+        return {f"{prefix}{part}.{leaf}": tensor}
+    if experts := _EXPERTS.fullmatch(part):
+        count = config.get(next((name for name in EXPERT_COUNTS if name in config), ""))
         if len(tensor.shape) != (2 if leaf == "bias" else 3) or tensor.shape[0] != count:
             raise CheckpointError(
                 f"{tensor.path}: tensor '{tensor.name}' has shape {list(tensor.shape)}, the "
                 f"metadata says {count} experts: the file is damaged, download it again"
             )
         return {
-            f"{prefix}{_expert(family, index, experts['part'])}.{leaf}": _nth(tensor, index)
+            f"{prefix}{family.experts}.{index}.{experts['part']}.{leaf}": _nth(tensor, index)
             for index in range(tensor.shape[0])
         }
-    if old := _OLD_EXPERT.fullmatch(found["part"]):
-        return {f"{prefix}{_expert(family, int(old['index']), old['part'])}.{leaf}": tensor}
-    if found["part"] in _VECTORS:
-        return {prefix + _VECTORS[found["part"]]: tensor}
-    inside = family.inside.get(found["part"], _INSIDE.get(found["part"]))
-    return {f"{prefix}{inside}.{leaf}" if inside else tensor.name: tensor}
-
-
-def _expert(family: Family, index: int, part: str) -> str:
-    mixtral = "block_sparse_moe" in family.expert
-    return family.expert.format(index=index, part=_MIXTRAL[part] if mixtral else part)
+    if old := _OLD_EXPERT.fullmatch(part):
+        return {f"{prefix}{family.experts}.{old['index']}.{old['part']}.{leaf}": tensor}
+    if (whole := family.inside.get(f"{part}.{leaf}" if leaf else part)) is not None:
+        return {prefix + whole: tensor}
+    inside = family.inside.get(part, _INSIDE.get(part))
+    return {f"{prefix}{inside}.{leaf}" if inside and leaf else tensor.name: tensor}
 
 
 def _nth(tensor: GgufTensor, index: int) -> GgufTensor:

@@ -26,8 +26,8 @@ from specexec_cli.models.modelling_code import attends_by_interface
 from specexec_cli.models.own_bits import use_own_bits
 from specexec_cli.models.packed_linear import parameter_name
 from specexec_cli.models.packing import Packing, replace_linears
-from specexec_cli.models.restored import Restored, restore
-from specexec_cli.models.stored_names import Conversion, StoredNames, expert_places
+from specexec_cli.models.restored import Restored, makings, restore
+from specexec_cli.models.stored_names import Assembly, StoredNames, expert_places
 from specexec_cli.models.tensor_finder import TensorFinder
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import (
@@ -53,7 +53,7 @@ class Skeleton:
     # several tensors is listed as pieces, with names that is_piece() recognizes
     layer_tensors: list[dict[str, TensorRange]]
     # for each layer: how parameters are made of pieces
-    conversions: list[list[Conversion]]
+    conversions: list[list[Assembly]]
     # parameters outside the layers: name -> place of its bytes
     resident_tensors: dict[str, TensorRange]
     unused: dict[str, str]  # tensors of the checkpoint that text does not need -> reason
@@ -123,7 +123,10 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
     config = load_config(checkpoint)
     model = _build_model(checkpoint)
     leaves = quantization.leaves if quantization is not None else {}
-    names = StoredNames.read(model, checkpoint, leaves)
+    made = makings(model, checkpoint)
+    names = StoredNames.read(
+        model, checkpoint, leaves, {name for each in made for name in each.names}
+    )
     layers_path, layers = decoder_layers(model, config.num_hidden_layers)
     for index, layer in enumerate(layers):
         _replace_modules(layer, f"{layers_path}.{index}.", names, checkpoint, leaves)
@@ -145,12 +148,12 @@ def build_skeleton(checkpoint: Checkpoint, quantization: Packing | None = None) 
             model, (MixedLinear, nn.Linear), lambda name: modules.get(name, name), quantization
         )
     restored = restore(model, names, checkpoint)
-    finder = TensorFinder(checkpoint, model, names, leaves)
+    finder = TensorFinder(checkpoint, model, names, leaves, [*names.conversions, *made])
     layer_tensors, conversions = [], []
     for index, layer in enumerate(layers):
-        tensors, made = finder.layer(layer, f"{layers_path}.{index}.")
+        tensors, assemblies = finder.layer(layer, f"{layers_path}.{index}.")
         layer_tensors.append(tensors)
-        conversions.append(made)
+        conversions.append(assemblies)
     resident = finder.resident(f"{layers_path}.")
     return Skeleton(
         model, model.config.get_text_config(decoder=True), layers, layers_path, layer_tensors,

@@ -10,11 +10,11 @@ if there is more than a renaming, the conversion.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -40,6 +40,24 @@ _LINEAR_APART = re.compile(
 _BUFFERS = re.compile(
     r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias|\.attention\.(masked_)?bias|position_ids)$"
 )
+
+
+class Assembly(Protocol):
+    """A way to make parameters of stored tensors that have other shapes."""
+
+    @property
+    def first(self) -> str:
+        """The first parameter that is made, by its name in the model."""
+
+    @property
+    def names(self) -> list[str]:
+        """The names in the checkpoint of all tensors that are needed."""
+
+    def targets(self) -> set[str]:
+        """The names in the model of all parameters that are made."""
+
+    def parameters(self, stored: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+        """Makes the parameters of tensors by their names; returns them by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +134,13 @@ class StoredNames:
         model: PreTrainedModel,
         checkpoint: Checkpoint,
         leaves: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+        placed: Collection[str] = (),
     ) -> StoredNames:
         """Finds the names for a model as transformers builds it, before modules are replaced.
 
         Args:
             leaves: names of packed linears' tensors -> (name of the linear, leaf).
+            placed: tensors whose use is known already.
         Raises:
             CheckpointError: a tensor belongs to nothing in the model, or two tensors belong to the
                 same place.
@@ -135,7 +155,7 @@ class StoredNames:
         converted: dict[str, Conversion] = {}
         apart: dict[str, set[tuple[int, str]]] = {}
         taken = _Places(model, checkpoint)
-        for name in checkpoint:
+        for name in (each for each in checkpoint if each not in placed):
             own = _LINEAR_APART.fullmatch(name)
             if own is not None and f"{own['block']}.gate_up_proj" in expected:
                 index, linear = int(own["index"]), own["linear"]

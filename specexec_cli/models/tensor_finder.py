@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specexec_cli.errors import CheckpointError
-from specexec_cli.models.stored_names import Conversion, StoredNames
+from specexec_cli.models.stored_names import Assembly, StoredNames
 from specexec_cli.offload.checkpoint import Checkpoint, TensorRange
 from specexec_cli.planning.built_sizes import own_tensors, text_paths, text_tensors
 
@@ -42,24 +42,24 @@ class TensorFinder:
         model: PreTrainedModel,
         names: StoredNames,
         leaves: Mapping[str, tuple[str, str]],
+        assemblies: Sequence[Assembly],
     ) -> None:
         """Takes a model, its checkpoint and the stored names.
 
         Args:
+            assemblies: how parameters are made that are not stored as such.
             leaves: see StoredNames.read.
         """
         self._checkpoint, self._model, self._names = checkpoint, model, names
-        self._leaves = leaves
+        self._leaves, self._assemblies = leaves, assemblies
         self._tied = model.get_expanded_tied_weights_keys(all_submodels=True)
         self._text_paths = text_paths(model)
         self._used: set[str] = set()
 
-    def layer(
-        self, layer: nn.Module, prefix: str
-    ) -> tuple[dict[str, TensorRange], list[Conversion]]:
+    def layer(self, layer: nn.Module, prefix: str) -> tuple[dict[str, TensorRange], list[Assembly]]:
         """One decoder layer's tensors by name inside the layer, and the conversions they need."""
         found: dict[str, TensorRange] = {}
-        made = [each for each in self._names.conversions if each.first.startswith(prefix)]
+        made = [each for each in self._assemblies if each.first.startswith(prefix)]
         targets = set()
         for each in made:
             for name in each.names:
@@ -87,7 +87,7 @@ class TensorFinder:
                 no reason is known.
         """
         places = {name: place for place, name in self._names.plain.items()}
-        for conversion in self._names.conversions:
+        for conversion in self._assemblies:
             places |= dict.fromkeys(conversion.names, conversion.first)
         found = {}
         for name in self._checkpoint:

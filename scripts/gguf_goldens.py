@@ -1,0 +1,94 @@
+"""Writes the files that llama.cpp's own converter makes of small models, for the tests.
+
+    python scripts/gguf_goldens.py LLAMA_CPP [NAME ...]
+
+LLAMA_CPP is a checkout of llama.cpp, or its folder in the source archive of llama-cpp-python, which
+has all of it. The converter runs as it is, but for the vocabulary: a model so small has none, and
+gets as many tokens as it has embeddings. Given names, only these files are made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.insert(0, str(TESTS))
+from conformance_configs import VOCAB  # noqa: E402
+from gguf_toys import TOYS, Toy, save_toy  # noqa: E402
+
+GOLDENS = TESTS / "goldens" / "gguf_converted.zip"
+
+
+def set_vocab(model: Any) -> None:
+    """Takes the place of the converter's method: tokens without text, of which two end a text."""
+    count = model.hparams["vocab_size"]
+    writer = model.gguf_writer
+    words = [chr(0x100 + n) for n in range(count - 2)]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*words, "<s>", "</s>"])
+    writer.add_token_types([1] * len(words) + [3, 3])
+    writer.add_token_merges([f"{words[0]} {words[1]}"])
+    writer.add_bos_token_id(count - 2)
+    writer.add_eos_token_id(count - 1)
+    writer.add_add_bos_token(False)
+
+
+def convert(folder: Path, path: Path, said: Mapping[str, Any]) -> None:
+    """One GGUF file in float32 of a folder of safetensors, by llama.cpp's converter.
+
+    Args:
+        said: values of published configs that transformers' newest config classes leave out.
+    """
+    import conversion
+    import gguf
+    import torch
+
+    hparams = conversion.ModelBase.load_hparams(folder, False)
+    name = conversion.get_model_architecture(hparams, conversion.ModelType.TEXT)
+    kind = conversion.get_model_class(name)
+    own = type(kind.__name__, (kind,), {"set_vocab": set_vocab, "model_arch": kind.model_arch})
+    with torch.inference_mode():
+        model = own(folder, gguf.LlamaFileType.ALL_F32, path)
+        model.hparams |= said
+        model.write()
+
+
+def written(toy: Toy) -> bytes:
+    """The GGUF file of a toy."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "model")
+        save_toy(toy, folder)
+        # Gemma's embeddings are cut to as many rows as there are tokens here
+        words = {str(n): n for n in range(VOCAB)}
+        (folder / "tokenizer.json").write_text(
+            json.dumps({"model": {"vocab": words}, "added_tokens": []})
+        )
+        convert(folder, Path(name, "model.gguf"), toy.said)
+        return Path(name, "model.gguf").read_bytes()
+
+
+def main() -> None:
+    llama_cpp, *names = sys.argv[1:]
+    sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
+    logging.disable(logging.WARNING)
+    files: dict[str, bytes] = {}
+    if names:
+        with zipfile.ZipFile(GOLDENS) as kept:
+            files = {name: kept.read(name) for name in kept.namelist()}
+    for name in names or TOYS:
+        files[f"{name}.gguf"] = written(TOYS[name])
+    with zipfile.ZipFile(GOLDENS, "w", zipfile.ZIP_LZMA) as archive:
+        for name in sorted(files):
+            archive.writestr(zipfile.ZipInfo(name), files[name], zipfile.ZIP_LZMA)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""What each architecture of GGUF files is called in transformers, and what its metadata mean there.
+
+Values that no file has are as in llama.cpp's src/models (ggml-org/llama.cpp, b11549), by the names
+of its architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from specexec_cli.gguf import own_values as own
+from specexec_cli.gguf.container import GgufFile
+from specexec_cli.gguf.counts import expert_count
+from specexec_cli.gguf.metadata import Metadata
+from specexec_cli.gguf.own_values import Config, Own
+
+_EPSILON = "attention.layer_norm_rms_epsilon"
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_WINDOW = {"attention.sliding_window": "sliding_window"}
+# the numbers among the values; all others are whole
+_NUMBERS = ("epsilon", "scale", "clamp_kqv", "softcapping")
+_FLAGS = ("expert_weights_norm", "use_parallel_residual")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Described:
+    """An architecture of GGUF files in transformers' terms."""
+
+    model_type: str
+    keys: Mapping[str, str] = field(default_factory=dict)  # keys that a file may lack -> config's
+    norm: str | None = "rms_norm_eps"  # config's name of the norms' epsilon
+    experts: str = ""  # config's name of the number of experts, if there are any
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # the same for every file
+    biases: Mapping[str, str] = field(default_factory=dict)  # config's name -> tensor that tells
+    # whether a part of a head may be turned by its position
+    rotary: Literal["whole heads", "parts of heads", "its own"] = "whole heads"
+    uneven: bool = False  # whether heads of keys and widths of MLPs may differ between layers
+    own: Own | None = None  # what the table cannot say
+    without: tuple[str, ...] = ()  # values that transformers' config has no place for
+
+    def values(self, file: GgufFile, metadata: Metadata) -> Config:
+        """The values that the table alone tells."""
+        config: Config = {**self.fixed}
+        if self.norm is not None:
+            key = _EPSILON if self.norm.startswith("rms") else _LAYER_NORM
+            config[self.norm] = metadata.number(key)
+        if self.experts:
+            config[self.experts] = metadata.counted("expert_count", "experts", expert_count(file))
+        for key, name in self.keys.items():
+            if metadata.value(key) is not None:
+                config[name] = _value(metadata, key)
+        config |= {name: tensor in file.tensors for name, tensor in self.biases.items()}
+        return config
+
+
+def _value(metadata: Metadata, key: str) -> Any:
+    if key.endswith(_FLAGS):
+        return metadata.flag(key)
+    return metadata.number(key) if key.endswith(_NUMBERS) else metadata.whole(key)
+
+
+_USED = {"expert_used_count": "num_experts_per_tok"}
+_MIXTURE = {**_USED, "expert_feed_forward_length": "moe_intermediate_size"}
+_NORMALIZED = {"expert_weights_norm": "norm_topk_prob"}
+_ROUTED = {
+    **_MIXTURE, **_NORMALIZED, "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group", "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+}  # fmt: skip
+_GRANITE = {
+    "attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling",
+}  # fmt: skip
+_ATTENTION_BIAS = {"attention_bias": "blk.0.attn_q.bias"}
+_BIASES = {**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_up.bias"}
+
+
+ARCHITECTURES: Mapping[str, Described] = {
+    "llama": Described(model_type="llama", own=own.llama,
+                       biases={**_ATTENTION_BIAS, "mlp_bias": "blk.0.ffn_gate.bias"}),
+    "qwen2": Described(model_type="qwen2"),
+    "qwen2moe": Described(
+        model_type="qwen2_moe", experts="num_experts", fixed={"norm_topk_prob": False},
+        keys={**_MIXTURE, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
+    ),
+    "qwen3": Described(model_type="qwen3"),
+    "qwen3moe": Described(
+        model_type="qwen3_moe", experts="num_experts", keys=_MIXTURE,
+        fixed={"norm_topk_prob": True},  # llama.cpp normalizes, whatever the model's config says
+    ),
+    "gemma": Described(model_type="gemma"),
+    "gemma2": Described(model_type="gemma2", own=own.gemma2),
+    "gemma3": Described(model_type="gemma3_text", own=own.gemma3),
+    "gemma4": Described(model_type="gemma4_text", keys=_WINDOW, own=own.gemma4, uneven=True),
+    "phi2": Described(
+        model_type="phi", norm="layer_norm_eps", rotary="parts of heads",
+        own=own.feed_forward_as_stored,
+    ),
+    "phi3": Described(model_type="phi3", rotary="its own", own=own.phi3),
+    "gpt-oss": Described(model_type="gpt_oss", experts="num_local_experts", keys=_USED,
+                         biases=_ATTENTION_BIAS, own=own.gpt_oss),
+    "arcee": Described(model_type="arcee", biases=_BIASES),
+    "afmoe": Described(
+        model_type="afmoe", experts="num_experts", fixed={"mup_enabled": True}, own=own.windows(4),
+        keys={**_MIXTURE, **_WINDOW, "expert_shared_count": "num_shared_experts",
+              "leading_dense_block_count": "num_dense_layers",
+              "expert_weights_scale": "route_scale", "expert_weights_norm": "route_norm"},
+    ),
+    "command-r": Described(
+        model_type="cohere", norm="layer_norm_eps", keys={"logit_scale": "logit_scale"},
+        biases={"use_qk_norm": "blk.0.attn_q_norm.weight", **_ATTENTION_BIAS},
+    ),
+    "cohere2": Described(
+        model_type="cohere2", norm="layer_norm_eps", own=own.windows(4),
+        keys={"logit_scale": "logit_scale", **_WINDOW}, biases=_ATTENTION_BIAS,
+    ),
+    "cohere2moe": Described(
+        model_type="cohere2_moe", norm="layer_norm_eps", own=own.cohere2moe, experts="num_experts",
+        keys={"logit_scale": "logit_scale", **_WINDOW, **_USED, **_NORMALIZED,
+              "expert_shared_count": "num_shared_experts"},
+        biases=_ATTENTION_BIAS,
+    ),
+    "dbrx": Described(model_type="dbrx", norm=None, own=own.dbrx, without=("head_dim",)),
+    "deepseek2": Described(model_type="deepseek_v2", keys=_ROUTED, rotary="its own",
+                           own=own.deepseek2),
+    "dots1": Described(model_type="dots1", experts="n_routed_experts", keys=_ROUTED,
+                       own=own.dense_first),
+    "ernie4_5": Described(model_type="ernie4_5", biases={"use_bias": "blk.0.attn_q.bias"}),
+    "ernie4_5-moe": Described(
+        model_type="ernie4_5_moe", experts="moe_num_experts", own=own.sparse_layers,
+        biases={"use_bias": "blk.0.attn_q.bias"},
+        keys={"expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
+              "expert_feed_forward_length": "moe_intermediate_size",
+              "leading_dense_block_count": "moe_layer_start_index",
+              "interleave_moe_layer_step": "moe_layer_interval"},
+    ),
+    "exaone4": Described(model_type="exaone4", keys=_WINDOW, own=own.windows(4)),
+    "exaone-moe": Described(
+        model_type="exaone_moe", experts="num_experts", own=own.exaone_moe,
+        keys={**_ROUTED, **_WINDOW, "expert_shared_count": "num_shared_experts"},
+    ),
+    "falcon": Described(
+        model_type="falcon", norm="layer_norm_epsilon", own=own.falcon, without=("head_dim",),
+        biases={"bias": "blk.0.attn_qkv.bias"}, fixed={"alibi": False},
+    ),
+    "chatglm": Described(model_type="glm", rotary="parts of heads",
+                         biases=_ATTENTION_BIAS),
+    "glm4": Described(model_type="glm4", rotary="parts of heads", biases=_ATTENTION_BIAS),
+    "glm4moe": Described(
+        model_type="glm4_moe", rotary="parts of heads", experts="n_routed_experts", keys=_ROUTED,
+        biases={**_ATTENTION_BIAS, "use_qk_norm": "blk.0.attn_q_norm.weight"},
+        own=own.dense_first,
+    ),
+    "gpt2": Described(model_type="gpt2", norm="layer_norm_epsilon", own=own.feed_forward_as_stored),
+    "starcoder": Described(model_type="gpt_bigcode", norm="layer_norm_epsilon",
+                           own=own.feed_forward_as_stored),
+    "gptneox": Described(
+        model_type="gpt_neox", norm="layer_norm_eps", rotary="parts of heads",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        biases={"attention_bias": "blk.0.attn_qkv.bias"},
+    ),
+    "granite": Described(model_type="granite", keys=_GRANITE, biases=_BIASES),
+    "granitemoe": Described(
+        model_type="granitemoe", keys={**_USED, **_GRANITE}, experts="num_local_experts",
+        biases=_ATTENTION_BIAS, own=own.granitemoe,
+    ),
+    "hunyuan-dense": Described(model_type="hunyuan_v1_dense", biases=_ATTENTION_BIAS),
+    "hunyuan-moe": Described(model_type="hunyuan_v1_moe", experts="num_experts",
+                             keys={"expert_used_count": "moe_topk"}, biases=_ATTENTION_BIAS),
+    "hy_v3": Described(
+        model_type="hy_v3", experts="num_experts",
+        keys={**_MIXTURE, "expert_weights_scale": "router_scaling_factor"}, own=own.sparse_layers,
+    ),
+    "jais2": Described(model_type="jais2", norm="layer_norm_eps"),
+    "llama4": Described(model_type="llama4_text", experts="num_local_experts", keys=_USED,
+                        own=own.llama4),
+    "mellum": Described(model_type="mellum", experts="num_experts", own=own.mellum,
+                        keys={**_MIXTURE, **_WINDOW}),
+    "minimax-m2": Described(
+        model_type="minimax_m2", rotary="parts of heads", experts="num_local_experts", keys=_USED,
+    ),
+    "nemotron": Described(model_type="nemotron", norm=None, rotary="parts of heads",
+                          own=own.nemotron),
+    "olmo": Described(model_type="olmo", norm=None, keys={"attention.clamp_kqv": "clip_qkv"}),
+    "olmo2": Described(model_type="olmo2", own=own.olmo2),
+    "olmoe": Described(
+        model_type="olmoe", experts="num_experts", fixed={"norm_topk_prob": False},
+        keys={**_USED, "attention.clamp_kqv": "clip_qkv"},
+    ),
+    "seed_oss": Described(model_type="seed_oss", biases={
+        "attention_bias": "blk.0.attn_q.bias", "attention_out_bias": "blk.0.attn_output.bias",
+        "mlp_bias": "blk.0.ffn_up.bias"}),
+    "smollm3": Described(model_type="smollm3", biases=_BIASES),
+    "stablelm": Described(
+        model_type="stablelm", norm="layer_norm_eps", rotary="parts of heads",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        biases={"use_qkv_bias": "blk.0.attn_q.bias", "qk_layernorm": "blk.0.attn_q_norm.weight"},
+    ),
+    "starcoder2": Described(model_type="starcoder2", norm="norm_epsilon",
+                            biases={"use_bias": "blk.0.attn_q.bias"}),
+}  # fmt: skip

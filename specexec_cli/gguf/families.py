@@ -1,0 +1,214 @@
+"""How each model family's tensors are called in GGUF files, and what the converter changed in them.
+
+Only what differs from Llama is stated. Names are those of `MODEL_TENSORS` in gguf-py's constants.py
+and changes those of the folder conversion/ (ggml-org/llama.cpp, b11549);
+tests/e2e/test_gguf_converted.py holds each family to files that llama.cpp's own converter wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# Orders of a linear's rows that are not transformers':
+#   pairs   both halves of a rotary pair side by side (queries and keys)
+#   thirds  all queries, then all keys, then all values, where each head has its own three together
+#   groups  likewise, where each group of heads has its queries, its key and its value together
+RowOrder = Literal["pairs", "thirds", "groups"]
+# Ways to make a parameter of tensors; made_of in models/restored.py carries them out
+Making = Literal["transposed", "flat", "flat_transposed", "gate_up", "gate_up_transposed", "latent"]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A parameter that is made of one or more of a layer's tensors, which have other shapes."""
+
+    how: Making
+    parts: tuple[str, ...]  # llama.cpp's names within a layer
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's tensors differ from Llama's."""
+
+    inside: Mapping[str, str] = field(default_factory=dict)  # parts of a layer with other names
+    outside: Mapping[str, str] = field(default_factory=dict)  # tensors outside the layers, likewise
+    layers: str = "model.layers"
+    experts: str = "mlp.experts"  # the module of a layer's experts
+    rows: Mapping[str, RowOrder] = field(default_factory=dict)  # part of a layer -> order of rows
+    norms_plus_one: bool = False
+    two_norms: Mapping[str, str] = field(default_factory=dict)  # names where there is attn_norm_2
+    made: Mapping[str, Made] = field(default_factory=dict)  # parameter within a layer -> its parts
+
+
+_PAIRS: Mapping[str, RowOrder] = {"attn_q": "pairs", "attn_k": "pairs"}
+_AROUND = {  # norms in front of and behind each block
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_BEHIND = {**_AROUND, "attn_norm": "", "ffn_norm": ""}  # norms behind each block alone
+_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}
+_ONE_SHARED = {
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+_CORRECTED = {**_SHARED, "exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}
+_GATE_UP = {"ffn_up": "mlp.gate_up_proj"}
+_FULLY_CONNECTED = {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+}  # fmt: skip
+_LATENT_PARTS = {"self_attn.kv_b_proj.weight": Made("latent", ("attn_k_b", "attn_v_b"))}
+_GPT2 = {
+    "attn_norm": "ln_1", "attn_qkv": "attn.c_attn", "attn_output": "attn.c_proj",
+    "ffn_norm": "ln_2", **_FULLY_CONNECTED,
+}  # fmt: skip
+_GPT2_OUTSIDE = {
+    "token_embd": "transformer.wte", "position_embd": "transformer.wpe",
+    "output_norm": "transformer.ln_f",
+}  # fmt: skip
+_CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_NAMES_OF = {name: part for part, name in _GPT2.items()}
+
+# by transformers' model_type
+FAMILIES: Mapping[str, Family] = {
+    "afmoe": Family(
+        {"post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_mlp_layernorm",
+         "post_ffw_norm": "post_mlp_layernorm", "attn_gate": "self_attn.gate_proj",
+         "ffn_gate_inp": "mlp.router.gate", "exp_probs_b.bias": "mlp.expert_bias", **_SHARED},
+    ),
+    "arcee": Family(rows=_PAIRS),
+    "cohere": Family(),
+    "cohere2": Family(),
+    "cohere2_moe": Family(_SHARED),
+    "dbrx": Family(
+        {"attn_norm": "norm_attn_norm.norm_1", "attn_output_norm": "norm_attn_norm.norm_2",
+         "attn_qkv": "norm_attn_norm.attn.Wqkv", "attn_output": "norm_attn_norm.attn.out_proj",
+         "ffn_gate_inp": "ffn.router.layer"},
+        {"token_embd": "transformer.wte", "output_norm": "transformer.norm_f"},
+        layers="transformer.blocks",
+        made={
+            "ffn.experts.mlp.w1": Made("flat", ("ffn_gate_exps",)),
+            "ffn.experts.mlp.v1": Made("flat", ("ffn_up_exps",)),
+            "ffn.experts.mlp.w2": Made("flat_transposed", ("ffn_down_exps",)),
+        },
+    ),
+    "deepseek_v2": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
+    "deepseek_v3": Family({**_CORRECTED, **_LATENT}, made=_LATENT_PARTS),
+    "youtu": Family(_LATENT, made=_LATENT_PARTS),
+    "dots1": Family(_CORRECTED),
+    "ernie4_5": Family(),
+    "ernie4_5_moe": Family(
+        {**_SHARED, "exp_probs_b.bias": "mlp.moe_statics.e_score_correction_bias"}
+    ),
+    "exaone4": Family(_BEHIND),
+    "exaone_moe": Family({**_SHARED, "exp_probs_b.bias": "mlp.e_score_correction_bias"}),
+    "falcon": Family(
+        {"attn_norm": "input_layernorm", "attn_qkv": "self_attention.query_key_value",
+         "attn_output": "self_attention.dense", "ffn_up": "mlp.dense_h_to_4h",
+         "ffn_down": "mlp.dense_4h_to_h"},
+        {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f"},
+        layers="transformer.h", rows={"attn_qkv": "groups"},
+        two_norms={"attn_norm": "ln_mlp", "attn_norm_2": "ln_attn"},
+    ),
+    "gemma": Family(norms_plus_one=True),
+    "gemma2": Family(_AROUND, norms_plus_one=True),
+    "gemma3_text": Family(_AROUND, norms_plus_one=True),
+    "gemma4_text": Family(
+        {**_AROUND, "layer_output_scale.weight": "layer_scalar",
+         "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+         "post_norm": "post_per_layer_input_norm"},
+        {"per_layer_token_embd": "model.embed_tokens_per_layer",
+         "per_layer_model_proj": "model.per_layer_model_projection",
+         "per_layer_proj_norm": "model.per_layer_projection_norm"},
+    ),
+    "glm": Family(_GATE_UP),
+    "glm4": Family(
+        {**_GATE_UP, "post_attention_norm": "post_self_attn_layernorm",
+         "post_ffw_norm": "post_mlp_layernorm"},
+    ),
+    "glm4_moe": Family({**_CORRECTED, "post_attention_norm": "post_attention_layernorm"}),
+    "gpt2": Family(
+        _GPT2, _GPT2_OUTSIDE, layers="transformer.h",
+        made={f"{name}.weight": Made("transposed", (_NAMES_OF[name],)) for name in _CONV1D},
+    ),
+    "gpt_bigcode": Family(_GPT2, _GPT2_OUTSIDE, layers="transformer.h"),
+    "gpt_neox": Family(
+        {"attn_qkv": "attention.query_key_value", "attn_output": "attention.dense",
+         "ffn_up": "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"},
+        {"token_embd": "gpt_neox.embed_in", "output_norm": "gpt_neox.final_layer_norm",
+         "output": "embed_out"},
+        layers="gpt_neox.layers", rows={"attn_qkv": "thirds"},
+    ),
+    "gpt_oss": Family(
+        {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+         "attn_sinks.weight": "self_attn.sinks"},
+    ),
+    "granite": Family(rows=_PAIRS),
+    "granitemoe": Family(
+        {"ffn_gate_inp": "block_sparse_moe.router.layer"},
+        experts="block_sparse_moe.experts", rows=_PAIRS,
+    ),
+    "granitemoeshared": Family(
+        {"ffn_gate_inp": "block_sparse_moe.router.layer",
+         "ffn_down_shexp": "shared_mlp.output_linear"},
+        experts="block_sparse_moe.experts", rows=_PAIRS,
+        made={"shared_mlp.input_linear.weight":
+              Made("gate_up", ("ffn_gate_shexp", "ffn_up_shexp"))},
+    ),
+    "hunyuan_v1_dense": Family(
+        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm"}
+    ),
+    "hunyuan_v1_moe": Family(
+        {"attn_q_norm": "self_attn.query_layernorm", "attn_k_norm": "self_attn.key_layernorm",
+         "ffn_gate_inp": "mlp.gate.wg", "ffn_gate_shexp": "mlp.shared_mlp.gate_proj",
+         "ffn_up_shexp": "mlp.shared_mlp.up_proj", "ffn_down_shexp": "mlp.shared_mlp.down_proj"},
+    ),
+    "hy_v3": Family({**_SHARED, "ffn_gate_inp": "mlp.router.gate", "exp_probs_b": "mlp.expert_bias",
+                     "exp_probs_b.bias": "mlp.expert_bias"}),
+    "jais2": Family(),
+    "llama": Family(rows=_PAIRS),
+    "llama4_text": Family(
+        {"ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+         "ffn_down": "feed_forward.down_proj", "ffn_gate_inp": "feed_forward.router",
+         "ffn_gate_shexp": "feed_forward.shared_expert.gate_proj",
+         "ffn_up_shexp": "feed_forward.shared_expert.up_proj",
+         "ffn_down_shexp": "feed_forward.shared_expert.down_proj"},
+        made={
+            "feed_forward.experts.gate_up_proj":
+                Made("gate_up_transposed", ("ffn_gate_exps", "ffn_up_exps")),
+            "feed_forward.experts.down_proj": Made("transposed", ("ffn_down_exps",)),
+        },
+    ),
+    "mellum": Family(),
+    "minimax_m2": Family({"exp_probs_b.bias": "mlp.e_score_correction_bias"}),
+    "mixtral": Family(rows=_PAIRS),
+    "nemotron": Family(norms_plus_one=True),
+    "olmo": Family(rows=_PAIRS),
+    "olmo2": Family(_BEHIND),
+    "olmo3": Family(_BEHIND),
+    "olmoe": Family(),
+    "phi": Family(
+        {"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        {"output_norm": "model.final_layernorm"},
+    ),
+    "phi3": Family({"attn_qkv": "self_attn.qkv_proj", **_GATE_UP}),
+    "qwen2": Family(),
+    "qwen2_moe": Family(_ONE_SHARED),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "seed_oss": Family({"post_attention_norm": "post_attention_layernorm"}),
+    "smollm3": Family(rows=_PAIRS),
+    "stablelm": Family(),
+    "starcoder2": Family(_FULLY_CONNECTED),
+}  # fmt: skip

@@ -1,0 +1,307 @@
+"""Values of transformers' configs that the table of architectures.py cannot say in a line.
+
+Values that no file has are as in llama.cpp's src/models (ggml-org/llama.cpp, b11549).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specexec_cli.gguf.container import GgufFile
+from specexec_cli.gguf.counts import expert_count, layers_with
+from specexec_cli.gguf.metadata import Metadata
+
+Config = dict[str, Any]
+Own = Callable[[GgufFile, Metadata, Config], Config]
+
+
+def llama(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Mixtral has the name of Llama, and experts."""
+    if not metadata.whole("expert_count", 0):
+        return {}
+    return {
+        "model_type": "mixtral",
+        "num_local_experts": metadata.counted("expert_count", "experts", expert_count(file)),
+        "num_experts_per_tok": metadata.whole("expert_used_count"),
+        "sliding_window": None,
+    }
+
+
+def gemma2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, soft caps and the scale of queries."""
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window", 4096),
+        "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0) or None,
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 30.0) or None,
+        "query_pre_attn_scalar": _query_scale(config, layers_of_27b=46),
+    }
+
+
+def _layer_types(metadata: Metadata, config: Config, every: int) -> list[str]:
+    """Each layer's kind of attention: every `every`-th layer sees the whole text.
+
+    Metadata may say another number than `every`, of which 0 means that no layer sees the whole
+    text, or say of each layer whether it has a window.
+    """
+    layers = config["num_hidden_layers"]
+    pattern = metadata.value("attention.sliding_window_pattern")
+    if isinstance(pattern, list):
+        if len(pattern) < layers or not all(isinstance(each, bool | int) for each in pattern):
+            raise metadata.refusal(
+                f"its metadata do not say of each of {layers} layers whether it has a window"
+            )
+        windows = [bool(each) for each in pattern[:layers]]
+    else:
+        every = metadata.whole("attention.sliding_window_pattern", every)
+        windows = [not every or number % every != 0 for number in range(1, layers + 1)]
+    return ["sliding_attention" if each else "full_attention" for each in windows]
+
+
+def windows(every: int) -> Own:
+    """A window in all layers but every `every`-th; no window where the file names none."""
+
+    def own(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+        if not metadata.whole("attention.sliding_window", 0):
+            return {"sliding_window": None, "layer_types": ["full_attention"] * _layers_of(config)}
+        return {"layer_types": _layer_types(metadata, config, every)}
+
+    return own
+
+
+def _layers_of(config: Config) -> int:
+    return int(config["num_hidden_layers"])
+
+
+def _two_bases(metadata: Metadata, config: Config, local: float) -> Config:
+    """Rotary parameters of layers with a window and of those without."""
+    base = metadata.number("rope.freq_base_swa", local)
+    return {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": base},
+    }
+
+
+def gemma3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, their rotary base, and the scale of queries."""
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, config, every=6),
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+        "query_pre_attn_scalar": _query_scale(config, layers_of_27b=62),
+        "rope_parameters": _two_bases(metadata, config, 10000.0),
+    }
+
+
+def _query_scale(config: Config, layers_of_27b: int) -> int:
+    """Queries are divided by the root of this; as in llama.cpp, 27B is known by its layers."""
+    if config["num_hidden_layers"] == layers_of_27b:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def phi3(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """The window, and rotary factors for long texts."""
+    rotary = metadata.whole("rope.dimension_count", config["head_dim"])
+    original = metadata.whole(
+        "rope.scaling.original_context_length", config["max_position_embeddings"]
+    )
+    rope = {**config["rope_parameters"], "partial_rotary_factor": rotary / config["head_dim"]}
+    return {
+        "sliding_window": metadata.whole("attention.sliding_window", 0) or None,
+        "original_max_position_embeddings": original,
+        "rope_parameters": rope,
+    }
+
+
+def gpt_oss(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, and YaRN as the models have it."""
+    rope = config["rope_parameters"]
+    if metadata.number("rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]:
+        raise metadata.refusal("layers with windows have a rotary base of their own")
+    if rope["rope_type"] == "yarn":
+        # as in the models' own config.json; llama.cpp rounds where YaRN's ramp begins and ends
+        rope = {**rope, "truncate": False}
+    return {
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, config, every=2),
+        "rope_parameters": rope,
+    }
+
+
+_STILL = 1e29  # factors of Gemma 4's frequencies that do not turn are 1e30
+_SIGMOID, _SOFTMAX = 2, 1  # values of expert_gating_func
+
+
+def deepseek2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """DeepSeek-V2 and V3, and the others with its latent attention."""
+    rotary = metadata.whole("rope.dimension_count")
+    keys = metadata.whole("attention.key_length_mla", config["head_dim"])
+    own: Config = {
+        "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": metadata.whole("attention.q_lora_rank", 0) or None,
+        "kv_lora_rank": metadata.whole("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": keys - rotary,
+        "v_head_dim": metadata.whole(
+            "attention.value_length_mla", metadata.whole("attention.value_length", 0)
+        ),
+        "head_dim": rotary,
+    }
+    if not metadata.whole("expert_count", 0):
+        return {**own, "model_type": "youtu"}
+    own |= dense_first(file, metadata, config)
+    own["n_routed_experts"] = metadata.counted("expert_count", "experts", expert_count(file))
+    # files of before this key are of V2; V3 has a correction for each expert
+    corrected = any(name.endswith("exp_probs_b.bias") for name in file.tensors)
+    gate = metadata.whole("expert_gating_func", _SIGMOID if corrected else _SOFTMAX)
+    if gate == _SIGMOID:
+        return {**own, "model_type": "deepseek_v3", "rope_interleave": True}
+    method = "greedy" if metadata.whole("expert_group_count", 1) <= 1 else "group_limited_greedy"
+    return {**own, "topk_method": method}
+
+
+def falcon(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Groups of heads, and one norm or two."""
+    groups = metadata.whole("attention.head_count_kv", 1)
+    up = file.tensors.get("blk.0.ffn_up.weight")
+    if not groups or config["num_attention_heads"] % groups or up is None:
+        raise metadata.refusal(f"it has {groups} groups of heads, or no MLP")
+    two = "blk.0.attn_norm_2.weight" in file.tensors
+    return {
+        "num_kv_heads": groups, "multi_query": groups == 1,
+        "new_decoder_architecture": groups > 1 or two, "num_ln_in_parallel_attn": 1 + two,
+        "num_key_value_heads": groups, "ffn_hidden_size": up.shape[0] if up.shape else 0,
+    }  # fmt: skip
+
+
+def feed_forward_as_stored(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """The width of the MLP by its tensor: the converter writes four times the hidden size."""
+    up = file.tensors.get("blk.0.ffn_up.weight")
+    width = up.shape[0] if up is not None and len(up.shape) == 2 else config["intermediate_size"]
+    return {"intermediate_size": width, "n_inner": width}
+
+
+def dense_first(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """How many layers come before the first that has experts, by the tensors."""
+    sparse = layers_with(file, "ffn_gate_exps")
+    return {"first_k_dense_replace": min(sparse, default=_layers_of(config))}
+
+
+def sparse_layers(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Which layers have experts, by the tensors."""
+    sparse = layers_with(file, "ffn_gate_exps")
+    kinds = ["sparse" if n in sparse else "dense" for n in range(_layers_of(config))]
+    return {"mlp_layer_types": kinds}
+
+
+def olmo2(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """OLMo 3 has the name of OLMo 2, and windows."""
+    if not metadata.whole("attention.sliding_window", 0):
+        return {}
+    return {
+        "model_type": "olmo3",
+        "sliding_window": metadata.whole("attention.sliding_window"),
+        "layer_types": _layer_types(metadata, config, every=4),
+    }
+
+
+def granitemoe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Experts that every row goes to are another model type."""
+    width = metadata.whole("expert_shared_feed_forward_length", 0)
+    return {"model_type": "granitemoeshared", "shared_intermediate_size": width} if width else {}
+
+
+def llama4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Which layers have experts, and constants of the models."""
+    return {
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "moe_layers": sorted(layers_with(file, "ffn_gate_exps")),
+        "use_qk_norm": metadata.whole("expert_count") != 128,  # Maverick has 128 experts
+        "attention_chunk_size": 8192,
+    }
+
+
+def nemotron(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """The epsilon of its norms."""
+    return {"norm_eps": metadata.number("attention.layer_norm_epsilon")}
+
+
+def exaone_moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, and which layers have experts."""
+    return {**windows(4)(file, metadata, config), **sparse_layers(file, metadata, config)}
+
+
+def mellum(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, and their rotary base."""
+    base = config["rope_parameters"]["rope_theta"]
+    return {**windows(4)(file, metadata, config),
+            "rope_parameters": _two_bases(metadata, config, base)}  # fmt: skip
+
+
+def cohere2moe(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Windows, the router, and the layers in front that have no experts."""
+    sigmoid = metadata.whole("expert_gating_func", _SIGMOID) == _SIGMOID
+    return {
+        **windows(4)(file, metadata, config),
+        "expert_selection_fn": "sigmoid" if sigmoid else "softmax",
+        "prefix_dense_intermediate_size": config["intermediate_size"],
+        "intermediate_size": metadata.whole("expert_feed_forward_length"),
+        **dense_first(file, metadata, config),
+    }
+
+
+def dbrx(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Its config has parts of their own for attention and experts."""
+    return {
+        "d_model": config["hidden_size"],  # transformers reads it before its other name
+        "attn_config": {
+            "kv_n_heads": config["num_key_value_heads"],
+            "clip_qkv": metadata.number("attention.clamp_kqv", 0.0) or None,
+            "rope_theta": config["rope_parameters"]["rope_theta"],
+        },
+        "ffn_config": {
+            "ffn_hidden_size": config["intermediate_size"],
+            "moe_num_experts": metadata.counted("expert_count", "experts", expert_count(file)),
+            "moe_top_k": metadata.whole("expert_used_count"),
+        },
+    }
+
+
+def gemma4(file: GgufFile, metadata: Metadata, config: Config) -> Config:
+    """Layers with windows, and those without, which have other heads."""
+    if metadata.whole("expert_count", 0):
+        raise metadata.refusal("experts of Gemma 4 are not supported")
+    types = _layer_types(metadata, config, every=6)
+    shared = metadata.whole("attention.shared_kv_layers", 0)
+    heads = metadata.each("attention.head_count_kv", _layers_of(config))
+    widths = metadata.each("feed_forward_length", _layers_of(config))
+    whole = [n for n, kind in enumerate(types) if kind == "full_attention"]
+    local = [n for n in range(len(types)) if n not in whole]
+    own = [n for n in whole if n < _layers_of(config) - shared]  # those with keys of their own
+    # the file has a factor for each frequency, so large that it stands still, or 1
+    factors = config["rope_parameters"].get("long_factor", [1.0])
+    turned = sum(factor < _STILL for factor in factors) / len(factors)
+    return {
+        "layer_types": types,
+        "head_dim": metadata.whole("attention.key_length_swa"),
+        "global_head_dim": config["head_dim"],
+        "num_key_value_heads": heads[local[0]] if local else heads[0],
+        "num_global_key_value_heads": heads[whole[0]] if whole else None,
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": metadata.whole("embedding_length_per_layer_input", 0),
+        "vocab_size_per_layer_input": config["vocab_size"],
+        "use_double_wide_mlp": widths[-1] == 2 * widths[0],
+        "intermediate_size": widths[0],
+        "final_logit_softcapping": metadata.number("final_logit_softcapping", 0.0) or None,
+        "attention_k_eq_v": any(f"blk.{n}.attn_v.weight" not in file.tensors for n in own),
+        "rope_parameters": {
+            **_two_bases(metadata, config, 10000.0),
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": turned,
+                "rope_theta": config["rope_parameters"]["rope_theta"],
+            },
+        },
+    }  # fmt: skip

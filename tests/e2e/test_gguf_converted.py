@@ -1,0 +1,112 @@
+"""Files that llama.cpp's own converter wrote of small models, beside these models' safetensors.
+
+scripts/gguf_goldens.py wrote tests/goldens/gguf_converted.zip.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import chain_logits, open_float32, random_tokens
+from gguf_files import all_of, packed
+from gguf_toys import TOYS, save_toy
+
+from specexec_cli.errors import CheckpointError
+from specexec_cli.gguf.architectures import ARCHITECTURES
+from specexec_cli.gguf.config import gguf_config
+from specexec_cli.gguf.container import read_gguf
+from specexec_cli.gguf.families import FAMILIES
+from specexec_cli.offload.store import read_checkpoint
+from specexec_cli.planning.sizes import checkpoint_bytes
+
+GOLDENS = Path(__file__).parents[1] / "goldens" / "gguf_converted.zip"
+TOKENS = [3 + token % 45 for token in random_tokens(40)]
+
+
+def converted(name: str, folder: Path) -> Path:
+    """The file that the converter made of a toy."""
+    path = folder / f"{name}.gguf"
+    with zipfile.ZipFile(GOLDENS) as archive:
+        path.write_bytes(archive.read(f"{name}.gguf"))
+    return path
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_logits_are_those_of_the_safetensors(tmp_path: Path, name: str) -> None:
+    path, plain = converted(name, tmp_path), tmp_path / "plain"
+    save_toy(TOYS[name], plain)
+    found, expected = (chain_logits(open_float32(each), TOKENS) for each in (path, plain))
+    assert torch.equal(found, expected)
+    sizes, of_plain = (checkpoint_bytes(read_checkpoint(each)) for each in (path, plain))
+    assert sizes.layers == of_plain.layers
+    assert sizes.experts == of_plain.experts
+    assert sizes.kv_elements == of_plain.kv_elements
+
+
+def test_the_toys_are_of_every_architecture(tmp_path: Path) -> None:
+    """And no family of tensors is without one."""
+    files = [read_gguf(converted(name, tmp_path)) for name in TOYS]
+    assert {file.metadata["general.architecture"] for file in files} == ARCHITECTURES.keys()
+    assert {gguf_config(file)["model_type"] for file in files} == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama4_text", "gpt2", "granitemoeshared"])
+def test_parameters_are_made_of_packed_tensors(tmp_path: Path, name: str) -> None:
+    """As of what the blocks mean, where a parameter has another shape than the tensors."""
+    path = converted(name, tmp_path)
+    logits = [
+        chain_logits(open_float32(rewritten(path, tmp_path / f"{packs}.gguf", packs)), TOKENS)
+        for packs in (True, False)
+    ]
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-5 * float(logits[1].abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("deepseek_v3", (b"blk.1.attn_v_b.weight", b"blk.1.attn_9_b.weight"), "weight' is missing"),
+        ("deepseek_v3", (b".key_length_mla\x04\0\0\0\x10", b".key_length_mla\x04\0\0\0\x14"),
+         "of which 'model.layers.*' of a deepseek_v3 model cannot be made"),
+        ("falcon-40b", (b".head_count_kv\x04\0\0\0\x02", b".head_count_kv\x04\0\0\0\x03"),
+         "it has 3 groups of heads"),
+    ],
+)  # fmt: skip
+def test_damaged_files_are_refused_in_a_line(
+    tmp_path: Path, name: str, damage: tuple[bytes, bytes], message: str
+) -> None:
+    path = converted(name, tmp_path)
+    raw = path.read_bytes()
+    assert damage[0] in raw
+    path.write_bytes(raw.replace(*damage))
+    with pytest.raises(CheckpointError, match=message):
+        open_float32(path)
+
+
+def rewritten(path: Path, to: Path, packs: bool) -> Path:
+    """The file with its matrices in blocks of Q8_0, or with what these mean in float32."""
+    reader = gguf.GGUFReader(path)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture)
+    for key, value in reader.fields.items():
+        if not key.startswith("GGUF.") and key != "general.architecture":
+            of_items = value.types[-1] if len(value.types) > 1 else None
+            writer.add_key_value(key, value.contents(), value.types[0], of_items)
+    for tensor in reader.tensors:
+        kind = all_of(gguf.GGMLQuantizationType.Q8_0)(tensor.name, tensor.data.shape)
+        if kind == gguf.GGMLQuantizationType.F32:
+            writer.add_tensor(tensor.name, tensor.data)
+        elif packs:
+            writer.add_tensor(tensor.name, packed(np.array(tensor.data), kind), raw_dtype=kind)
+        else:
+            blocks = packed(np.array(tensor.data), kind)
+            writer.add_tensor(tensor.name, gguf.quants.dequantize(blocks, kind))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to

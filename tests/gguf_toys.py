@@ -1,0 +1,147 @@
+"""Small models of every architecture of GGUF files that is read, for llama.cpp's converter.
+
+Weights follow from their names: each is -1/4 or 1/4, by a bit of a hash. So they are the same
+wherever they are made, are exact in every dtype, and compress to a bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+from conformance_configs import tiny_config
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A small model."""
+
+    model_type: str
+    options: Mapping[str, Any] = field(default_factory=dict)  # see tiny_config
+    # what published configs say beside transformers' own values, and the converter asks for
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+
+_EVERY_FOURTH = {"layer_types": [*["sliding_attention"] * 3, "full_attention"]}
+_DENSE_FIRST = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+_HALF = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0, "logits_scaling": 4.0, "residual_multiplier": 0.5,
+    "attention_multiplier": 0.25,
+}  # fmt: skip
+_NEW_FALCON = {"new_decoder_architecture": True, "num_kv_heads": 2}
+_GEMMA = {"query_pre_attn_scalar": 8}  # the size of a head
+# llama.cpp's constants, which no file has
+_LLAMA4 = {
+    "attention_chunk_size": 8192, "floor_scale": 8192, "no_rope_layers": [1, 1, 1, 0],
+    "layer_types": [*["chunked_attention"] * 3, "full_attention"],
+}  # fmt: skip
+_LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64,
+    "long_factor": [1.5, 2.0, 3.0, 4.0], "short_factor": [1.0, 1.1, 1.2, 1.3],
+}  # fmt: skip
+
+TOYS: Mapping[str, Toy] = {
+    "afmoe": Toy("afmoe", {"mup_enabled": True, **_EVERY_FOURTH}),
+    "arcee": Toy("arcee"),
+    "cohere": Toy("cohere"),
+    "cohere-norms": Toy("cohere", {"use_qk_norm": True}),
+    "cohere2": Toy("cohere2", _EVERY_FOURTH, {"rotary_pct": 1.0}),
+    "cohere2_moe": Toy("cohere2_moe", _EVERY_FOURTH),
+    "dbrx": Toy("dbrx"),
+    "deepseek_v2": Toy("deepseek_v2"),
+    "deepseek_v2-groups": Toy(
+        "deepseek_v2", {"n_group": 2, "topk_group": 1, "topk_method": "group_limited_greedy"}
+    ),
+    "deepseek_v2-lite": Toy("deepseek_v2", {"q_lora_rank": None}),
+    "deepseek_v3": Toy("deepseek_v3"),
+    "dots1": Toy("dots1"),
+    "ernie4_5": Toy("ernie4_5"),
+    "ernie4_5_moe": Toy("ernie4_5_moe"),
+    "exaone4": Toy("exaone4", _EVERY_FOURTH),
+    "exaone_moe": Toy("exaone_moe", {**_EVERY_FOURTH, **_DENSE_FIRST}),
+    "falcon": Toy("falcon", {"num_kv_heads": 1, "new_decoder_architecture": False}),
+    "falcon-40b": Toy("falcon", _NEW_FALCON),
+    "falcon-11b": Toy("falcon", {**_NEW_FALCON, "num_ln_in_parallel_attn": 1}),
+    "gemma": Toy("gemma"),
+    "gemma2": Toy("gemma2", _GEMMA),
+    "gemma3_text": Toy("gemma3_text", {**_GEMMA, "layer_types": ["sliding_attention"] * 4}),
+    "gemma4_text": Toy("gemma4_text"),
+    "glm": Toy("glm", {"rms_norm_eps": 1e-5}),  # the converter writes no other
+    "glm4": Toy("glm4"),
+    "glm4_moe": Toy("glm4_moe"),
+    "glm4_moe-norms": Toy("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    "glm4_moe_lite": Toy("glm4_moe_lite", _DENSE_FIRST),
+    "gpt2": Toy("gpt2", {}, {"n_ctx": 512}),
+    "gpt_bigcode": Toy("gpt_bigcode"),
+    "gpt_neox": Toy("gpt_neox", {}, {"rotary_pct": 0.25}),
+    "gpt_neox-serial": Toy("gpt_neox", {"use_parallel_residual": False}, {"rotary_pct": 0.25}),
+    "gpt_oss": Toy("gpt_oss"),
+    "granite": Toy("granite", _MULTIPLIERS),
+    "granitemoe": Toy("granitemoe", _MULTIPLIERS),
+    "granitemoeshared": Toy("granitemoeshared", {**_MULTIPLIERS, "shared_intermediate_size": 24}),
+    "hunyuan_v1_dense": Toy("hunyuan_v1_dense"),
+    "hunyuan_v1_moe": Toy(
+        "hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "intermediate_size": 48},
+        {"moe_intermediate_size": [48] * 4, "moe_topk": [2] * 4, "num_shared_expert": [1] * 4},
+    ),
+    "hy_v3": Toy("hy_v3"),
+    "jais2": Toy("jais2"),
+    "llama": Toy("llama", {"num_key_value_heads": 2}),
+    "llama4_text": Toy("llama4_text", _LLAMA4),
+    "mellum": Toy("mellum", _EVERY_FOURTH),
+    "minimax_m2": Toy("minimax_m2", {"rope_parameters": _HALF}, {"rotary_dim": 4}),
+    "mistral": Toy("mistral", {"sliding_window": None}),
+    "mixtral": Toy("mixtral"),
+    "nemotron": Toy("nemotron"),
+    "olmo": Toy("olmo", {"clip_qkv": 2.0}),
+    "olmo2": Toy("olmo2"),
+    "olmo3": Toy("olmo3", _EVERY_FOURTH),
+    "olmoe": Toy("olmoe"),
+    "phi": Toy("phi"),
+    "phi3": Toy("phi3", {"sliding_window": None}),
+    "qwen2": Toy("qwen2"),
+    "qwen2_moe": Toy("qwen2_moe"),
+    "qwen3": Toy("qwen3"),
+    "qwen3_moe": Toy("qwen3_moe", {"norm_topk_prob": True}),
+    "seed_oss": Toy("seed_oss"),
+    "smollm3": Toy("smollm3", {"no_rope_layers": [1, 1, 1, 0]}),
+    "stablelm": Toy("stablelm"),
+    "stablelm-parallel": Toy("stablelm", {"use_parallel_residual": True}),
+    "starcoder2": Toy("starcoder2", {"sliding_window": None}),
+    "youtu": Toy("youtu"),
+}  # fmt: skip
+
+
+def toy_config(toy: Toy) -> PretrainedConfig:
+    return tiny_config(toy.model_type, toy.options)
+
+
+def save_toy(toy: Toy, folder: Path) -> PreTrainedModel:
+    """Writes a toy as safetensors, and returns transformers' model."""
+    config = toy_config(toy)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, values in model.state_dict().items():
+            if values.is_floating_point():
+                values.copy_(torch.from_numpy(toy_values(name, values.numel())).view(values.shape))
+    model.tie_weights()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def toy_values(name: str, count: int) -> np.ndarray:
+    """(count,) float32: the values of a tensor of this name."""
+    raw = hashlib.shake_128(name.encode()).digest(-(-count // 8))
+    bits = np.unpackbits(np.frombuffer(raw, np.uint8))[:count]
+    return (bits.astype(np.float32) - 0.5) / 2
