@@ -1,14 +1,13 @@
-"""Compile the Triton kernels for GPUs that are not here, and see whether they would fit.
+"""Compile the Triton kernels for GPUs that are not here, and check whether they would fit.
 
     python scripts/compile_kernels.py                   # every generation, every kernel
     python scripts/compile_kernels.py --gpus rtx-30 --quick
 
-Triton's compiler and NVIDIA's assembler need no GPU. What they show: that a kernel compiles, that
-its shared memory is within what a block may have there (a launch fails otherwise), whether
-registers spill, how many of its blocks a multiprocessor runs at once, and by its machine code
-whether it loads 16 bytes at once and multiplies on tensor cores. What they do not show: results and
-speed. Exits with 1 if a kernel does not compile or fit, or lacks what WANTED asks of it. The last
-line is JSON.
+Triton's compiler and NVIDIA's assembler need no GPU. They show whether a kernel compiles, whether
+its shared memory is within a block's limit (a launch fails otherwise), whether registers spill, and
+how many of its blocks a multiprocessor runs at once. The machine code shows whether it loads 16
+bytes at once and multiplies on tensor cores. Results and speed are not tested. Exits with 1 if a
+kernel does not compile or fit, or lacks what WANTED asks of it. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ GPUS = {
     "h100": (90, 227, 64),
     "rtx-50": (120, 99, 48),
 }
-REGISTERS = 65536  # of a multiprocessor, given to warps in pieces of 256
+REGISTERS = 65536  # registers of a multiprocessor, given to warps in pieces of 256
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CPU = torch.device("cpu")
-# what attention is asked for beside plain scores, in the heads of the models that ask for it
+# variants of attention, with the head sizes of the models that have them
 FORMS: dict[str, dict[str, Any]] = {
     "Gemma-2's cap and window": {"head_dim": 256, "softcap": 50.0, "window": True},
     "gpt-oss' sinks and window": {"head_dim": 64, "sinks": True, "window": True},
@@ -72,9 +71,9 @@ class Compiled:
     shared_bytes: int
     shared_limit_bytes: int
     registers: int
-    spilled_bytes: int  # of stack per thread
-    warps: int  # of a block
-    blocks: int  # that a multiprocessor runs at once
+    spilled_bytes: int  # bytes of stack per thread
+    warps: int  # warps of a block
+    blocks: int  # blocks that a multiprocessor runs at once
     wide_loads: int  # instructions that load 16 bytes from global memory
     tensor_products: int  # instructions of tensor cores
     seconds: float
@@ -82,7 +81,7 @@ class Compiled:
 
     @property
     def missing(self) -> str:
-        """What is wrong with it; nothing where it will do."""
+        """What is wrong with the kernel; empty if nothing is."""
         if self.error or self.shared_bytes > self.shared_limit_bytes:
             return f"DOES NOT FIT {self.error}"
         for pattern, wide_loads, tensor_products in WANTED:
@@ -104,7 +103,7 @@ WANTED = (
 
 
 class AbsentGpu:
-    """What Triton asks its driver for when it only compiles."""
+    """Stands for Triton's driver, with what Triton asks of it when it only compiles."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -120,7 +119,7 @@ class AbsentGpu:
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Calls of the kernels' own functions, over the shapes that decide what they need."""
+    """Calls of the kernels, over the shapes that decide which resources they need."""
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
         for head_dim in (128, 256, 512) if quick else (64, 80, 128, 256, 512):
@@ -189,7 +188,7 @@ def attention(
 
 
 def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
-    """Every case for one GPU. Launches become compilations: outputs hold nothing of use."""
+    """Compiles every case for one GPU. Launches only compile, so outputs are undefined."""
     capability, shared_kib, most_warps = GPUS[gpu]
     triton.runtime.driver.set_active(AbsentGpu(capability))
     launched: list[Any] = []
@@ -225,13 +224,13 @@ def compile_all(gpu: str, quick: bool) -> Iterator[Compiled]:
 
 
 def usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes per thread, as cuobjdump reads them."""
+    """Registers and stack bytes per thread, from cuobjdump."""
     found = dict(re.findall(r"(REG|STACK):(\d+)", _dumped(cubin, "-res-usage")))
     return int(found["REG"]), int(found["STACK"])
 
 
 def instructions(cubin: bytes) -> tuple[int, int]:
-    """Loads of 16 bytes from global memory, to registers or shared memory; tensor cores' products.
+    """Counts instructions that load 16 bytes from global memory, and products of tensor cores.
 
     Source: NVIDIA, CUDA binary utilities, instruction set reference (LDG, LDGSTS, HMMA, QGMMA).
     """
@@ -256,10 +255,10 @@ def blocks_at_once(
     """Blocks of a kernel that one multiprocessor runs at once.
 
     Args:
-        registers: of a thread.
+        registers: registers of a thread.
         shared_bytes, warps: of a block.
-        shared_kib: that a block may have at most.
-        most_warps: of a multiprocessor.
+        shared_kib: most shared memory of a block, KiB.
+        most_warps: most warps of a multiprocessor.
     """
     if not warps:
         return 0

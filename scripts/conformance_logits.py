@@ -1,4 +1,4 @@
-"""Logits of transformers' own forward, and the comparison with what specexec computes."""
+"""Computes logits by transformers' own forward, and compares specexec's with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from specexec_cli.core import DraftTree
 
-TOLERANCE = 1e-4  # of the largest logit
-RULED_OUT = -1e30  # logits below it belong to tokens that the architecture never writes
+TOLERANCE = 1e-4  # largest difference, as a share of the largest logit
+RULED_OUT = -1e30  # lower logits belong to tokens that the architecture never generates
 
 
 class NotConforming(Exception):
@@ -20,7 +20,7 @@ class NotConforming(Exception):
 
 @torch.no_grad()
 def expected_logits(own: PreTrainedModel, context: Sequence[int], tree: DraftTree) -> Tensor:
-    """transformers' logits: row 0 behind the context, row i + 1 behind the path to node i."""
+    """transformers' logits: row 0 after the context, row i + 1 after the path to node i."""
     rows = [own(input_ids=torch.tensor([list(context)])).logits[0, -1]]
     for node in range(len(tree)):
         path: list[int] = []
@@ -32,10 +32,10 @@ def expected_logits(own: PreTrainedModel, context: Sequence[int], tree: DraftTre
 
 
 def compare(when: str, ours: Tensor, expected: Tensor) -> None:
-    """Holds logits against those that they should be.
+    """Compares logits with the expected ones.
 
     Args:
-        when: what led to them, for the message.
+        when: describes the pass, for the message.
         ours: (rows, vocabulary) float32, as `expected` is.
     Raises:
         NotConforming: they differ by more than TOLERANCE, or `expected` proves nothing.

@@ -1,7 +1,7 @@
-"""Why a type does not run, as a sentence for people, from what its code has and what trying it did.
+"""Says in a sentence why a model type does not run.
 
-A cause that many types share is found by the names of their modules' classes, or by what was
-raised; those of single types were found by reading transformers' modelling code of each.
+A cause that many types share is recognised by the class names of their modules, or by the error
+that was raised. The causes of single types were found by reading transformers' modelling code.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# (pattern over the class names of a model's modules, what it means)
+# (pattern for the class names of a model's modules, the reason)
 _KINDS = [
     (
         r"Mamba|DeltaNet|DeltaAttention|ShortConv|Lightning|LinearAttention|Rwkv|LSTM|RgLru"
@@ -38,7 +38,7 @@ _BOTH_WAYS = (
 )
 _ABOUT_PICTURES = "writes text about a picture only, and pictures are not read here"
 _DRAFT_HEAD = "drafts for a Gemma 4 from the keys and values of that model, and is none alone"
-# causes of single types
+# The reasons of single types
 _OWN = {
     "bloom": "biases attention by distance (ALiBi) in place of positions, for which there is no "
     "kernel here",
@@ -74,7 +74,7 @@ _OWN = {
     "unlimited_ocr": "has a window that slides over its answer while the picture stays in sight "
     "(reference_sliding_attention), for which there is no mask here",
 }
-# (pattern over what trying it raised, what it means)
+# (pattern for the error that trying the type raised, the reason)
 _RAISED = [
     (r"pixel_values|image_embeds|missing \d required positional", _ABOUT_PICTURES),
     (r"do not depend on the text", _ABOUT_PICTURES),
@@ -89,14 +89,14 @@ _RAISED = [
 
 
 def by_name(model_type: str) -> str | None:
-    """The sentence of a type whose name says enough; None of others."""
+    """The reason for a type that is known by name; None for others."""
     if model_type in _OWN:
         return _OWN[model_type]
     return _BOTH_WAYS if re.search(_ENCODERS, model_type) else None
 
 
 def by_error(raised: str) -> str:
-    """The sentence about what trying a type raised, in one line."""
+    """The reason for the error that trying a type raised, in one line."""
     if any(raised.startswith(meaning) for _, meaning in _KINDS):
         return raised  # of what real models have, and the tiny one has not
     meant = next((meaning for pattern, meaning in _RAISED if re.search(pattern, raised)), None)
@@ -104,7 +104,8 @@ def by_error(raised: str) -> str:
 
 
 def kind_among(class_names: Iterable[str]) -> str | None:
-    """What the first class that specexec cannot run means, with its name; None without one."""
+    """The reason for the first class that specexec cannot run, with its name; None if there is
+    none."""
     for name in class_names:
         for pattern, meaning in _KINDS:
             if re.search(pattern, name) and not re.search("Vision|Audio|Speech|Resampler", name):

@@ -1,4 +1,4 @@
-"""What the conformance run found: as docs/architectures.md, and as the program's own table."""
+"""Writes the results of the conformance run: docs/architectures.md, and the program's own table."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from specexec_cli.planning.built_sizes import empty_model, has_separable_experts
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "architectures.md"
-_LONGEST = 220  # characters of a reason
+_LONGEST = 220  # the most characters of a reason
 TABLE = ROOT / "specexec_cli" / "catalog" / "conforming.py"
 
 
 def reason(model_type: str, raised: str) -> str:
-    """What an architecture has that specexec does not do, as far as its code tells."""
+    """The reason why an architecture does not run, as far as its code tells."""
     if known := by_name(model_type):
         return known
     kind = CONFIG_MAPPING[model_type]
@@ -36,11 +36,11 @@ def reason(model_type: str, raised: str) -> str:
 
 
 def _class_names(model_type: str) -> list[str]:
-    """Of its modules; where no model can be built, of all that its modelling code has."""
+    """The class names of a type's modules; of its whole modelling code if no model can be built."""
     for make in (tiny_config, lambda name: CONFIG_MAPPING[name]()):
         try:
             model = empty_model(_text(make(model_type)))
-        except Exception:  # nothing can be told of what cannot be built
+        except Exception:  # the model cannot be built
             continue
         return list(dict.fromkeys(type(module).__name__ for module in model.modules()))
     code = CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_")
@@ -51,7 +51,8 @@ def _class_names(model_type: str) -> list[str]:
 
 
 def untried_kinds(model: PreTrainedModel) -> str | None:
-    """What a type's modelling code has for text that its tiny model has not; real ones may."""
+    """The parts for text in a type's modelling code that its tiny model lacks; real models may have
+    them."""
     module = sys.modules[type(text_decoder(model)).__module__]
     used = {type(part).__name__ for part in model.modules()}
     return kind_among(
@@ -77,7 +78,7 @@ def write_reports(found: Mapping[str, Mapping[str, Any]], types: set[str]) -> st
 
 
 def how_experts_move(model_type: str) -> str | None:
-    """Of a type that runs, how the experts of its mixtures do; None where it has none."""
+    """For a type that runs, how a mixture's experts move; None if it has no experts."""
     model = empty_model(tiny_config(model_type))
     parts = list(text_decoder(model).modules())
     if any(has_separable_experts(part) for part in parts):

@@ -1,4 +1,4 @@
-"""Write tests/data/formats: tiny checkpoints as quantizers write them, with what they mean.
+"""Write tests/data/formats: tiny checkpoints as quantizers write them, with reference logits.
 
     pip install transformers accelerate
     python scripts/make_checkpoint_fixtures.py transformers-fp8
@@ -39,7 +39,7 @@ from transformers import (
 )
 
 FOLDER = Path(__file__).parents[1] / "tests" / "data" / "formats"
-KEPT = ("*.safetensors", "config.json", "*quant*.json")  # files that say what weights mean
+KEPT = ("*.safetensors", "config.json", "*quant*.json")  # files that are needed to read weights
 TOKENS = [1, 5, 9, 3, 14, 7, 2, 11, 11, 4]
 Weights = Mapping[str, Tensor]  # unpacked, by the name of the linear
 
@@ -56,7 +56,7 @@ def small_llama(**settings: Any) -> PretrainedConfig:
 
 
 def save_plain(folder: Path, config: PretrainedConfig) -> None:
-    """A random model in bfloat16, whose inputs differ in size as those of trained models do."""
+    """Saves a random model in bfloat16, with inputs of different sizes as in trained models."""
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -68,7 +68,7 @@ def save_plain(folder: Path, config: PretrainedConfig) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """One that spells tokens by number, for tools that load nothing without a tokenizer."""
+    """Saves a tokenizer that spells tokens as numbers, for tools that need one."""
     words = Tokenizer(models.WordLevel({f"<{token}>": token for token in range(16)}, "<0>"))
     PreTrainedTokenizerFast(
         tokenizer_object=words, unk_token="<0>", bos_token="<1>", eos_token="<2>", pad_token="<0>"
@@ -82,7 +82,7 @@ def unpacked_sha256(weight: Tensor) -> str:
 
 
 def keep(name: str, written: Path, tool: str, weights: Weights) -> None:
-    """Copies a checkpoint to the fixtures and writes what it means beside it."""
+    """Copies a checkpoint to the fixtures, and writes its reference beside it."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -108,10 +108,10 @@ def keep(name: str, written: Path, tool: str, weights: Weights) -> None:
 
 
 def transformers_fp8(name: str, work: Path) -> None:
-    """Packed by transformers' own operation, and read by it, which unpacks on a CPU.
+    """Packs and reads a model with transformers' own operations, which unpack on a CPU.
 
-    Of a model with two matrices in its MLP, since three of more than one 128 x 128 tile are large;
-    those of its attention are no whole tiles and stay plain.
+    The model has two matrices in its MLP, since three of more than one 128 x 128 tile would be
+    large. The matrices of its attention are no whole tiles and stay plain.
     """
     from types import SimpleNamespace
 
@@ -141,7 +141,7 @@ def transformers_fp8(name: str, work: Path) -> None:
 
 
 def modelopt(name: str, work: Path) -> None:
-    """Quantized, exported and unpacked by NVIDIA's Model Optimizer."""
+    """Quantizes, exports and unpacks a model with NVIDIA's Model Optimizer."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.quantization.qtensor import FP8QTensor, NVFP4QTensor
@@ -172,9 +172,9 @@ def modelopt(name: str, work: Path) -> None:
 
 
 def auto_round(name: str, work: Path) -> None:
-    """Rounded to nearest by auto-round, and unpacked by its own layers in float32.
+    """Quantizes a model with auto-round, to nearest, and unpacks it with its layers in float32.
 
-    Symmetric weights are packed as GPTQ does, with zero points minus one, others as AutoAWQ does.
+    Symmetric weights are packed as GPTQ does, with zero points minus one; others as AutoAWQ does.
     """
     from auto_round import AutoRound
     from auto_round.export.export_to_awq.utils import dequantize_gemm
@@ -208,7 +208,7 @@ def auto_round(name: str, work: Path) -> None:
 
 
 def gptqmodel_desc_act(name: str, work: Path) -> None:
-    """Quantized by GPTQModel in the order of activations, and unpacked by its own layers."""
+    """Quantizes a model with GPTQModel in activation order, and unpacks it with its layers."""
     from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 
     save_plain(work / "plain", small_llama(intermediate_size=64))

@@ -27,12 +27,12 @@ OUTPUTS, INPUTS = 16, 128
 
 
 def weight() -> Tensor:
-    """A weight whose values are those of a trained model's linear in size."""
+    """A weight with values of the size of a trained model's."""
     return torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(5)) * 0.05
 
 
 def compressed_cases() -> dict[str, dict[str, Any]]:
-    """`weights` of quantization_config by case."""
+    """The `weights` of quantization_config, by case."""
     integers = {"type": "int", "symmetric": True}
     floats = {"type": "float", "symmetric": True}
     return {
@@ -58,7 +58,7 @@ def compressed_cases() -> dict[str, dict[str, Any]]:
 
 
 def compressed_tensors() -> None:
-    """By compressed-tensors' own compressors, from scales of its own observers' formula."""
+    """Writes the cases with compressed-tensors' own compressors and its observers' scales."""
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -117,7 +117,7 @@ def _runs(plain: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def compressed_tensors_order() -> None:
-    """Groups of inputs in the order of activations (`weight_g_idx`), which later versions dropped.
+    """Writes groups in activation order (`weight_g_idx`), which later versions dropped.
 
     llm-compressor's GPTQ sorts the inputs by importance, gives each run of them a group, and stores
     the codes in the model's order.
@@ -156,7 +156,7 @@ def compressed_tensors_order() -> None:
 
 
 def transformers_fp8() -> None:
-    """FP8 as transformers itself quantizes and reads it, with both kinds of scales."""
+    """Writes FP8 as transformers itself quantizes and reads it, with both kinds of scales."""
     from types import SimpleNamespace
 
     from transformers import FineGrainedFP8Config
@@ -180,7 +180,7 @@ def transformers_fp8() -> None:
 
 
 def bitsandbytes() -> None:
-    """By bitsandbytes' own functions, on a CPU."""
+    """Writes the cases with bitsandbytes' own functions, on a CPU."""
     from bitsandbytes import functional
 
     tensors: dict[str, Tensor] = {}

@@ -2,10 +2,10 @@
 
     python scripts/make_rig.py --shape llama2-7b --out /var/tmp/rig-7b
 
-With it, end-to-end tokens/s of a 13 GB model can be measured with an honest acceptance of drafts
-and without a download. The text a rig writes is the small model's own. How its tensors come about
-is told in rig_tensors.py; rigs of architectures that cannot hold the small model are random, and
-only their passes tell anything (rig_random.py).
+With a rig, end-to-end tokens/s of a 13 GB model can be measured without a download, and drafts are
+accepted as a real pair's are. The text of a rig is the small model's own. rig_tensors.py says how
+its tensors are made. Rigs of architectures that cannot hold the small model are random: their
+passes can be timed, but their text means nothing (rig_random.py).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from specexec_cli.device import format_bytes
 from specexec_cli.errors import INTERRUPTED_EXIT_CODE, ConfigError, SpecexecError
 from specexec_cli.offload.checkpoint import ITEM_BYTES
 
-SHARD_BYTES = 5_000_000_000  # as checkpoints on the hub are cut
+SHARD_BYTES = 5_000_000_000  # the size of shards on the hub
 COPIED = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
           "chat_template.*", "generation_config.json", "LICENSE*")  # fmt: skip
 DEMO = Path(__file__).parents[1] / "specexec_cli" / "demo" / "target"
@@ -73,7 +73,7 @@ class Entry:
 
 
 def cut_shards(rig: AnyRig, shard_bytes: int) -> list[list[Entry]]:
-    """Tensors by shard: cut as transformers cuts, ordered by name within as safetensors orders."""
+    """The tensors of each shard: cut as transformers does, and sorted as safetensors does."""
     shards: list[list[Entry]] = [[]]
     room = shard_bytes
     for name, size, dtype in rig.tensors():
@@ -93,7 +93,7 @@ def cut_shards(rig: AnyRig, shard_bytes: int) -> list[list[Entry]]:
 
 
 def write_shard(path: Path, entries: list[Entry], rig: AnyRig, done: Callable[[int], None]) -> None:
-    """One safetensors file, tensor after tensor."""
+    """Writes one safetensors file, tensor after tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     for entry in entries:
         header[entry.name] = {"dtype": entry.dtype, "shape": entry.size,
@@ -128,15 +128,15 @@ def write_rig(
     routing: Routing | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Path:
-    """Write the checkpoint to `out`, which appears when it is complete.
+    """Writes the checkpoint to `out`, which appears when it is complete.
 
     Args:
         shape_name: see parse_shape(), or one of rig_shapes.MODELS.
-        layers: instead of the shape's own number.
-        bits: 16 writes bfloat16, fewer a GPTQ checkpoint of the quantized source.
-        row_format: one of specexec_kernels.column_quantize.PACKERS, or "gpt-oss" for experts as its
-            own checkpoints have them, in place of `bits`.
-        routing: of a mixture on the held-out prompts; random routers unless given.
+        layers: number of layers; the shape's own where not given.
+        bits: 16 writes bfloat16, fewer bits a GPTQ checkpoint of the quantized source.
+        row_format: one of specexec_kernels.column_quantize.PACKERS, or "gpt-oss" for experts as in
+            gpt-oss's own checkpoints; replaces `bits`.
+        routing: how a mixture routes the held-out prompts; random routers where not given.
     Raises:
         ConfigError: `out` is there already, the source does not fit, or the disk has no room.
         CheckpointError: the source cannot be used.
@@ -186,7 +186,7 @@ def write_rig(
 def _routers(
     source: Path, shape_name: str, shape: Shape, routing: Routing | None, seed: int
 ) -> Routers | None:
-    """Routers that follow `routing` on the held-out prompts, None without one."""
+    """Routers that follow `routing` on the held-out prompts; None without it."""
     if routing is None:
         return None
     if shape.experts == 1:

@@ -1,8 +1,8 @@
 """The ways in which scripts/mutation breaks a module, one small change at a time.
 
-Most come from mutmut: other numbers, operators, keywords and strings, arguments left out. mutmut's
-own runner is not used: it leaves out decorated functions (the sampler's noise is one), constants,
-and whatever stands outside of functions.
+Most operators come from mutmut: other numbers, operators, keywords and strings, and arguments left
+out. mutmut's own runner is not used, since it skips decorated functions (such as the sampler's
+noise), constants, and all code outside of functions.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ Operator = Callable[[cst.CSTNode], Iterable[cst.CSTNode]]
 class Mutant:
     """A module with one change in it."""
 
-    source: str  # of the whole module
-    function: str  # that holds the change, such as SlotLayer.update; empty at the module's level
-    line: int  # of the change in the original, from 1
-    was: str  # the lines that changed, without indentation, joined by a line break
+    source: str  # the whole module's source
+    function: str  # the function with the change, as SlotLayer.update; empty at module level
+    line: int  # line of the change in the original, from 1
+    was: str  # the original of the changed lines, without indentation, joined by line breaks
     now: str
 
 
 def mutants(source: str) -> list[Mutant]:
-    """Every mutant of a module's source, none of them twice."""
+    """Every different mutant of a module's source."""
     collector = _Collector(cst.parse_module(source))
     found: dict[tuple[str, str, str], Mutant] = {}
     for function, mutated in collector.changes():
         line, was, now = _changed_lines(source, mutated)
-        # no test sees imports that are for type checking alone
+        # imports for type checking are skipped, since no test can see them
         if was not in (now, "if TYPE_CHECKING:"):
             found.setdefault((function, mutated, now), Mutant(mutated, function, line, was, now))
     return list(found.values())
 
 
 def _changed_lines(before: str, after: str) -> tuple[int, str, str]:
-    """Where two sources differ first, and the differing lines of both."""
+    """The first line where two sources differ, and the differing lines of both."""
     old, new = before.splitlines(), after.splitlines()
-    # no junk: lines that occur often, as blank ones, are compared like any other
+    # autojunk would skip lines that occur often, such as blank ones
     blocks = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     changed = [block for block in blocks if block[0] != "equal"]
     was = [line.strip() for _, start, stop, _, _ in changed for line in old[start:stop]]
@@ -53,7 +53,7 @@ def _changed_lines(before: str, after: str) -> tuple[int, str, str]:
 
 
 class _Collector(cst.CSTVisitor):
-    """Finds every node that an operator applies to, with the function that holds it."""
+    """Finds every node that an operator applies to, and the function that it is in."""
 
     def __init__(self, module: cst.Module) -> None:
         self._module = module
@@ -86,7 +86,8 @@ class _Collector(cst.CSTVisitor):
 
 
 def _is_left_alone(node: cst.CSTNode, at_top: bool) -> bool:
-    """What other checks hold, or what is not a result: types, imports, caching, messages."""
+    """Whether a node is not mutated: types and imports, which other checks hold, caching and
+    messages."""
     if m.matches(node, m.Arg(keyword=m.Name("strict"))):
         return True
     if isinstance(node, cst.Annotation | cst.Import | cst.ImportFrom | cst.Raise | cst.Decorator):
@@ -98,14 +99,14 @@ def _is_left_alone(node: cst.CSTNode, at_top: bool) -> bool:
 
 
 def _numbers(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """One less; mutmut's own makes it one more."""
+    """Makes a number one less; mutmut's own operator makes it one more."""
     if isinstance(node, cst.Integer | cst.Float):
         less = node.evaluated_value - 1
         yield cst.parse_expression(f"({less!r})" if less < 0 else repr(less))
 
 
 def _is_strict(node: cst.CSTNode) -> bool:
-    """Whether it is a zip(..., strict=True): that it is strict only shows in our own mistakes."""
+    """Whether a node is zip(..., strict=True), where `strict` only shows mistakes of our own."""
     strict = m.Arg(keyword=m.Name("strict"), value=m.Name("True"))
     return m.matches(node, m.Call(args=[m.ZeroOrMore(), strict]))
 
@@ -114,7 +115,7 @@ _SWAPPED_CALLS = {"min": "max", "max": "min", "minimum": "maximum", "maximum": "
 
 
 def _calls(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """The other extreme, and each of two arguments alone: min(a, b) becomes max(a, b), a and b."""
+    """Turns min(a, b) into max(a, b), a and b, and max(a, b) into min(a, b), a and b."""
     if not isinstance(node, cst.Call):
         return
     name = node.func.attr if isinstance(node.func, cst.Attribute) else node.func
@@ -128,14 +129,14 @@ def _calls(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
 
 
 def _branches(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A branch that is always taken, and one that never is."""
+    """Makes a branch always taken, and never taken."""
     if isinstance(node, cst.If):
         yield node.with_changes(test=cst.Name("True"))
         yield node.with_changes(test=cst.Name("False"))
 
 
 def _statements(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    """A statement that is left out: a call for its effect, or the change of a variable."""
+    """Leaves out a statement: a call for its effect, or the change of a variable."""
     docstring = m.Expr(m.SimpleString() | m.ConcatenatedString())
     if isinstance(node, cst.Expr | cst.AugAssign | cst.Del) and not m.matches(node, docstring):
         yield cst.Pass()

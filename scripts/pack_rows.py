@@ -1,8 +1,8 @@
-"""Write a copy of a checkpoint whose linears are packed, by our own round-to-nearest.
+"""Write a copy of a checkpoint with packed linears, by our own round-to-nearest.
 
     python scripts/pack_rows.py SOURCE OUT --format mxfp4
 
-For benches and rigs: `--source OUT` needs plain weights, so pack what make_rig.py wrote.
+For benchmarks. To get a packed rig, pack the output of make_rig.py, whose own source must be plain.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from specexec_cli.offload.store import read_checkpoint
 
 
 def write_packed(source: Path, out: Path, recipe: str) -> Path:
-    """Pack a checkpoint of a Llama-like model; file by file, so that one file fits in memory.
+    """Packs a checkpoint of a Llama-like model file by file; one file must fit in memory.
 
     Raises:
         ConfigError: `out` is there already.

@@ -1,8 +1,8 @@
-"""Writes what llama.cpp makes of hard texts under each of its pre-tokenizers, for the tests.
+"""Writes llama.cpp's tokens of hard texts under each of its pre-tokenizers, for the tests.
 
 Run `pip install xllamacpp` first, which is llama.cpp as a wheel. The vocabulary is learned from the
-texts themselves without any split, so that merges cross every border that a pre-tokenizer may draw.
-A model of one layer with random weights carries it, once under each name.
+texts themselves without any split, so that merges cross every border that a pre-tokenizer may set.
+It is written with a random model of one layer, once under each pre-tokenizer's name.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TEXTS = (
 
 
 def learned() -> tuple[list[str], list[str]]:
-    """Tokens and merges of the texts."""
+    """The tokens and merges that are learned from the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(
@@ -68,7 +68,7 @@ def learned() -> tuple[list[str], list[str]]:
 
 
 def write(path: Path, name: str, tokens: list[str], merges: list[str]) -> None:
-    """A model of one layer with this vocabulary, split as `name` says."""
+    """Writes a model of one layer with this vocabulary and the pre-tokenizer `name`."""
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(4096)
     writer.add_embedding_length(HIDDEN)

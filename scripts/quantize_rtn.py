@@ -2,8 +2,8 @@
 
     python scripts/quantize_rtn.py specexec_cli/demo/target specexec_cli/demo/target-gptq
 
-Quick and without calibration data, hence worse than GPTQ itself: for the demo, for rigs and for
-trying things out. The linears of the decoder layers are quantized; everything else is kept.
+This is quick and needs no calibration data, but is less accurate than GPTQ itself: it is for the
+demo, for rigs and for tests. The linears of the decoder layers are quantized; all else is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def quantization_config(bits: int, group_size: int) -> dict[str, Any]:
-    """What config.json says of such a checkpoint."""
+    """The quantization_config of such a checkpoint."""
     return {
         "quant_method": "gptq", "bits": bits, "group_size": group_size, "desc_act": False,
         "sym": True, "lm_head": False, "checkpoint_format": "gptq", "pack_dtype": "int32",
@@ -53,7 +53,7 @@ def quantize_tensors(tensors: dict[str, Tensor], bits: int, group_size: int) -> 
 
 
 def write_quantized(source: Path, out: Path, bits: int = 4, group_size: int = GROUP_SIZE) -> None:
-    """Quantize the checkpoint `source` into the new folder `out`.
+    """Quantizes the checkpoint `source` into the new folder `out`.
 
     Raises:
         ConfigError: `out` is there already.

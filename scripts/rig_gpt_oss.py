@@ -1,9 +1,10 @@
-"""A speed rig as OpenAI's own gpt-oss checkpoints are: MXFP4 experts of a layer in one tensor.
+"""A speed rig in the form of gpt-oss's own checkpoints: a layer's MXFP4 experts in one tensor.
 
-What a Llama has not is set so that it does nothing: biases are 0 and attention's sinks so low that
-nothing goes there. gpt-oss's gate computes gate * sigmoid(alpha * gate) * (up + 1), clamped: alpha
-is 1, the clamps are far away, and the biases of `up` are -1. As a RowRig it computes nearly what
-its source does, whose MLP every expert holds in MXFP4 among random codes.
+Parts that a Llama lacks are set so that they have no effect: biases are 0, and the sinks of
+attention are so low that they get no weight. gpt-oss's gate computes
+gate * sigmoid(alpha * gate) * (up + 1), clamped; here alpha is 1, the clamps are out of reach, and
+the biases of `up` are -1. Every expert holds the source's MLP in MXFP4 among random codes, so the
+rig computes nearly what its source does, as a RowRig.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ FORMAT = "gpt-oss"
 _GROUP = 32
 _ATTENTION = re.compile(r"\.self_attn\.[qkvo]_proj\.weight$")
 _NO_SINK, _MINUS_ONE = 0xC6EA, 0xBF80  # bfloat16: about -30000, and -1
-_FAR = 1e4  # where clamps do nothing
-_SCALE = 119  # E8M0, of codes up to 6: about as large as the other random weights
+_FAR = 1e4  # a clamp that no value reaches
+_SCALE = 119  # E8M0; with codes up to 6, weights are as large as the other random weights
 _PATCH = tuple[NDArray[np.uint8], NDArray[np.uint8]]  # codes and scales of some outputs
 
 
 class GptOssRig:
-    """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
+    """Makes the rig's tensors, with the interface of rig_tensors.Rig."""
 
     def __init__(
         self, source: Source, shape: Shape, pool: RandomPool, routers: Routers | None = None
     ) -> None:
-        """Over a plain rig.
+        """Begins from a plain rig.
 
         Raises:
             ConfigError: the shape has no experts, or the source does not fit into it.
@@ -78,7 +79,7 @@ class GptOssRig:
         }  # fmt: skip
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Names, shapes and safetensors dtypes."""
+        """The names, shapes and safetensors dtypes of all tensors."""
         shape = self._shape
         for name, size, dtype in self._plain.tensors():
             layer, _, rest = name.partition(".block_sparse_moe.")
@@ -119,7 +120,7 @@ class GptOssRig:
         return self._plain.array(name.replace("mlp.router", "block_sparse_moe.gate"), size)
 
     def _experts(self, stem: str) -> dict[str, Array]:
-        """Codes and scales of one linear of all experts of a layer."""
+        """The codes and scales of one linear, for all experts of a layer."""
         shape, small = self._shape, self.source.shape
         down = stem.endswith("down_proj")
         layer = int(stem.split(".")[2])
@@ -143,14 +144,14 @@ class GptOssRig:
         return {"blocks": blocks, "scales": scales}
 
     def _random(self, size: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Bytes at random, of the mantissas of the pool's weights."""
+        """Random bytes, from the mantissas of the pool's weights."""
         count = math.prod(size)
         words = self._pool.take((2 * count,)) & 15
         return (words[::2] | (words[1::2] << 4)).astype(np.uint8).reshape(size)
 
 
 def _packed(words: Words) -> _PATCH:
-    """bfloat16 words (outputs, inputs) as codes (outputs, groups, bytes) and scales."""
+    """Packs bfloat16 words (outputs, inputs) to codes (outputs, groups, bytes) and scales."""
     weight = torch.from_numpy(words.copy()).view(torch.bfloat16).float()
     leaves = mxfp4(weight)
     codes, scales = leaves["weight_packed"].numpy(), leaves["weight_scale"].numpy()

@@ -1,10 +1,10 @@
 """A speed rig in GPTQ format: computes the round-to-nearest quantized source exactly.
 
-The source's linears are quantized first (as scripts/quantize_rtn.py does). What rig_tensors does to
-weights is then done to two planes of them, codes and scales: moving rows and columns about keeps a
-weight's code and scale, a weight of zero is the code of the zero point, and q_proj's factor goes
-into its scales. A group of the rig must not mix two groups of the source, so the rig's groups are
-no longer than a head: columns of o_proj are moved head by head.
+The source's linears are quantized first (as scripts/quantize_rtn.py does). Then codes and scales
+are placed in the rig as rig_tensors places weights: a weight that moves keeps its code and scale, a
+weight of zero has the code of the zero point, and q_proj's factor goes into its scales. A group of
+the rig must not mix two groups of the source, so the rig's groups are no longer than a head, since
+the columns of o_proj are moved head by head.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAVES = ("qweight", "qzeros", "scales")
 
 
 class _Codes(RandomPool):
-    """Random codes, less the zero point (modulo 2**bits), so that 0 is a weight of zero."""
+    """Random codes minus the zero point (modulo 2**bits), so that 0 is a weight of zero."""
 
     def __init__(self, seed: int, bits: int) -> None:
         super().__init__(seed)
@@ -40,14 +40,14 @@ class _Codes(RandomPool):
 
 
 class _NoScales(RandomPool):
-    """Zero where no weight of the source lies."""
+    """Scales that are zero wherever there is no weight of the source."""
 
     def take(self, shape: tuple[int, ...]) -> Words:
         return np.zeros(shape, dtype=np.uint16)
 
 
 class _Plane(Source):
-    """One plane of the quantized source: a uint16 for each weight."""
+    """The codes or the scales of the quantized source, a uint16 for each weight."""
 
     def __init__(self, source: Source, planes: dict[str, NDArray[np.uint16]]) -> None:
         self.folder, self.config, self.shape = source.folder, source.config, source.shape
@@ -59,18 +59,18 @@ class _Plane(Source):
 
 class _CodePlane(_Plane):
     def scaled_words(self, name: str, factor: float) -> Words:
-        """A code does not change with its scale."""
+        """The codes, which a factor does not change."""
         return self._planes[name]
 
 
 class _ScalePlane(_Plane):
     def scaled_words(self, name: str, factor: float) -> Words:
-        """fp16 bits; the factor is a power of two."""
+        """The fp16 bits of the scales times a factor, which must be a power of two."""
         return (self._planes[name].view(np.float16) * np.float16(factor)).view(np.uint16)
 
 
 class GptqRig:
-    """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
+    """Makes the rig's tensors, with the interface of rig_tensors.Rig."""
 
     def __init__(
         self,
@@ -80,10 +80,10 @@ class GptqRig:
         bits: int,
         routers: Routers | None = None,
     ) -> None:
-        """Quantize the source.
+        """Quantizes the source.
 
         Args:
-            routers: of a mixture; random ones unless given.
+            routers: of a mixture; random ones where not given.
         Raises:
             ConfigError: it does not fit into the shape, or groups do not.
         """
@@ -110,7 +110,7 @@ class GptqRig:
         return {**self._plain.config(shape_name), "quantization_config": quantization}
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
+        """The names, shapes and safetensors dtypes, in the order of transformers' state dict."""
         for name, size, dtype in self._plain.tensors():
             if not is_linear(name):
                 yield name, size, dtype
@@ -122,7 +122,7 @@ class GptqRig:
             yield f"{linear}.scales", (groups, outputs), "F16"
 
     def array(self, name: str, size: tuple[int, ...]) -> Array:
-        """The tensor; the three of a linear are made together."""
+        """A tensor; the three tensors of a linear are made together."""
         linear, _, leaf = name.rpartition(".")
         if leaf not in _LEAVES:
             return self._plain.array(name, size)
@@ -149,12 +149,12 @@ class GptqRig:
 
 
 def is_linear(name: str) -> bool:
-    """Whether a rig's tensor is the weight of a linear that quantizers quantize."""
+    """Whether a tensor of a rig is the weight of a linear that is quantized."""
     return source_name(name).removesuffix(".weight").rpartition(".")[2] in LINEARS
 
 
 def _quantized(source: Source, name: str, bits: int) -> tuple[Words, Words]:
-    """Codes less the zero point, and the fp16 bits of each weight's own scale."""
+    """The codes minus the zero point, and the fp16 bits of each weight's scale."""
     weight = torch.from_numpy(source.scaled(name, 1.0))
     group = min(GROUP_SIZE, weight.shape[1])
     codes, scales = round_to_nearest(weight, bits, group)

@@ -1,9 +1,9 @@
-"""A speed rig of an architecture whose layers no Llama's weights fit into: all weights are random.
+"""A speed rig of an architecture that cannot hold a Llama's weights: all weights are random.
 
-Layers that norm queries and keys, gate by GELU or have attention sinks cannot compute what the
-source computes. Such a rig has real layers' bytes, tensors and arithmetic, and its passes take a
-real model's time; its text means nothing, so no figure of drafts is to be had from it. Vocabulary
-and tokenizer are the source's, so that draft models fit.
+Layers that normalize queries and keys, gate with GELU or have attention sinks cannot compute what
+the source computes. Such a rig has a real model's bytes, tensors and arithmetic, so its passes take
+a real model's time. Its text means nothing, so drafts cannot be measured with it. Vocabulary and
+tokenizer are the source's, so that draft models fit.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from specexec_cli.planning.built_sizes import empty_model
 
 
 class RandomRig:
-    """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
+    """Makes the rig's tensors, with the interface of rig_tensors.Rig."""
 
     def __init__(
         self, source: Source, model: str, pool: RandomPool, layers: int | None = None
     ) -> None:
-        """Of one of MODELS, with `layers` instead of its own number."""
+        """Begins a rig of one of MODELS; `layers` replaces its own number of layers."""
         self.source, self._pool = source, pool
         settings = dict(MODELS[model])
         kind = CONFIG_MAPPING[settings.pop("model_type")]
@@ -41,7 +41,7 @@ class RandomRig:
         return found | {"dtype": "bfloat16", "speed_rig": {"shape": shape_name, "random": True}}
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
+        """The names, shapes and safetensors dtypes, in the order of transformers' state dict."""
         model = empty_model(self.model_config)
         tied = model.get_expanded_tied_weights_keys(all_submodels=True)
         for name, tensor in model.named_parameters():
@@ -49,5 +49,5 @@ class RandomRig:
                 yield name, tuple(tensor.shape), "BF16"
 
     def array(self, name: str, size: tuple[int, ...]) -> Array:
-        """The tensor, as bits of bfloat16."""
+        """A tensor, as bits of bfloat16."""
         return self._pool.take(size)

@@ -1,9 +1,11 @@
-"""Routers for rigs of mixtures: with a given skew of their choices, and a given locality.
+"""Routers for rigs of mixtures, with a given skew and a given locality of their choices.
 
-What a router sees on the source's text is recorded; of that, features are found that change slowly
-from token to token (slow feature analysis: Wiskott and Sejnowski, Neural Computation 14, 2002). A
-router is a random map of the slowest of them, which decides how many experts the next token uses
-again, plus a constant of each expert, which decides how unevenly experts are chosen.
+A router's inputs on the source's text are recorded, and features are found in them that change
+slowly from token to token. A router is a random linear map of the slowest features plus a constant
+for each expert. The choice of features sets the locality, how many experts the next token uses
+again; the constants set the skew, how unevenly experts are chosen.
+
+Source: slow feature analysis, Wiskott and Sejnowski, Neural Computation 14, 2002.
 """
 
 from __future__ import annotations
@@ -21,25 +23,26 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 Floats = NDArray[np.float64]
 
 TEXT_TOKENS = 3000
-_PROMPT_TOKENS = 250  # of each text that is recorded
+_PROMPT_TOKENS = 250  # tokens of each text that are recorded
 # of the features, from the slowest on; from the fastest on if negative
 _FEATURES = (4, 8, 16, 32, 64, 128, -128, -64, -32)
-_STEPS = 10  # of the bisection
+_STEPS = 10  # steps of the bisection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
     """How a mixture's rows choose their experts."""
 
-    skew: float  # share of the experts that hold 80 % of the choices
+    skew: float  # share of the experts that get 80 % of the choices
     locality: float  # share of a token's experts that the next one uses again
 
 
 def recorded(folder: Path, texts: list[str]) -> list[list[Floats]]:
-    """What the MLP of each layer sees on each text, and last the residual stream behind them all.
+    """Runs the source over texts, and records the inputs of each layer's MLP.
 
     Returns:
-        by layer and text, (tokens, hidden).
+        (tokens, hidden) for each layer and text; then, as a further layer, the residual stream
+        after the last layer.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
@@ -65,13 +68,14 @@ def recorded(folder: Path, texts: list[str]) -> list[list[Floats]]:
 
 
 class Router:
-    """Routers over what was recorded of one layer."""
+    """Makes routers for the recorded inputs of one layer."""
 
     def __init__(self, texts: list[Floats], chosen: int) -> None:
         """Finds the slow features.
 
         Args:
-            texts: (tokens, hidden) of each.
+            texts: the recorded inputs, (tokens, hidden) for each text.
+            chosen: experts that a row chooses.
         """
         self._texts, self._chosen = texts, chosen
         rows = np.concatenate(texts)
@@ -87,13 +91,14 @@ class Router:
         self._slow = white @ slow  # (hidden, features), the slowest first
 
     def weights(self, experts: int, wanted: Routing, rng: np.random.Generator) -> Floats:
-        """(experts, hidden): the router nearest to what is wanted."""
+        """The weights (experts, hidden) of the router nearest to the wanted routing."""
         constants = rng.permutation(-np.log(np.arange(1.0, experts + 1.0)))
         best, nearest = None, np.inf
         for count in _FEATURES:
             features = self._slow[:, :count] if count > 0 else self._slow[:, count:]
             mix = rng.standard_normal((experts, features.shape[1])) @ features.T
-            mix -= np.outer(mix @ self._mean, self._constant)  # no expert is liked by itself
+            # removes the mean, so that no expert is preferred on average
+            mix -= np.outer(mix @ self._mean, self._constant)
             weights = self._skewed(mix, constants, wanted.skew)
             found = self.measured(weights)
             off = abs(found.locality - wanted.locality) + abs(found.skew - wanted.skew)
@@ -113,12 +118,12 @@ class Router:
         return mix + low * np.outer(constants, self._constant)
 
     def measured(self, weights: Floats) -> Routing:
-        """What a router does on the recorded text."""
+        """The skew and locality of a router on the recorded texts."""
         choices = [self._choose(text, weights) for text in self._texts]
         return routing_of(choices, len(weights))
 
     def spread(self, weights: Floats) -> float:
-        """Deviation of the logits on the recorded text."""
+        """The standard deviation of a router's logits on the recorded texts."""
         return float(np.std(np.concatenate(self._texts) @ weights.T))
 
     def _choose(self, rows: Floats, weights: Floats) -> NDArray[np.int64]:
@@ -141,7 +146,8 @@ class Routers:
         self._layers = [Router(texts_seen, chosen) for texts_seen in recorded(folder, texts)]
 
     def weights(self, layer: int) -> Floats:
-        """(experts, source's hidden): logits spread as those of real routers do, by one or two."""
+        """A layer's router, (experts, source's hidden), with logits that spread as real ones do, by
+        one or two."""
         router = self._layers[min(layer, len(self._layers) - 1)]
         rng = np.random.default_rng([self._seed, layer])
         weights = router.weights(self._experts, self._wanted, rng)
@@ -149,7 +155,7 @@ class Routers:
 
 
 def routing_of(texts: list[NDArray[np.int64]], experts: int) -> Routing:
-    """The skew and locality of (tokens, chosen) choices of each text."""
+    """The skew and locality of choices, given as (tokens, chosen) for each text."""
     counts = np.bincount(np.concatenate(texts).ravel(), minlength=experts)
     falling = np.cumsum(np.sort(counts)[::-1])
     held = int(np.searchsorted(falling, 0.8 * falling[-1])) + 1

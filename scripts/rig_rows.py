@@ -1,8 +1,8 @@
-"""A speed rig of a plain rig whose linears are packed as they are written.
+"""A speed rig with packed linears: a plain rig that is packed as it is written.
 
-Unlike a GPTQ rig it computes nearly, not exactly, what its source computes rounded in the same way:
+A GPTQ rig computes exactly what its quantized source computes. This one computes nearly that, since
 a group of the rig's inputs, or a tile, may hold weights of several groups of the source. Its bytes
-and its arithmetic are those of the format, and drafts are accepted as often as of the source.
+and arithmetic are those of the format, and drafts are accepted as often as with the source.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 
 class RowRig:
-    """What every tensor of the rig holds; the interface of rig_tensors.Rig."""
+    """Makes the rig's tensors, with the interface of rig_tensors.Rig."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class RowRig:
         recipe: str,
         routers: Routers | None = None,
     ) -> None:
-        """Over a plain rig.
+        """Begins from a plain rig.
 
         Raises:
             ConfigError: the source does not fit into the shape.
@@ -51,7 +51,7 @@ class RowRig:
         }
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str]]:
-        """Names, shapes and safetensors dtypes in the order of transformers' state dict."""
+        """The names, shapes and safetensors dtypes, in the order of transformers' state dict."""
         for name, size, dtype in self._plain.tensors():
             if not is_linear(name):
                 yield name, size, dtype
@@ -64,7 +64,7 @@ class RowRig:
                 yield f"{linear}.{leaf}", shape, kind
 
     def array(self, name: str, size: tuple[int, ...]) -> Array:
-        """The tensor's bytes; those of a linear are made together."""
+        """A tensor's bytes; the tensors of a linear are made together."""
         linear = next((each for each in _beginnings(name) if each in self._sizes), None)
         if linear is None:
             return self._plain.array(name, size)
