@@ -1,4 +1,4 @@
-"""A headless Chromium, driven through its debugging pipe: no driver and no package between.
+"""A headless Chromium that is driven through its debugging pipe, without a driver or a package.
 
 Source: https://chromedevtools.github.io/devtools-protocol/ and --remote-debugging-pipe: messages
 are JSON with a NUL behind each, read by the browser at file descriptor 3 and written at 4.

@@ -1,4 +1,4 @@
-"""A machine of two cores on which time passes when told, and other programs take their share."""
+"""A machine of two cores with a clock that a test advances, and programs that use its cores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by all tests."""
+"""Fixtures that all tests share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of small experts, each of bytes of its own."""
+"""Files of small experts, each with bytes that no other expert has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: tensors that live in RAM and say that they do not.
+"""A stand-in for a CUDA device: its tensors lie in RAM, and report that they are on the device.
 
 Every operation on them is done on the CPU, after a check that a GPU would have made: no operand in
 ordinary memory, no synchronization while a graph is being captured. A captured graph is the list of

@@ -1,4 +1,4 @@
-"""Tiny gpt-oss checkpoints: MXFP4 experts as OpenAI's own have them, and what these mean."""
+"""Tiny gpt-oss checkpoints with MXFP4 experts as in OpenAI's own, and their weights unpacked."""
 
 from __future__ import annotations
 

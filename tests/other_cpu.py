@@ -1,4 +1,4 @@
-"""A CPU with other instructions than this one's, as far as its own can stand in for them."""
+"""Has this CPU run the kernels for other CPUs, as far as its own instructions can."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of budget policies run on: texts of known chances, and machines of known cost."""
+"""Toys for tests of budget policies: texts of known probabilities, and machines of known cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that mean no good: bodies made from the server's own schema, half or large requests."""
+"""Hostile clients: bodies made from the server's own schema, half requests and large ones."""
 
 from __future__ import annotations
 

@@ -82,8 +82,8 @@ def _takes(rows: torch.dtype, weight: PackedWeight) -> bool:
 def takes_together(rows: Tensor, groups: Sequence[Group]) -> bool:
     """Whether one launch can multiply rows by all weights of these groups.
 
-    That takes groups whose first weights are of one format and shape, and so are their second ones,
-    and so on.
+    It can if the groups' first weights are all of one format and shape, and so are their second
+    weights, and so on.
 
     Args:
         rows: any tensor of the dtype and device of the rows.

@@ -23,6 +23,6 @@ class PrintedScores(TreeScores):
         """See TreeScores. Stores no utilities, so that there is nothing to learn from."""
         count = min(width, logits.shape[-1])
         log_probs, tokens = dispatch.log_softmax_topk(logits.float(), count)
-        # a draft model whose logits are not numbers proposes nothing
+        # where the draft model's logits are not numbers, nothing is proposed
         known = log_probs.double().nan_to_num(nan=-np.inf, neginf=-np.inf)
         return known.cpu().numpy(), tokens.cpu().numpy()

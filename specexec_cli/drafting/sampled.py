@@ -45,7 +45,7 @@ class SampledChildren:
 
         Args:
             frontier: n nodes.
-            logits: (n, vocab) the draft model's, behind each node.
+            logits: (n, vocab) the draft model's, after each node.
             context: committed tokens.
             width: most children of a node.
         """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ModelWorkers(Workers, Protocol):
-    """A pool whose workers have real models."""
+    """A pool of workers with real models."""
 
     def configure(self, sampling: SamplingConfig, rejection: bool = False) -> None:
         """Tells every worker how the next generation draws its tokens; see messages.Configure."""

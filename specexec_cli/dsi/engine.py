@@ -48,7 +48,7 @@ class CachedModel:
 
     @property
     def tokens(self) -> Sequence[int]:
-        """The tokens whose rows are in the cache, as the model embeds them."""
+        """The tokens with rows in the cache, as the model embeds them."""
         return self._target.tokens
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # Worker number of the first drafter. Further drafters count down from it, target servers up from 0.
 DRAFTER = -1
-NEVER_STALE = -1  # the epoch of a prefill, of which no row becomes stale
+NEVER_STALE = -1  # the epoch of a prefill, which never becomes stale
 
 
 def worker_name(number: int) -> str:

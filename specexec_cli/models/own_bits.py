@@ -31,7 +31,7 @@ from specexec_cli.models.modelling_code import Call, calls_of, methods_of
 from specexec_cli.planning.memory import BLOCK_ROWS
 
 _SHARE = 16384  # elements that PyTorch computes in one thread; a multiple of _WHOLE
-_WHOLE = 64  # elements that are whole vectors in any dtype, two of which PyTorch takes at a time
+_WHOLE = 64  # elements that are a pair of whole vectors in any dtype, as PyTorch takes them
 
 
 def _linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""What scripts/bench_experts.py reports, on rigs so small that only the form means anything."""
+"""The form of scripts/bench_experts.py's report, on rigs too small for its figures to matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md shows works when it is done, and README lists what there is."""
+"""The examples in CONTRIBUTING.md work when they are carried out, and README's lists are right."""
 
 from __future__ import annotations
 

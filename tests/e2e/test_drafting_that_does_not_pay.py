@@ -1,4 +1,4 @@
-"""A session whose drafts cost more than they bring: it stops drafting, and says so and why."""
+"""A session with drafts that cost more than they save stops drafting, and says so and why."""
 
 from __future__ import annotations
 

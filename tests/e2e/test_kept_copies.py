@@ -1,4 +1,4 @@
-"""Targets' own copies in the cache: shown, removed, and mended whatever happened to them."""
+"""Low-bit copies of targets in the cache: listed, removed, and mended when damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Systems that are not here: what they lack is taken away before the program is imported."""
+"""Other operating systems: what they lack is removed before the program is imported."""
 
 from __future__ import annotations
 

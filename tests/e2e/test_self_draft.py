@@ -1,4 +1,4 @@
-"""`draft='self'`: the target's own low-bit copy drafts, and is kept whatever happens to it."""
+"""`draft='self'`: a low-bit copy of the target drafts; it is kept, and mended when damaged."""
 
 from __future__ import annotations
 

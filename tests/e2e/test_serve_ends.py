@@ -1,4 +1,4 @@
-"""How texts of a server end before their time: nobody waits, no room, a failure, a signal."""
+"""Texts of a server that end early: the client left, the queue is full, a failure, a signal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ's error correction: exact where it has nothing to do, better where inputs go together."""
+"""GPTQ's error correction: exact where nothing is to correct, better where inputs correlate."""
 
 from __future__ import annotations
 

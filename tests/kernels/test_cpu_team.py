@@ -1,4 +1,4 @@
-"""A team's threads share out a kernel's strips, whoever of them comes, and whoever does not."""
+"""A team's threads share a kernel's strips, whichever of them join in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products in the tile registers of AMX: what they round, and what can be told without them."""
+"""Products in AMX tile registers: how they round, and what can be tested without AMX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are kept in files: compiled once for a CPU, and again where a file is no good."""
+"""Kernels in files: compiled once for a CPU, and again if a file is damaged or not safe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever is asked for, expected, interrupted or unreadable: an expert is its own bytes."""
+"""Whatever is requested, prefetched, interrupted or unreadable, an expert has its own bytes."""
 
 from __future__ import annotations
 

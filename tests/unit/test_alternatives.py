@@ -1,4 +1,4 @@
-"""What does not fit names changes, and every change that is named fits."""
+"""An error about memory names changes that would help, and each of them does."""
 
 from __future__ import annotations
 

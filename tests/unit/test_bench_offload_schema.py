@@ -1,4 +1,4 @@
-"""What scripts/bench_offload.py reports, on a rig so small that only the form means anything."""
+"""The form of scripts/bench_offload.py's report, on a rig too small for its figures to matter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows cost is measured over numbers of rows that cost differently."""
+"""The cost of rows is measured at numbers of rows that cost differently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in a pass: which of them end a text, which cost a server its turn, and none costs more."""
+"""Errors in a pass of DSI: some end the text, some rest a server; none does more than that."""
 
 from __future__ import annotations
 

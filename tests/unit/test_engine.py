@@ -1,4 +1,4 @@
-"""The engine of one text at a time, and a text as those see it who wait for it."""
+"""The engine that runs one text at a time, and a text as its caller sees it."""
 
 from __future__ import annotations
 

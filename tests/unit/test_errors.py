@@ -1,4 +1,4 @@
-"""Memory that runs out is one line, whoever says it in whichever words; other errors stay."""
+"""Memory that runs out becomes one line, whichever library reports it; other errors stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which expert is read next, into which slot: without files that are read, and without threads."""
+"""The queue of experts: which is read next, and into which slot. No files, no threads."""
 
 from __future__ import annotations
 

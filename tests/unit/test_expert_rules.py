@@ -1,4 +1,4 @@
-"""The rules that scripts/expert_cache.py compares: what each of them may know, and counts."""
+"""The rules that scripts/expert_cache.py compares: what each may know, and what it counts."""
 
 from __future__ import annotations
 

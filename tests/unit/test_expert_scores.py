@@ -1,4 +1,4 @@
-"""What each expert is worth keeping, and how likely it is to be asked for."""
+"""Scores of experts: how valuable each is to keep, and how likely it is to be needed."""
 
 from __future__ import annotations
 

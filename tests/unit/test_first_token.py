@@ -1,6 +1,7 @@
-"""How many passes end until a newcomer's first token, while other texts are under way.
+"""How many passes it takes to a new text's first token, while other texts are under way.
 
-Counted, not timed: the newcomer is asked for in the middle of a pass, which is the first of them.
+Passes are counted, not timed. The text is submitted in the middle of a pass, which counts as the
+first.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What config files say of a quantization: synonyms, rules, disagreements, refusals by name."""
+"""GPTQ settings in config files: synonyms, rules, contradictions, and refusals by name."""
 
 from __future__ import annotations
 

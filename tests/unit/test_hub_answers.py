@@ -1,4 +1,4 @@
-"""A hub, or a mirror in its place, whose answers would have files written outside of its cache."""
+"""A hostile hub or mirror: answers that would have files written outside of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What iterations cost, learned: exact machines are found, stalls and changes told apart."""
+"""The cost model of iterations: exact machines are found, and stalls told from changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sessions keep about a pair: it comes back, and what is damaged is learned anew."""
+"""What sessions learn about a pair is saved and loaded; a damaged file is learned again."""
 
 from __future__ import annotations
 

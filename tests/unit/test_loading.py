@@ -1,4 +1,4 @@
-"""Devices: a name becomes one that is here, with its number; one passed over is told of."""
+"""Devices by name: each becomes a device of this machine; a GPU that is not used is reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/measure_past.py: a target that is told what to write, and what its text's past drafts."""
+"""scripts/measure_past.py: a target with a given text, and drafts from the text's past."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors speak of settings; the command line puts its options in their place."""
+"""Errors name settings; the command line replaces them by its options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The noise is pinned in bits, and right far out in its tails; any change to it changes texts."""
+"""The noise is pinned bit by bit, and right in its tails; any change to it would change texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modelling code calls itself: an element's bits are its own there too."""
+"""Replacements for PyTorch functions that modelling code calls: an element's bits are its own."""
 
 from __future__ import annotations
 

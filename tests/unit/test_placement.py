@@ -1,4 +1,4 @@
-"""Where layers go under each --offload mode, and how fast what streams can come."""
+"""Where layers are placed under each --offload mode, and how fast the others can stream."""
 
 from __future__ import annotations
 

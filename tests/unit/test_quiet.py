@@ -1,4 +1,4 @@
-"""A measurement knows what other programs took of the machine meanwhile."""
+"""QuietCheck reports how much of the machine other programs used during a measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rates that are kept: of which machine, and arithmetic that a first use measures."""
+"""Rates that are kept: for which machine they hold, and arithmetic measured at first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise-aware scores: what they rank first, and how they learn whom to trust."""
+"""Noise-aware scores: what they rank first, and how they learn how far to trust the draft model."""
 
 from __future__ import annotations
 

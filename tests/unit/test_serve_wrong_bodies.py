@@ -1,4 +1,4 @@
-"""What a request's body is told that is not right."""
+"""The errors that a server gives for request bodies with mistakes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts from the text's own past: places are found as by looking everywhere, and they help."""
+"""Drafts from the text's own past: places are those of a full search, and the drafts help."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of texts go on with the same texts alone: what they follow from, and what they do not."""
+"""A file of texts is resumed only with the same texts: what they depend on, and what not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classifier of --policy disco: trained on what is known exactly, and the same each time."""
+"""The classifier of --policy disco: trained on labels that are known, and the same each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""tests/uncounted.py: a tracer misses what runs inside, and nothing else."""
+"""tests/uncounted.py: a tracer does not see the code that runs inside, and sees all other code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which draft is taken where it is left to the planner: the fastest one expected, and why."""
+"""The draft that the planner chooses by itself: the one expected to be fastest, and why."""
 
 from __future__ import annotations
 

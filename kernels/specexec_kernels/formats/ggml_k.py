@@ -93,7 +93,7 @@ class Q2_K(_Quarters):
                     yield lanes.to_float(lanes.bits(word, 8 * byte + bit, 2))
 
     def pairs(self, lanes: Lanes) -> Iterator[Any]:
-        # 4 bits choose from the table, of which the upper two belong to another code
+        # the table is chosen from by 4 bits; the upper two belong to another code
         table = tuple(float(code & 3) for code in range(16))
         for group in range(16):
             for word, _, bit in self.fields(lanes, group):

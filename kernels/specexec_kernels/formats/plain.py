@@ -98,7 +98,7 @@ def plain_weight(stored: Tensor, *, transposed: bool = False) -> PackedWeight:
 
 
 def chained_weight(stored: Tensor) -> PackedWeight:
-    """Activations as a weight whose products are summed in rising order of the inputs.
+    """Activations as a weight with products that are summed in rising order of the inputs.
 
     In such a sum, zeros among the inputs change no bit, wherever they are.
 

@@ -97,7 +97,7 @@ def _beam(setup: DraftSetup) -> SessionDrafter:
 
 @draft_source("beam-pruned")
 def _beam_pruned(setup: DraftSetup) -> SessionDrafter:
-    """Beam search of which only the final beams are kept."""
+    """Beam search that keeps only the final beams and their ancestors."""
     from specexec_cli.drafting.baselines import grow_beam_pruned
 
     return _searched(setup, grow_beam_pruned)
