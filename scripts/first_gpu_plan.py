@@ -68,7 +68,7 @@ def steps(work: Path, layers: int) -> list[Step]:
         own("text", "Text of a GPTQ act-order session in float16", 120),
         own("growth", "Growth past 2048 slots", 120),
         own("trees", "Trees of 1024 nodes", 120),
-        own("overlap", "Drafting with the target's own copy while layers come", 120),
+        own("self-draft", "Drafting with the target's own copy", 120),
         own("interrupt", "Ctrl-C in a copy", 120, "copy"),
         own("interrupt", "Ctrl-C in a capture", 120, "capture"),
         Step(name="rig", title="A rig of a 70B model's layers in 4 bits", limit_s=240,

@@ -33,7 +33,6 @@ from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.sampling import Sampler
-from specexec_cli.verify.verifier import Meanwhile
 
 # a name of the column, the method, and whether what stood before drafts too
 _DRAFTS: Sequence[tuple[str, BenchMethod, bool]] = (
@@ -58,9 +57,7 @@ class KnownText:
         self._pending: list[int] = []
         self._tree = DraftTree.empty()
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
         """Logits highest at the text's next token; rows behind a wrong node do not count."""
         self._pending, self._tree = list(pending), tree
         root = len(self.tokens) + len(pending)

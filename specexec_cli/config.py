@@ -32,7 +32,6 @@ ExpertPlace = Literal["auto", "gpu", "cpu"]  # where a mixture's experts are com
 # (pinned where there is a GPU; on a CPU, RAM is the device's own memory), or on the SSD.
 Tier = Literal["resident", "ram", "ssd"]
 DraftScoring = Literal["noise", "probs"]
-Overlap = Literal["auto", "on", "off"]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
@@ -125,7 +124,6 @@ class TreeConfig:
     policy: str = "fixed"  # how much of the budget a tree uses: a name in drafting.policies
     calibrated: bool = True  # scores corrected by acceptance so far, see drafting/calibration.py
     past: bool = False  # adds nodes that the text's own past suggests, see drafting/suffix.py
-    overlap: Overlap = "off"  # whether drafting goes on while passes wait for weights
 
     def __post_init__(self) -> None:
         for name in ("budget", "max_depth", "batch"):

@@ -79,7 +79,6 @@ class StepResult:
     verify_s: float
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
-    draft_hidden_s: float = 0.0  # drafting within verify_s, while the pass waited for weights
     read_s: float = 0.0  # in which the SSD was read; 0 where that is not known
     text: str = ""  # to be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
@@ -114,7 +113,6 @@ class GenerationStats:
     total_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0
-    draft_hidden_s: float = 0.0  # drafting within verify_s, while passes waited for weights
     # After the first pass, if the method grows trees: tokens and seconds of passes with a tree;
     # number and seconds of passes for which the policy wanted no tree.
     tree_tokens: int = 0
@@ -136,7 +134,6 @@ class GenerationStats:
         self.target_passes += 1
         self.draft_s += step.draft_s
         self.verify_s += step.verify_s
-        self.draft_hidden_s += step.draft_hidden_s
         self.bytes_streamed += step.bytes_streamed
         if step.pending_rows > 1:
             return
@@ -191,6 +188,6 @@ class GenerationStats:
 
 _DOCUMENTED = (
     "prompt_tokens", "generated_tokens", "target_passes", "generation_rate", "ttft_s", "tpot_s",
-    "tokens_per_s", "draft_s", "draft_hidden_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
+    "tokens_per_s", "draft_s", "verify_s", "bytes_streamed", "stream_bytes_per_s",
     "peak_ram_bytes", "peak_vram_bytes", "experts_asked", "experts_held", "bytes_per_token",
 )  # fmt: skip

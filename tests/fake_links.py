@@ -39,9 +39,6 @@ class EagerLink:
     def compute_mark(self) -> Any:
         return True
 
-    def done(self, event: Any) -> bool:
-        return True
-
     def wait(self, event: Any) -> None:
         pass
 
@@ -65,9 +62,6 @@ class LazyLink(EagerLink):
 
     def compute_mark(self) -> Any:
         return 0  # computing on the CPU is over when it returns
-
-    def done(self, event: Any) -> bool:
-        return event <= self.performed
 
     def wait(self, event: Any) -> None:
         with self.lock:

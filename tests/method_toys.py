@@ -17,7 +17,6 @@ from specexec_cli.drafting.sampled import SampledChildren
 from specexec_cli.drafting.search import ROOT, Frontier, Search
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted
-from specexec_cli.verify.verifier import Meanwhile
 
 
 @dataclass
@@ -50,9 +49,7 @@ class TimedTarget(ToyTarget):
 
     clock: Clock = field(default_factory=Clock)
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> torch.Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> torch.Tensor:
         self.clock.now += 1.0
         return super().verify(pending, tree)
 

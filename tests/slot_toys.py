@@ -7,7 +7,7 @@ many, too few, or at a wrong position fails at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -45,16 +45,15 @@ class SlotList:
         self.slots = other.slots[:length]
         return length
 
-    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
-        kept = [*path, *below]
-        assert list(kept) == sorted(set(kept)), "kept slots rise"
-        assert all(prefix_len <= slot < len(self.slots) for slot in kept)
-        self.slots[prefix_len:] = [self.slots[slot] for slot in kept]
+    def commit(self, prefix_len: int, path: Sequence[int]) -> None:
+        assert list(path) == sorted(set(path)), "kept slots rise"
+        assert all(prefix_len <= slot < len(self.slots) for slot in path)
+        self.slots[prefix_len:] = [self.slots[slot] for slot in path]
 
 
 @dataclass
 class SlotToy:
-    """A StreamedModel over a toy, whose passes wait for as long as `waits` draft steps take."""
+    """A StreamedModel over a toy."""
 
     model: ToyLM | NoisyCopy
     chunk_rows: int = 512
@@ -64,11 +63,6 @@ class SlotToy:
     passes: int = 0
     bytes_streamed: int = 0
     read_s: float = 0.0
-    waits: int = 0
-    work: Callable[[], bool] | None = None
-
-    def meanwhile(self, work: Callable[[], bool] | None) -> None:
-        self.work = work
 
     @property
     def vocab_size(self) -> int:
@@ -82,9 +76,6 @@ class SlotToy:
 
     def forward(self, rows: PassRows, cache: SlotList, logit_rows: Sequence[int]) -> Tensor:
         self.passes += 1
-        for _ in range(self.waits if self.work is not None else 0):
-            if not self.work():
-                break
         assert max(rows.positions) < self.context_length
         assert max(rows.tokens) < self.vocab_size, "an embedding has no row for it"
         logits = []
@@ -113,8 +104,8 @@ class SlotToy:
         return [token for _, token in seen]
 
 
-def slot_target(model: ToyLM, chunk_rows: int = 512, waits: int = 0) -> LocalTarget:
-    return LocalTarget(SlotToy(model, chunk_rows, waits=waits))  # type: ignore[arg-type]
+def slot_target(model: ToyLM, chunk_rows: int = 512) -> LocalTarget:
+    return LocalTarget(SlotToy(model, chunk_rows))  # type: ignore[arg-type]
 
 
 def slot_drafter(

@@ -17,7 +17,6 @@ from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.scoring import DraftScorer, signals
 from specexec_cli.drafting.search import ROOT, Frontier, Search, grow_tree
 from specexec_cli.sampling import Sampler
-from specexec_cli.verify.verifier import Meanwhile
 
 
 @lru_cache(maxsize=1 << 14)  # a target, its oracle and a draft of it ask for the same
@@ -68,9 +67,7 @@ class ToyTarget:
     read_s: float = 0.0
     passes: int = 0
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> torch.Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> torch.Tensor:
         assert pending, "a pass needs the root among its rows"
         self.passes += 1
         self._pending, self._tree = list(pending), tree

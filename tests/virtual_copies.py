@@ -44,8 +44,6 @@ class Mix:
     step_s: float = 5.5e-3  # of the GPU
     python_s: float = 1e-3  # of Python between two steps
     switch_s: float = SWITCH_S
-    overlap: bool = False  # draft steps of the next tree while a pass waits for layers
-    kept: float = 0.5  # of those steps, how many the next tree needs no more
     seed: int = 0
 
     @property
@@ -97,43 +95,30 @@ def outcome(mix: Mix, iterations: int = 3) -> Outcome:
             layers, mix.tiers, device, device_buffers=mix.device_buffers,
             piece_bytes=mix.piece_blocks * BLOCK_BYTES,
         ) as stream:  # fmt: skip
-            known = _iteration(mix, device, stream, 0)
+            _iteration(mix, device, stream)
             began_s, busy_s = device.time.now, device.busy_s
             device.upload_delays_s.clear()
             for _ in range(iterations):
-                known = _iteration(mix, device, stream, known)
+                _iteration(mix, device, stream)
             seconds = device.time.now - began_s
             idle = 1 - (device.busy_s - busy_s) / seconds
             longest = max(device.upload_delays_s)
     return Outcome(seconds / iterations, idle, longest)
 
 
-def _iteration(mix: Mix, device: VirtualDevice, stream: DeviceStream, known: int) -> int:
-    """A tree, of which some steps have been taken, and a pass; returns those of the next tree."""
-    taken = 0
-
-    def step() -> bool:
-        nonlocal taken
-        if taken == mix.draft_steps:
-            return False
-        taken += 1
+def _iteration(mix: Mix, device: VirtualDevice, stream: DeviceStream) -> None:
+    """A tree and a pass."""
+    for _ in range(mix.draft_steps):
         device.upload()
         device.compute(mix.step_s)
         device.wait(device.compute_mark())  # the search reads what the step found
         device.python(mix.python_s)
-        return True
-
-    for _ in range(mix.draft_steps - known):
-        step()
-    taken = 0
     device.upload()
-    stream.meanwhile = step if mix.overlap else None
     for index in range(LAYERS):
         with stream.layer(index):
             device.compute(mix.layer_s)
     device.wait(device.compute_mark())
     device.python(mix.python_s)
-    return int(mix.kept * taken)
 
 
 WIDE = Mix(resident=25, device_buffers=8)  # the VRAM of Mix(), five layers of it as a longer ring
@@ -150,9 +135,6 @@ MIXES = {
     "ram, link of 12.5 GB/s": replace(WIDE, link_bytes_per_s=12.5e9),
     "ram, 4 ms of Python between draft steps": replace(WIDE, python_s=4e-3),
     "the same, interpreter taken after 5 ms": replace(WIDE, python_s=4e-3, switch_s=5e-3),
-    "ram, ring of 3, drafting in the pass, half of it kept": Mix(overlap=True),
-    "ram, ring of 3, drafting in the pass, all of it kept": Mix(overlap=True, kept=1.0),
-    "ram + 5 on the SSD, ring of 3, half kept": Mix(ssd=5, overlap=True),
     "ram, pieces of 32 MB": replace(WIDE, piece_blocks=2),
     "ram, whole layers in one copy": replace(WIDE, piece_blocks=26),
 }

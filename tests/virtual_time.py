@@ -288,9 +288,6 @@ class VirtualDevice:
         self._enqueue(event.set)
         return event
 
-    def done(self, event: VirtualEvent) -> bool:
-        return event.done
-
     def wait(self, event: VirtualEvent) -> None:
         event.wait()
 

@@ -39,8 +39,7 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
         f"{stats.generation_rate:.2f} tok/pass{passes}",
     ]
     if not brief:
-        hidden = f" + {stats.draft_hidden_s:.2f} s hidden" if stats.draft_hidden_s else ""
-        parts.append(f"draft {stats.draft_s:.2f} s{hidden}, verify {stats.verify_s:.2f} s")
+        parts.append(f"draft {stats.draft_s:.2f} s, verify {stats.verify_s:.2f} s")
     if stats.bytes_streamed:
         streamed = (
             f"{stats.bytes_streamed / 1e9:.2f} GB at {stats.stream_bytes_per_s / 1e9:.2f} GB/s"

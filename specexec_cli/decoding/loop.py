@@ -12,7 +12,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 
 from specexec_cli.core import DraftTree, FinishReason, StepResult
-from specexec_cli.drafting.protocols import AheadDrafter, Drafter
+from specexec_cli.drafting.protocols import Drafter
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Walk, accept
@@ -27,7 +27,6 @@ def specexec(
     max_tokens: int,
     eos_ids: Collection[int],
     walk: Walk = accept,
-    ahead: AheadDrafter | None = None,
 ) -> Iterator[StepResult]:
     """Yields one StepResult per target pass until an EOS token or `max_tokens`.
 
@@ -37,13 +36,11 @@ def specexec(
         target: its cache must hold a proper prefix of `prompt`, or nothing.
         prompt: at least one token.
         walk: how a verified tree becomes committed tokens.
-        ahead: the drafter, where it is to go on while a pass waits for weights.
     Raises:
         NonFiniteLogitsError: the next token cannot be drawn, with drafts or without.
     """
     context = list(prompt)
     stop = len(prompt) + max_tokens
-    meanwhile = ahead.ahead if ahead is not None else None
     while True:
         started, bytes_before = time.perf_counter(), target.bytes_streamed
         read_before_s = target.read_s
@@ -53,7 +50,7 @@ def specexec(
         drafted = time.perf_counter()
         ends = sampler, context, stop - len(context), eos_ids
         try:
-            accepted = walk(tree, target.verify(pending, tree, meanwhile), *ends)
+            accepted = walk(tree, target.verify(pending, tree), *ends)
         except NonFiniteLogitsError:
             if not len(tree):
                 raise
@@ -73,7 +70,6 @@ def specexec(
             tree_depth=int(tree.depths.max(initial=0)),
             draft_s=drafted - started,
             verify_s=time.perf_counter() - drafted,
-            draft_hidden_s=ahead.ahead_s if ahead is not None else 0.0,
             bytes_streamed=target.bytes_streamed - bytes_before,
             read_s=target.read_s - read_before_s,
             pending_rows=len(pending),

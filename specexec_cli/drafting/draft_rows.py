@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specexec_cli.core import common_prefix
 from specexec_cli.drafting.protocols import Committed
-from specexec_cli.drafting.search import ROOT, Bools, Frontier, Ints
+from specexec_cli.drafting.search import ROOT, Frontier, Ints
 from specexec_cli.drafting.tree_rows import TreeRows
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache
@@ -26,9 +26,8 @@ from specexec_cli.planning.memory import OWN_PROMPT_ROWS
 class DraftRows:
     """Runs nodes through the draft model and keeps their rows.
 
-    Between trees the cache holds the committed tokens `tokens`, and behind them the rows of nodes
-    that were found ahead. While a tree grows, the row of each expanded node joins them, in order of
-    expansion.
+    Between trees the cache holds the committed tokens `tokens`. While a tree grows, the row of each
+    expanded node joins them, in order of expansion.
 
     Args:
         shared: the target that the draft model is a copy of, whose cache rows it is to read; its
@@ -37,7 +36,6 @@ class DraftRows:
     """
 
     tree: TreeRows  # of expanded nodes, behind the committed ones
-    kept: TreeRows | None  # found ahead, below the last committed token
 
     def __init__(
         self, model: StreamedModel, shared: Committed | None = None, slots: int = 0
@@ -59,35 +57,22 @@ class DraftRows:
         self.drop_tree()
 
     def drop_tree(self) -> None:
-        """Forgets the present tree and what was found ahead; their rows go with the next tree."""
-        self.tree, self.kept = TreeRows(), None
-        self.number_anew()
-
-    def number_anew(self) -> None:
-        """Another search begins over the same rows: it has ids of its own for their nodes."""
+        """Forgets the present tree; its rows go with the next tree."""
+        self.tree = TreeRows()
         self._slots = {ROOT: ROOT}  # node id of the search -> slot in the tree
 
     def begin(self, context: Sequence[int]) -> int:
-        """Makes ready for the tree behind `context`, which goes on from what was found ahead.
+        """Makes ready for the tree behind `context`.
 
         Returns:
             the longest path that the draft model may find; none where it is below 1.
         """
-        kept, goes_on = self.kept, self.tokens == list(context)
         self.drop_tree()
         self.context = context
-        if kept is not None and goes_on:
-            self.tree = kept
-        else:
-            self._crop_to_common_prefix()
+        self._crop_to_common_prefix()
         if self._shared is not None and len(context) - len(self.tokens) > OWN_PROMPT_ROWS:
             return 0  # a prompt would take rows that the target is about to have
-        return self.room
-
-    @property
-    def room(self) -> int:
-        """Positions of the draft model's window behind the context; negative beyond its end."""
-        return self.model.context_length - len(self.context)
+        return self.model.context_length - len(context)  # negative beyond its window's end
 
     def run(self, frontier: Frontier) -> Tensor:
         """The logits behind the nodes of a frontier, (nodes, vocab), whose rows join the others."""
@@ -131,38 +116,20 @@ class DraftRows:
         """The slots of nodes that have been through the draft model, the root's being ROOT."""
         return [self._slots[node] for node in ids.tolist()]
 
-    def known(self, frontier: Frontier) -> Bools:
-        """Which nodes have a row with its utilities; they then have a slot. See search.Known."""
-        columns = frontier.ids.tolist(), frontier.parents.tolist(), frontier.tokens.tolist()
-        return np.array([self._found(*node) for node in zip(*columns, strict=True)], dtype=np.bool_)
-
-    def _found(self, node: int, parent: int, token: int) -> bool:
-        if node != ROOT and parent in self._slots:
-            slot = self.tree.find(self._slots[parent], token)
-            if slot is not None:
-                self._slots[node] = slot
-        return self._slots.get(node) in self.tree.utilities
-
-    def commit(self, path: Sequence[int], tokens: Sequence[int], keep: int = 0) -> None:
-        """Keeps the rows of a path from the root, and those of nodes found below it.
+    def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
+        """Keeps the rows of a path from the root.
 
         Args:
             path: slots, of the first of the committed tokens.
             tokens: every token committed.
-            keep: most nodes below the path's end to keep; 0 where the search did not go on there.
         """
-        kept, below = self.tree.below(path[-1], keep) if keep else ([], None)
         self.tree = TreeRows()  # until all is done: whatever comes in between, nothing is kept
+        if self._shared is not None:
+            self._share(self._shared.tokens)
+            return
         prefix_len = len(self.tokens)
-        if self._shared is not None and not keep:
-            self._share(self._shared.tokens, whole=True)
-        else:
-            slots = [prefix_len + slot for slot in path], [prefix_len + slot for slot in kept]
-            self.state.commit(prefix_len, *slots)
-            self.tokens += tokens[: len(path)]
-            if self._shared is not None:
-                self._share(self._shared.tokens, whole=False)
-        self.kept = below
+        self.state.commit(prefix_len, [prefix_len + slot for slot in path])
+        self.tokens += tokens[: len(path)]
 
     def copy(self, other: DraftRows, length: int) -> None:
         """Takes the rows of the first `length` committed tokens of another text.
@@ -182,22 +149,16 @@ class DraftRows:
     def _crop_to_common_prefix(self) -> None:
         """Forgets what the context does not begin with; its last token must be run again."""
         if self._shared is not None:
-            self._share(self._shared.tokens, whole=True)
+            self._share(self._shared.tokens)
             return
         del self.tokens[self.state.length :]  # growth that ran out of memory has emptied it
         common = common_prefix(self.tokens, self.context[:-1])
         del self.tokens[self.state.crop(common) :]
 
-    def _share(self, tokens: Sequence[int], whole: bool) -> None:
-        """Reads the rows of these committed tokens from the target's cache.
-
-        Args:
-            whole: own rows are dropped, not only those of these tokens.
-        """
+    def _share(self, tokens: Sequence[int]) -> None:
+        """Reads the rows of these committed tokens from the target's cache; drops all its own."""
         assert isinstance(self.state, SharedCache)
-        if whole:
-            self.state.crop(0)
-            self.tokens = list(tokens)
+        self.tokens = list(tokens)
         self.state.share(len(tokens))
 
 

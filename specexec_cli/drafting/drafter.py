@@ -1,50 +1,24 @@
-"""The drafter: a resident draft model that grows trees by batched best-first search.
-
-While the target's pass waits for weights, it may go on (`ahead`): the search for the last tree goes
-on with twice the budget, so to the continuations that are next in probability. Of the nodes that it
-finds there, those behind the committed tokens are kept, and the next search has their children
-without a draft step. A search's result does not depend on the order in which nodes are expanded, so
-under fixed budgets and the same calibration the next tree is the one that it would be anyway.
-Policies that weigh steps, such as cost, are not asked about nodes that are known, and calibration
-learns from more of them, so theirs may differ; the text does not.
-Source: growing while weights stream, as ShadowSpec does for SubSpec's drafts (arXiv:2509.18344).
-"""
+"""The drafter: a resident draft model that grows trees by batched best-first search."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
 
-from specexec_cli.config import MOST_NODES, TreeConfig
+from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree, StepResult
 from specexec_cli.drafting.calibration import Calibration
 from specexec_cli.drafting.draft_rows import DraftRows
 from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.protocols import Committed
-from specexec_cli.drafting.search import (
-    ROOT,
-    Floats,
-    Frontier,
-    Ints,
-    Search,
-    SearchResult,
-    grow_in_steps,
-    grow_tree,
-)
+from specexec_cli.drafting.search import Floats, Frontier, Ints, Search, SearchResult, grow_tree
 from specexec_cli.drafting.suffix import Repetitions, merged
 from specexec_cli.drafting.tree_scores import MakeScores, TreeScores
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.sampling import Sampler
-
-# The search goes on for so many times the budget, in rows of the draft model's cache as well.
-AHEAD = 2
-_ENDED = object()
 
 
 class ModelDrafter:
@@ -54,10 +28,6 @@ class ModelDrafter:
         scores: what scores the children of nodes, and learns.
         shared, slots: see DraftRows.
     """
-
-    # of the present tree, see _reset_tree
-    ahead_s: float
-    _ahead: Iterator[bool] | None
 
     def __init__(
         self,
@@ -91,7 +61,6 @@ class ModelDrafter:
     ) -> None:
         """See SessionDrafter."""
         self._tree = tree
-        self.rows.kept = None  # the noise may be another
         self._learned = learned or self._learned
         self._policy = self._learned.policy(tree, continuation)
         self.scores = self._make_scores(self.rows, sampler, tree, self._learned)
@@ -115,40 +84,14 @@ class ModelDrafter:
         max_depth = self.begin(context, max_depth)
         found, rested = None, False
         if max_depth >= 1:
-            search, utilities = self._search, self.rows.tree.utilities
-            if len(self.rows.tree) or utilities:
-                search = partial(grow_tree, known=self.rows.known)
             found = self._policy.grow(
                 NextTree(
-                    search=search, expand=self._expand, max_depth=max_depth,
+                    search=self._search, expand=self._expand, max_depth=max_depth,
                     signals=self.scores.signals, pending=pending,
-                    root_steps=0 if ROOT in utilities else 1,
                 )
             )  # fmt: skip
             rested = not len(found.tree)
         return self.take(found, self._tree.budget, rested)
-
-    def ahead(self) -> bool:
-        """See AheadDrafter; False where enough is known, or there is nothing to go on from."""
-        began_s = time.perf_counter()
-        if self._ahead is None:
-            self._ahead = self._going_on()
-        stepped = next(self._ahead, False)
-        if stepped:
-            self.ahead_s += time.perf_counter() - began_s
-        return stepped
-
-    def _going_on(self) -> Iterator[bool]:
-        """The search for the last tree with `AHEAD` times its budget, True behind each step."""
-        depth = min(self._longest, 2 * self._tree.max_depth, self.rows.room)
-        if ROOT not in self.rows.tree.utilities or self.rested or depth < 1:
-            return
-        self.rows.number_anew()
-        budget = min(AHEAD * self._tree.budget, MOST_NODES)
-        tree = replace(self._tree, budget=budget, batch=min(self._tree.batch, self._tree.budget))
-        steps = grow_in_steps(self._expand, tree, depth, known=self.rows.known)
-        while len(self.rows.tree) + tree.batch <= tree.budget and next(steps, _ENDED) is not _ENDED:
-            yield True
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
         """Makes ready for the tree behind `context`; see `grow` for both.
@@ -187,17 +130,11 @@ class ModelDrafter:
         return merged(found, other, least, budget)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keeps the rows of accepted nodes; the last of them may never have been expanded.
-
-        Where the search went on to the bonus token, what it found behind that is kept as well.
-        """
+        """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
         self._repetitions.learn(tokens)
         path = self.rows.tree.walk(tokens)
         self.scores.learn(path, tokens)
-        if self._ahead is not None and len(path) == len(tokens) and self.scores.lasting:
-            self.rows.commit(path, tokens, keep=self._tree.budget)
-        else:
-            self.rows.commit(path[: len(nodes)], tokens)
+        self.rows.commit(path[: len(nodes)], tokens)
 
     def copy_rows(self, other: ModelDrafter, length: int) -> None:
         """Takes the rows of the first `length` committed tokens of another text, see DraftRows."""
@@ -217,13 +154,9 @@ class ModelDrafter:
     def _reset_tree(self) -> None:
         self.rested = False  # whether the policy wanted no tree where there was room for one
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
-        self._ahead = None  # under way since this tree was grown
-        self.ahead_s = 0.0
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """Runs a frontier through the draft model, unless it has been; see search.Expand."""
-        if self.rows.known(frontier).all():
-            return self.scores.known_children(frontier, width)
+        """Runs a frontier through the draft model; see search.Expand."""
         return self.children(frontier, self.rows.run(frontier), width)
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:

@@ -54,8 +54,7 @@ class Forest:
         texts: at once, at most.
         learned: about the pair; its policy is the one that single texts use.
     Raises:
-        ConfigError: the policy looks at one text's draft, or one text's continuation, or drafting
-            is to go on while a pass waits.
+        ConfigError: the policy looks at one text's draft, or one text's continuation.
     """
 
     def __init__(
@@ -67,11 +66,6 @@ class Forest:
             raise ConfigError(
                 f"`policy='{tree.policy}'` cannot share a pass among several texts: use "
                 f"{' or '.join(able)}"
-            )
-        if tree.overlap == "on":
-            raise ConfigError(
-                "`overlap='on'` is for one text at a time: give `overlap='auto'`, which "
-                "several that share a pass go without"
             )
         self._model = model
         self._cost = learned.cost if needs == "cost" else None

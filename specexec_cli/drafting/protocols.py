@@ -41,15 +41,6 @@ class Committed(Protocol):
         """What the target's layers keep of its committed tokens."""
 
 
-class AheadDrafter(Drafter, Protocol):
-    """A drafter that can go on while the target's pass waits."""
-
-    ahead_s: float  # seconds of it since the last tree
-
-    def ahead(self) -> bool:
-        """Takes one draft step towards the tree behind the next; returns whether it could."""
-
-
 class SessionDrafter(Drafter, Protocol):
     """What a session needs of a drafter, which it keeps from one generation to the next."""
 

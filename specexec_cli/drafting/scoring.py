@@ -126,11 +126,6 @@ class DraftScorer:
         return self.trust.sharpness
 
     @property
-    def lasting(self) -> bool:
-        """Whether a row's utilities stay what they are when tokens before it are committed."""
-        return self._sampler.config.repetition_penalty == 1.0
-
-    @property
     def constrained(self) -> bool:
         """Whether `utilities` needs to know each row's path."""
         return self._sampler.constraint is not None

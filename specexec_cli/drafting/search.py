@@ -7,7 +7,7 @@ rest (SpecExec, arXiv:2406.02532, section 4 and algorithm 2).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,9 +40,6 @@ class Frontier:
 # (frontier, width) -> log-probabilities (n, width) and tokens (n, width) of each node's best
 # children, best first. Fewer columns are fine where the vocabulary is smaller.
 Expand = Callable[[Frontier, int], tuple[Floats, Ints]]
-# Which nodes of a frontier, (n,), have been through the draft model before: their children cost no
-# draft step.
-Known = Callable[[Frontier], Bools]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +73,6 @@ def grow_tree(
     config: TreeConfig,
     max_depth: int,
     worth: Worth | None = None,
-    known: Known | None = None,
 ) -> SearchResult:
     """Finds the `config.budget` most probable continuations of at most `max_depth` tokens.
 
@@ -90,39 +86,18 @@ def grow_tree(
         config: budget K and batch B.
         max_depth: longest path in tokens, D; at least 1.
         worth: ends the search and trims the tree before the budget does.
-        known: these nodes are expanded first, and `worth` is not asked about them.
     """
-    growth = grow_in_steps(expand, config, max_depth, worth, known)
-    while True:
-        try:
-            next(growth)
-        except StopIteration as ended:
-            found: SearchResult = ended.value
-            return found
-
-
-def grow_in_steps(
-    expand: Expand,
-    config: TreeConfig,
-    max_depth: int,
-    worth: Worth | None = None,
-    known: Known | None = None,
-) -> Generator[None, None, SearchResult]:
-    """The search of `grow_tree`, which pauses behind each draft step."""
     tokens, parents, depths, scores = _root_children(expand, config.budget)
     expanded = np.zeros(len(tokens), dtype=bool)
     while True:
         threshold = _kth_best(scores, config.budget)
         # a node at the threshold itself has no child that could displace a kept node
         open_ids = np.flatnonzero(~expanded & (depths < max_depth) & (scores > threshold))
-        falling = open_ids[np.argsort(-scores[open_ids], kind="stable")]
-        frontier = Frontier(falling, tokens[falling], parents[falling], depths[falling])
-        free = known(frontier) if known is not None else np.zeros(len(falling), dtype=bool)
-        chosen = falling[free] if free.any() else falling[: config.batch]
-        frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        chosen = open_ids[np.argsort(-scores[open_ids], kind="stable")[: config.batch]]
         if len(chosen) == 0:
             break
-        if not free.any() and worth is not None and not worth.goes_on(scores, frontier):
+        frontier = Frontier(chosen, tokens[chosen], parents[chosen], depths[chosen])
+        if worth is not None and not worth.goes_on(scores, frontier):
             break
         child_log_probs, child_tokens = expand(frontier, min(config.budget, _MAX_WIDTH))
         expanded[chosen] = True
@@ -133,8 +108,6 @@ def grow_in_steps(
         depths = np.concatenate([depths, depths[chosen][rows] + 1])
         scores = np.concatenate([scores, child_scores[rows, columns]])
         expanded = np.concatenate([expanded, np.zeros(len(rows), dtype=bool)])
-        if not free.any():
-            yield
     size = config.budget
     if worth is not None and len(scores):
         size = min(worth.size(scores), config.budget)

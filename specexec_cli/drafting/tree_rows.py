@@ -31,10 +31,6 @@ class TreeRows:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def find(self, parent: int, token: int) -> int | None:
-        """The slot of a child; None where it was not expanded."""
-        return self._slots.get((parent, token))
-
     def add(
         self, parents: Sequence[int], tokens: Sequence[int], positions: Ints
     ) -> NDArray[np.bool_]:
@@ -63,7 +59,7 @@ class TreeRows:
         """The slots of a path from the root, as far as its nodes were expanded."""
         path: list[int] = []
         for token in tokens:
-            slot = self.find(path[-1] if path else ROOT, token)
+            slot = self._slots.get((path[-1] if path else ROOT, token))
             if slot is None:
                 break
             path.append(slot)
@@ -76,26 +72,3 @@ class TreeRows:
             slot, token = self._nodes[slot]
             tokens.append(token)
         return tuple(reversed(tokens))
-
-    def below(self, slot: int, most: int) -> tuple[list[int], TreeRows]:
-        """The tree that has this slot as its root.
-
-        Args:
-            most: slots to keep, the oldest first; a parent is older than its children.
-        Returns:
-            the slots kept, rising, and the tree of them, in which they are numbered from 0.
-        """
-        kept = [each for each in np.flatnonzero(self._ancestors[:, slot]).tolist() if each != slot]
-        kept = kept[:most]
-        numbers = {slot: ROOT, **{each: at for at, each in enumerate(kept)}}
-        below = TreeRows()
-        nodes = [self._nodes[each] for each in kept]
-        below.add(
-            [numbers[parent] for parent, _ in nodes],
-            [token for _, token in nodes],
-            self.positions[kept],
-        )
-        below.utilities = {
-            numbers[each]: self.utilities[each] for each in (slot, *kept) if each in self.utilities
-        }
-        return kept, below

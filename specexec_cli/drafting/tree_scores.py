@@ -38,11 +38,6 @@ class TreeScores:
         """What corrects the scores that this generation's trees are searched by."""
         return self.scorer.trust.calibration
 
-    @property
-    def lasting(self) -> bool:
-        """Whether what was found behind a token stays right when the token is committed."""
-        return self.scorer.lasting
-
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
         """Each node's children, best first; see search.Expand.
 
@@ -57,13 +52,10 @@ class TreeScores:
         rows.tree.utilities.update(zip(slots, utilities, strict=True))
         return self.scorer.best(utilities, width, frontier.depths + 1)
 
-    def known_children(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """The children of nodes that all have been scored before."""
-        return self.scorer.best(self._utilities(frontier.ids), width, frontier.depths + 1)
-
     def signals(self, ids: Ints) -> Floats:
         """What policies read of expanded nodes; see policies.Signals."""
-        return signals(self._utilities(ids))
+        slots = self._rows.slots_of(ids)
+        return signals(torch.stack([self._rows.tree.utilities[slot] for slot in slots]))
 
     def learn(self, path: Sequence[int], tokens: Sequence[int]) -> None:
         """Learns from the tokens that the target settled.
@@ -75,9 +67,6 @@ class TreeScores:
         for depth, (slot, token) in enumerate(zip([ROOT, *path], tokens, strict=False), 1):
             if slot in utilities and token < utilities[slot].shape[-1]:
                 self.scorer.observe(utilities[slot], depth, token)
-
-    def _utilities(self, ids: Ints) -> Tensor:
-        return torch.stack([self._rows.tree.utilities[slot] for slot in self._rows.slots_of(ids)])
 
 
 MakeScores = Callable[[DraftRows, Sampler, TreeConfig, Learned], TreeScores]

@@ -95,7 +95,7 @@ class SlotLayer(LayerState):
         self.length = stop
         return self.keys[:, :, :stop], self.values[:, :, :stop]
 
-    def commit(self, prefix_len: int, slots: Tensor, path_len: int) -> None:
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
         """Moves the rows of `slots` behind the first `prefix_len` rows; see LayerState."""
         if len(slots):
             self.compact(prefix_len, slots)
@@ -180,10 +180,10 @@ class SlotCache(ModelState):
             if self.read_by_steps and layer.is_initialized and layer.keys.shape[2] < slots:
                 layer.grow(slots)
 
-    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
+    def commit(self, prefix_len: int, path: Sequence[int]) -> None:
         """See ModelState; the begin of a path that lies in its place already is not moved."""
         in_place = common_prefix(path, range(prefix_len, prefix_len + len(path)))
-        super().commit(prefix_len + in_place, path[in_place:], below)
+        super().commit(prefix_len + in_place, path[in_place:])
 
     def let_steps_read(self) -> None:
         """Prepares for another model's captured steps, which read every slot, filled or not.

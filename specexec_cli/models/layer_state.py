@@ -62,12 +62,11 @@ class LayerState(CacheLayerMixin):
         """
 
     @abstractmethod
-    def commit(self, prefix_len: int, slots: Tensor, path_len: int) -> None:
+    def commit(self, prefix_len: int, slots: Tensor) -> None:
         """Keeps the first `prefix_len` slots and then `slots`; drops all others.
 
         Args:
-            slots: (n,) int64, rising. The first `path_len` of them continue the committed text; the
-                rest are draft nodes that stay undecided, each after its ancestors.
+            slots: (n,) int64, rising: the accepted path, which continues the committed text.
         """
 
     @abstractmethod
@@ -142,18 +141,17 @@ class ModelState(Cache):
         for layer in self.layers:
             layer.reserve(slots)
 
-    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
-        """Keeps the first `prefix_len` slots, then the accepted path and the nodes below the path.
+    def commit(self, prefix_len: int, path: Sequence[int]) -> None:
+        """Keeps the first `prefix_len` slots, then the accepted path; drops all others.
 
         Args:
             path: slots of the accepted nodes, rising.
-            below: slots of draft nodes that stay undecided, rising, each after its ancestors.
         """
-        slots = torch.tensor([*path, *below], dtype=torch.int64)
+        slots = torch.tensor(path, dtype=torch.int64)
         if len(slots):
             slots = slots.to(self.layers[0].device)
         for layer in self.layers:
-            layer.commit(prefix_len, slots, len(path))
+            layer.commit(prefix_len, slots)
 
     def reachable(self, length: int) -> int:
         """The greatest length up to `length` that every layer can go back to."""

@@ -11,7 +11,7 @@ Source: SubSpec, arXiv:2509.18344.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -57,7 +57,10 @@ class _SharedLayer(SlotLayer):
 
 
 class SharedCache(SlotCache):
-    """A SlotCache that reads its first slots from the cache `target`."""
+    """A SlotCache that reads its first slots from the cache `target`.
+
+    Nothing is committed to it: what the target has committed is shared.
+    """
 
     layers: list[_SharedLayer]
 
@@ -92,27 +95,11 @@ class SharedCache(SlotCache):
             yield
 
     def share(self, length: int) -> None:
-        """Makes the first `length` slots the target's, and drops this cache's rows for them.
+        """Makes the first `length` slots the target's, and drops every row of this cache's own.
 
         Args:
-            length: slots to share: filled in the target's cache, and no fewer than shared so far.
+            length: slots to share, filled in the target's cache.
         """
-        if self.layers[0].length:
-            first = self.layers[0]
-            own = range(length - first.shared, first.length)
-            kept = torch.tensor(list(own), dtype=torch.int64, device=first.device)
-            for layer in self.layers:
-                layer.compact(0, kept)
         for layer in self.layers:
+            layer.cut(0)
             layer.shared = length
-
-    def commit(self, prefix_len: int, path: Sequence[int], below: Sequence[int] = ()) -> None:
-        """Keeps slots as ModelState.commit does; all shared slots stay shared."""
-        first = self.layers[0]
-        slots = torch.tensor([slot - first.shared for slot in (*path, *below)], dtype=torch.int64)
-        if not len(slots):
-            self.crop(prefix_len)
-            return
-        slots = slots.to(first.device)
-        for layer in self.layers:
-            layer.compact(prefix_len - layer.shared, slots)

@@ -217,20 +217,6 @@ class StreamedModel:
         self.context.source = source
 
     @property
-    def waits(self) -> bool:
-        """Whether passes wait for whole layers, so that other work can run in the meantime.
-
-        A mixture's passes do not: its dense parts arrive in less time than a draft step takes, and
-        its experts are requested one layer at a time, so that delaying the pass delays its reads.
-        """
-        return isinstance(self.source, LayerStream | DeviceStream) and self.source.streams
-
-    def meanwhile(self, work: Callable[[], bool] | None) -> None:
-        """Sets the work that later passes do instead of waiting; see LayerStream.meanwhile."""
-        if isinstance(self.source, LayerStream | DeviceStream):
-            self.source.meanwhile = work
-
-    @property
     def on_layer(self) -> Callable[[int], None]:
         """Called with a layer's index when the layer is done; an error it raises ends the pass."""
         return self.context.on_layer

@@ -104,11 +104,6 @@ class Copier:
         """Whether reading or copying ahead has met an error, or restart() did not end."""
         return self._stale or self._error is not None or self._host.failed
 
-    def arrived(self) -> bool:
-        """Whether the next layer is on the device, or cannot come because of an error."""
-        copied = self._copied.get(self._turn)
-        return self._error is not None or (copied is not None and self._link.done(copied))
-
     def take(self) -> Any:
         """Waits until the next layer's copies are enqueued; returns the event behind them.
 

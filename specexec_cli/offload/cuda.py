@@ -9,7 +9,7 @@ Nothing waits for the whole device. DeviceStream has the interface of LayerStrea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor
@@ -57,9 +57,6 @@ class DeviceStream:
             raise ValueError("one tier per layer and at least 2 buffers are needed")
         notice = once(notice)
         self.bytes_streamed = 0  # of the streamed layers handed out so far
-        # Work that is done while a layer is under way; see LayerStream.meanwhile. The function
-        # waits for the device itself, so that nothing it enqueues stands behind a layer to come.
-        self.meanwhile: Callable[[], bool] | None = None
         self._link = link
         self._count = len(layers)
         self._next_layer = 0
@@ -117,11 +114,6 @@ class DeviceStream:
         return self._resident
 
     @property
-    def streams(self) -> bool:
-        """Whether any layer is copied to the device in every pass."""
-        return bool(self._streamed)
-
-    @property
     def bytes_read(self) -> int:
         """Bytes read from disk."""
         return self._copier.bytes_read if self._copier else 0
@@ -143,12 +135,9 @@ class DeviceStream:
             yield dict(self._resident[index])
             return
         assert self._copier is not None
-        while self.meanwhile is not None and not self._copier.arrived() and self.meanwhile():
-            pass
         copied = self._copier.take()
         # After the last streamed layer the drafter grows a tree and uploads its steps, so pieces
-        # are copied in parts, which let them pass. Steps taken within a pass wait longer: there
-        # the pass itself waits for the link, and parts would keep the link less busy.
+        # are copied in parts, which let them pass.
         self._copier.fine = index == self._streamed[-1]
         # Until _in_use is taken back, restart() knows that it has something to mend.
         use = self._in_use = object()

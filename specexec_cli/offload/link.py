@@ -89,7 +89,7 @@ def free_vram(devices: Sequence[torch.device]) -> list[int]:
 class Link(Protocol):
     """Copies to one device and their order. Events are opaque.
 
-    One thread copies while another computes; copy(), done() and wait() may be called by both.
+    One thread copies while another computes; copy() and wait() may be called by both.
     """
 
     device: torch.device
@@ -111,9 +111,6 @@ class Link(Protocol):
 
     def compute_mark(self) -> Any:
         """An event behind all compute work that is enqueued so far."""
-
-    def done(self, event: Any) -> bool:
-        """Whether the event has happened."""
 
     def wait(self, event: Any) -> None:
         """Block until the event has happened."""
@@ -161,9 +158,6 @@ class CudaLink:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
         return event
-
-    def done(self, event: torch.cuda.Event) -> bool:
-        return bool(event.query())  # type: ignore[no-untyped-call]
 
     def wait(self, event: torch.cuda.Event) -> None:
         event.synchronize()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,9 +80,7 @@ class LayerStream:
             raise ValueError("one tier per layer and at least 2 buffers beside the kept are needed")
         self.bytes_streamed = 0  # of the 'ssd' layers handed out so far
         self.bytes_read = 0  # by the reader, which runs ahead
-        self.wait_s = 0.0  # the consumer waited for the reader, with nothing else to do
-        # Called in a loop in place of waiting: does a little, returns True while there is more.
-        self.meanwhile: Callable[[], bool] | None = None
+        self.wait_s = 0.0  # the consumer waited for the reader
         self.layouts = [lay_out(layer) for layer in layers]
         self._streamed = [index for index, tier in enumerate(tiers) if tier == "ssd"]
         self._pieces = [self.layouts[index].pieces(piece_bytes) for index in self._streamed]
@@ -198,8 +196,6 @@ class LayerStream:
                     self._in_use = None
 
     def _wait_for_turn(self) -> None:
-        while self.meanwhile is not None and not self._arrived() and self.meanwhile():
-            pass
         started = time.perf_counter()
         with self._lock:
             while not self._arrived():
@@ -215,11 +211,6 @@ class LayerStream:
         return self._error is not None or self._missing.get(self._turn) == 0
 
     @property
-    def streams(self) -> bool:
-        """Whether any layer comes from the disk pass after pass."""
-        return bool(self._streamed)
-
-    @property
     def blobs(self) -> list[Tensor]:
         """All memory that layers are handed out from: ring buffers and 'ram' layers."""
         return [*map(as_blob, self._buffers), *self._resident.values()]
@@ -228,12 +219,6 @@ class LayerStream:
     def failed(self) -> bool:
         """Whether the reader has met an error, also one that the consumer has not seen yet."""
         return self._error is not None
-
-    def ready(self) -> bool:
-        """Whether the next layer is there, so that asking for it would not wait."""
-        with self._lock:
-            in_ram = self._next_layer in self._resident
-            return in_ram or (self._error is None and self._missing.get(self._turn) == 0)
 
     @property
     def read_s(self) -> float:

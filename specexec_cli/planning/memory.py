@@ -50,7 +50,6 @@ class Work:
     # of a copy of the target's own layers: whether it takes embeddings and head from the target
     shares_tables: bool = False
     shares_layers: bool = False  # and layers that stay on a GPU, in the place of their copies
-    drafts_ahead: bool = False  # whether nodes may be found while a pass waits, a budget more
 
     def __post_init__(self) -> None:
         if min(self.context_tokens, self.chunk_rows, self.texts) < 1 or self.budget < 0:
@@ -79,10 +78,9 @@ class Work:
 
         Where it reads its target's, those of a short prompt, and of nodes.
         """
-        ahead = self.budget if self.drafts_ahead else 0
         if not self.shares_cache:
-            return self.slots + ahead
-        found = min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + ahead + 1
+            return self.slots
+        found = min(self.context_tokens, OWN_PROMPT_ROWS) + self.budget + 1
         return _in_parts(found + 1) - 1  # a captured step has one more
 
 
@@ -182,7 +180,7 @@ def _score_bytes(draft: ModelBytes, work: Work) -> int:
     It keeps one for every expanded node until the tree has been verified, and noise for as many
     positions as `sampling` does. A draft step makes more on the way from logits to the best tokens.
     """
-    nodes = work.budget * (2 if work.drafts_ahead else 1) + work.texts
+    nodes = work.budget + work.texts
     step = STEP_SCORES * min(work.batch, max(work.budget, 1))
     return (nodes + NOISE_POSITIONS + step) * draft.vocab * FLOAT32_BYTES
 

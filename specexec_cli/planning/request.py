@@ -20,7 +20,6 @@ from specexec_cli.config import (
     ExpertPlace,
     Method,
     OffloadMode,
-    Overlap,
     TreeConfig,
     setting,
 )
@@ -56,10 +55,6 @@ class TreeRequest:
         True, TREE, "Correct draft probabilities by what was accepted.", name="calibration"
     )
     past: bool = setting(True, TREE, "Add what followed the last tokens where they stood before.")
-    overlap: Overlap = setting(
-        "off", TREE,
-        "on, off, auto: go on drafting while a pass waits for layers; auto: where it does.",
-    )  # fmt: skip
 
     def resolve(
         self, recommended: TreeConfig, method: Method, slots: int = 1, block_rows: int = 1
@@ -91,7 +86,6 @@ class TreeRequest:
             policy=policy,
             calibrated=self.calibrated,
             past=self.past,
-            overlap=self.overlap,
         )
 
 

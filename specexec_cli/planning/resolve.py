@@ -215,7 +215,6 @@ def _work(
         shares_tables=pair.own_bits is not None
         and target.sizes.experts is None
         and (device == "cpu" or target.table_dtype == dtype),
-        drafts_ahead=tree.overlap != "off" and one_text,
     )
 
 

@@ -184,25 +184,7 @@ class LocalSession(TextSession):
                 assert isinstance(drafter, SampledDrafter), "it remembers what it drew from"
                 yield from rejection_sampling(self.target, drafter, sampler, *ends)
             else:
-                ahead = drafter if self._overlaps(request, drafter) else None
-                assert ahead is None or isinstance(ahead, ModelDrafter)
-                yield from specexec(self.target, drafter, sampler, *ends, ahead=ahead)
-
-    def _overlaps(self, request: GenerationRequest, drafter: SessionDrafter) -> bool:
-        """Whether drafting goes on while passes wait for weights.
-
-        Raises:
-            ConfigError: overlap is "on", but no pass waits for layers, or there is no draft model.
-        """
-        if request.tree.overlap == "off":
-            return False
-        able = request.method == "specexec" and isinstance(drafter, ModelDrafter)
-        if request.tree.overlap == "on" and not (able and self.target.model.waits):
-            raise ConfigError(
-                "`overlap='on'`: no pass of this session waits for layers with a draft model to go "
-                "on with. Give `overlap='auto'`, or leave it off"
-            )
-        return able and self.target.model.waits
+                yield from specexec(self.target, drafter, sampler, *ends)
 
     def _drafter_for(self, request: GenerationRequest, sampler: Sampler) -> SessionDrafter:
         """The requested method's drafter, set up for a generation."""

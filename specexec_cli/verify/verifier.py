@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,23 +13,14 @@ from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.verify.masks import verification_rows
 
-# A function that does a little work, and returns whether there is more to do.
-Meanwhile = Callable[[], bool]
-
 
 class TargetServer(Protocol):
     """The target as decoding uses it: verify a tree, commit its accepted nodes, crop the text."""
 
     tokens: list[int]  # committed tokens whose rows are in the cache
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
-        """Logits behind the last pending token and behind every node, (1 + nodes, vocab).
-
-        Args:
-            meanwhile: called again and again in place of waiting for weights.
-        """
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
+        """Logits behind the last pending token and behind every node, (1 + nodes, vocab)."""
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keeps the accepted nodes of the last verification, drops the rest."""
@@ -80,25 +71,17 @@ class LocalTarget:
         """Makes room for `slots` cache rows at the next growth."""
         self._state.reserve(slots)
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
         """One pass over pending rows and tree.
 
         Args:
             pending: committed tokens not in the cache yet, at least one; the last is the root.
-            meanwhile: called again and again in place of waiting for weights. An error in it ends
-                the pass.
         Returns:
             (1 + nodes, vocab), row 0 behind the last pending token, row i + 1 behind node i.
         Raises:
             StreamError: the weights could not be read; the cache is as before the call.
         """
-        try:
-            self.model.meanwhile(meanwhile)
-            [logits] = verify_together([(self, pending, tree)])
-        finally:
-            self.model.meanwhile(None)
+        [logits] = verify_together([(self, pending, tree)])
         return logits
 
     def begin(

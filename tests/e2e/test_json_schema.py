@@ -17,13 +17,13 @@ TOP = {
 STATS = {
     "prompt_tokens": int, "generated_tokens": int, "target_passes": int, "generation_rate": float,
     "ttft_s": float, "tpot_s": float, "tokens_per_s": float, "draft_s": float,
-    "draft_hidden_s": float, "verify_s": float, "bytes_streamed": int,
+    "verify_s": float, "bytes_streamed": int,
     "stream_bytes_per_s": float, "peak_ram_bytes": int, "peak_vram_bytes": int,
     "experts_asked": int, "experts_held": int, "bytes_per_token": float,
 }  # fmt: skip
 CONFIG = {
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "budget", "max_depth",
-    "batch", "scoring", "policy", "calibrated", "past", "overlap", "max_tokens", "stop", "offload",
+    "batch", "scoring", "policy", "calibrated", "past", "max_tokens", "stop", "offload",
     "device", "dtype", "target", "draft",
 }  # fmt: skip
 

@@ -20,14 +20,12 @@ import pytest
 from checkpoints import BYTE_VOCAB, architecture, assert_fresh, byte_llama, save_pair
 from fake_cuda import fake_cuda
 from faults import Fault, Interruption, NoMemory, Point, points
-from late_layers import layers_come_late
 from torch.overrides import _get_current_function_mode_stack
 
 from specexec_cli.config import (
     BenchMethod,
     GenerationConfig,
     Method,
-    Overlap,
     SamplingConfig,
     TreeConfig,
 )
@@ -73,10 +71,9 @@ class Conversation:
         method: Method | BenchMethod,
         temperature: float,
         policy: str = "fixed",
-        overlap: Overlap = "off",
     ) -> None:
         self.session = session
-        self._tree = replace(TREE, policy=policy, overlap=overlap)
+        self._tree = replace(TREE, policy=policy)
         self._unharmed = unharmed
         self._method = method
         self._sampling = SamplingConfig(temperature=temperature, seed=3)
@@ -199,23 +196,6 @@ def test_a_session_on_the_cpu(
     sessions: tuple[TextSession, TextSession], kind: type[NoMemory], every: int, seen: list[str]
 ) -> None:
     break_everywhere(Conversation(*sessions, "specexec", 0.8), kind, KEEPERS, every, seen)
-
-
-@pytest.mark.parametrize(
-    ("kind", "every", "seen"),
-    [(NoMemory, 17, ["tree_scores.py"]), (Interruption, 61, ["drafter.py", "tree_rows.py"])],
-)
-def test_drafting_that_goes_on_while_a_pass_waits(
-    sessions: tuple[TextSession, TextSession],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: type[NoMemory],
-    every: int,
-    seen: list[str],
-) -> None:
-    layers_come_late(monkeypatch, 2)
-    conversation = Conversation(*sessions, "specexec", 0.8, overlap="on")
-    break_everywhere(conversation, kind, [], every, seen)
-    assert conversation.session.stats.draft_hidden_s > 0.0
 
 
 @pytest.mark.parametrize(("kind", "every"), [(NoMemory, 9), (Interruption, 41)])

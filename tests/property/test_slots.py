@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slot_toys import SlotToy, slot_drafter, slot_target
 from test_lossless import samplings, seeds, tokens_of, trees
-from test_search import paths_of
 from toys import NoisyCopy, ToyLM, ToyTarget
 
 from specexec_cli.config import SamplingConfig, TreeConfig
@@ -29,21 +28,15 @@ prompts = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 
 def check_slots(target: LocalTarget, drafter: ModelDrafter, context: list[int]) -> None:
-    """Between iterations a cache holds committed tokens in order, and nothing else.
-
-    But for nodes that were found ahead: the next passes look at them through their masks.
-    """
-    ahead = drafter.rows.kept
+    """Between iterations a cache holds committed tokens in order, and nothing else."""
     for tokens, cache in (
         (target.tokens, target.state),
         (drafter.rows.tokens, drafter.rows.state),
     ):
         assert tokens == context[: len(tokens)]
         slots = cache.slots  # type: ignore[attr-defined]
-        assert slots[: len(tokens)] == [(token, at) for at, token in enumerate(tokens)]
-        whole = ahead is not None and cache is drafter.rows.state
-        assert len(slots) - len(tokens) == (len(ahead) if ahead is not None and whole else 0)
-        assert (len(tokens) < len(context)) != whole, "or else the last token is run again"
+        assert slots == [(token, at) for at, token in enumerate(tokens)]
+        assert len(tokens) < len(context), "the last token is run with the next tree"
 
 
 def watched(
@@ -61,19 +54,19 @@ def watched(
     model=seeds, noise=st.sampled_from([0.0, 0.3, 1.0, 10.0]), sampling=samplings, tree=trees(),
     prompts=st.lists(prompts, min_size=1, max_size=3), max_tokens=st.integers(1, 16),
     eos_ids=st.sets(st.integers(0, 7), max_size=1), chunk_rows=st.sampled_from([1, 3, 512]),
-    draft_context=st.sampled_from([10, 4096]), waits=st.sampled_from([0, 1, 4, 40]),
+    draft_context=st.sampled_from([10, 4096]),
 )  # fmt: skip
 def test_several_prompts_through_the_same_caches(
-    model, noise, sampling, tree, prompts, max_tokens, eos_ids, chunk_rows, draft_context, waits
+    model, noise, sampling, tree, prompts, max_tokens, eos_ids, chunk_rows, draft_context
 ):
     toy = ToyLM(model, order=64)  # logits depend on the whole context
-    target = slot_target(toy, chunk_rows, waits)
+    target = slot_target(toy, chunk_rows)
     drafter = slot_drafter(NoisyCopy(toy, 1, noise), sampling, tree, chunk_rows, draft_context)
     for prompt in prompts:
         target.crop(shared_prefix(target.tokens, prompt))
         sampler = Sampler(sampling)
         drafter.configure(sampler, tree)
-        steps = specexec(target, drafter, sampler, prompt, max_tokens, eos_ids, ahead=drafter)
+        steps = specexec(target, drafter, sampler, prompt, max_tokens, eos_ids)
         oracle = autoregressive(ToyTarget(toy), sampler, prompt, max_tokens, eos_ids)
         assert watched(steps, target, drafter, prompt) == tokens_of(oracle)
 
@@ -103,14 +96,13 @@ def shared_prefix(cached: list[int], prompt: list[int]) -> int:
 @given(
     model=seeds, sampling=samplings, tree=trees(), prompt=prompts,
     fail_at=st.integers(0, 12), in_target=st.booleans(), rows_left=st.integers(0, 5),
-    waits=st.sampled_from([0, 3]),
 )  # fmt: skip
 def test_an_interrupted_generation_leaves_usable_caches(
-    model, sampling, tree, prompt, fail_at, in_target, rows_left, waits
+    model, sampling, tree, prompt, fail_at, in_target, rows_left
 ):
     """Whatever pass fails, and however many of its rows reached the cache: go on, same text."""
     toy = ToyLM(model, order=64)
-    target = slot_target(toy, waits=waits)
+    target = slot_target(toy)
     drafter = slot_drafter(NoisyCopy(toy, 1, 0.5), sampling, tree)
     failing: SlotToy = target.model if in_target else drafter.rows.model  # type: ignore[assignment]
     forward, count = failing.forward, 0
@@ -126,47 +118,18 @@ def test_an_interrupted_generation_leaves_usable_caches(
     failing.forward = interrupted  # type: ignore[method-assign]
     sampler, context = Sampler(sampling), list(prompt)
     with contextlib.suppress(KeyboardInterrupt):
-        for step in specexec(target, drafter, sampler, prompt, 12, (), ahead=drafter):
+        for step in specexec(target, drafter, sampler, prompt, 12, ()):
             context += step.tokens
     left = len(prompt) + 12 - len(context)
     if left:
         context += watched(
-            specexec(target, drafter, sampler, context, left, (), ahead=drafter),
+            specexec(target, drafter, sampler, context, left, ()),
             target,
             drafter,
             context,
         )
     oracle = autoregressive(ToyTarget(toy), sampler, prompt, 12, ())
     assert context[len(prompt) :] == tokens_of(oracle)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_tree_grown_from_what_was_found_ahead_is_the_tree_there_would_be(
-    temperature: float,
-) -> None:
-    toy, tree = ToyLM(7, order=64), TreeConfig(budget=20, max_depth=6, batch=4)
-    sampling = SamplingConfig(temperature=temperature, seed=7)
-    target, draft = slot_target(toy, waits=9), NoisyCopy(toy, 1, 0.3)
-    drafter, grow = slot_drafter(draft, sampling, tree), ModelDrafter.grow
-    passes: list[tuple[int, int]] = []
-
-    def compared(context: list[int], max_depth: int, pending: int = 1) -> DraftTree:
-        fresh, before = slot_drafter(draft, sampling, tree), drafter.rows.model.passes  # type: ignore[attr-defined]
-        fresh.scores.scorer.trust = drafter.scores.scorer.trust
-        kept, found = drafter.rows.kept, grow(drafter, context, max_depth, pending)
-        expected = fresh.grow(context, max_depth, pending)
-        assert dict(zip(paths_of(found), found.log_probs, strict=True)) == dict(
-            zip(paths_of(expected), expected.log_probs, strict=True)
-        )
-        if kept is not None and max_depth >= 1:
-            passes.append((drafter.rows.model.passes - before, fresh.rows.model.passes))  # type: ignore[attr-defined]
-        return found
-
-    drafter.grow = compared  # type: ignore[method-assign]
-    list(specexec(target, drafter, Sampler(sampling), [1, 2, 3], 80, (), ahead=drafter))
-    ours, theirs = map(sum, zip(*passes, strict=True))
-    assert len(passes) >= 5, "the search went on to the right bonus tokens"
-    assert ours < theirs
 
 
 def test_the_slot_toy_notices_a_wrong_mask(monkeypatch: pytest.MonkeyPatch) -> None:

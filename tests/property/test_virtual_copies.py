@@ -148,17 +148,6 @@ def test_a_short_ring_is_full_while_the_drafter_works_and_no_slower() -> None:
     assert abs(short.iteration_s / wide.iteration_s - 1) < 0.01
 
 
-@pytest.mark.parametrize("ssd", [0, 5])
-def test_drafting_while_a_pass_waits_slows_no_copy(ssd: int) -> None:
-    """What is found ahead shortens the time in which a short ring is full."""
-    apart = outcome(Mix(ssd=ssd), iterations=2)
-    beside = outcome(Mix(ssd=ssd, overlap=True), iterations=2)
-    assert beside.idle_share < apart.idle_share - 0.02
-    # steps in the pass, half of them of use, take nothing from it
-    assert apart.iteration_s - beside.iteration_s > 0.7 * Mix.kept * Mix().full_s
-    assert beside.upload_s < 0.002
-
-
 def test_whole_layers_in_one_copy_would_keep_uploads_waiting() -> None:
     """The clock sees what pieces are for."""
     assert outcome(replace(WIDE, piece_blocks=26), iterations=1).upload_s > 0.01

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import fake_cuda
-from late_layers import layers_come_late
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import first_gpu_plan as plan
@@ -270,15 +269,14 @@ def test_caches_grow_within_a_text(few_slots: None) -> None:
     assert verdicts(checks) == [True, True], checks
 
 
-def test_a_copy_that_drafts_while_layers_come(
+def test_a_copy_that_drafts_over_the_target_s_rows(
     few_slots: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     own_copy(read_checkpoint(own.DEMO / "target"), 4)  # faster where nothing is watched
-    layers_come_late(monkeypatch, 2)
     with fake_cuda():
-        checks = own.overlap_step(8)
-    assert verdicts(checks) == [True] * 5, checks
+        checks = own.self_draft_step(8)
+    assert verdicts(checks) == [True] * 4, checks
 
 
 def test_large_trees_over_streamed_layers() -> None:

@@ -25,7 +25,7 @@ from specexec_cli.decoding.loop import specexec
 from specexec_cli.errors import NonFiniteLogitsError
 from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted
-from specexec_cli.verify.verifier import LocalTarget, Meanwhile
+from specexec_cli.verify.verifier import LocalTarget
 
 GREEDY = Sampler(SamplingConfig())
 # two children of the root, one of which has a child
@@ -56,9 +56,7 @@ class SlowTarget(ToyTarget):
 
     clock: Clock = field(default_factory=Clock)
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
         self.clock.now += 4.0
         self.bytes_streamed += 1000 * (len(pending) + len(tree))
         self.read_s += 3.0
@@ -166,9 +164,7 @@ class SpoiltTarget(ToyTarget):
 
     poison: int = 0
 
-    def verify(
-        self, pending: Sequence[int], tree: DraftTree, meanwhile: Meanwhile | None = None
-    ) -> Tensor:
+    def verify(self, pending: Sequence[int], tree: DraftTree) -> Tensor:
         logits = super().verify(pending, tree)
         rows = [*self.tokens, *pending, *tree.tokens.tolist()]
         return torch.full_like(logits, torch.nan) if self.poison in rows else logits

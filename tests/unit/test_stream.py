@@ -326,63 +326,6 @@ def test_ctrl_c_while_waiting_for_the_disk(
         passes(stream, weights, 2)
 
 
-@pytest.mark.parametrize("asked", [1, 4])
-def test_while_a_layer_is_waited_for_something_else_is_done_until_there_is_no_more_of_it(
-    layers: list[list[TensorRange]],
-    weights: dict[str, Tensor],
-    disk: Disk,
-    asked: int,
-) -> None:
-    go_on = threading.Event()
-    disk.on_read = lambda *args: go_on.wait() and None
-    done: list[bool] = []  # whether the disk was still waited for, each time
-
-    def work() -> bool:
-        done.append(not go_on.is_set())
-        return len(done) < asked
-
-    with LayerStream(layers, ["ssd"] * LAYERS, piece_bytes=PIECE) as stream:
-        stream.meanwhile = work
-        timer = threading.Timer(0.5, go_on.set)
-        timer.start()
-        with stream.layer(0):
-            pass
-        timer.join()
-        assert done == [True] * asked
-        stream.meanwhile = None
-        for layer in range(1, LAYERS):
-            with stream.layer(layer):
-                pass
-        assert len(done) == asked
-        one_pass(stream, weights)
-
-
-def test_what_is_done_meanwhile_ends_when_the_layer_is_there(
-    layers: list[list[TensorRange]], disk: Disk
-) -> None:
-    go_on = threading.Event()
-    disk.on_read = lambda *args: go_on.wait() and None
-    times = 0
-
-    def work() -> bool:
-        nonlocal times
-        times += 1
-        if times == 3:
-            go_on.set()
-        return True
-
-    timer = threading.Timer(20.0, go_on.set)  # where nobody works meanwhile
-    timer.start()
-    with LayerStream(layers, ["ssd"] * LAYERS, piece_bytes=PIECE) as stream:
-        stream.meanwhile = work
-        with stream.layer(0):
-            pass
-        stream.meanwhile = None
-    timer.cancel()
-    timer.join()
-    assert times >= 3
-
-
 def test_a_missing_file(layers: list[list[TensorRange]]) -> None:
     layers[0][0].path.unlink()
     with pytest.raises(StreamError, match=r"cannot open .*model.safetensors: No such file"):

@@ -85,7 +85,7 @@ class Cost:
         self._prompt_s = pending_s - plain_s
         if self._rests.rests(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
-        self._steps, self._drawn = next_tree.root_steps, None
+        self._steps, self._drawn = 1, None  # the root's children take a step
         self._iteration += 1
         self._probing, self._probed = self._iteration % self._PROBE == 0, False
         result = next_tree.found(self._tree, self)

@@ -41,7 +41,6 @@ class NextTree:
     signals: Signals | None = None
     pending: int = 1  # committed rows that the pass carries besides the tree
     texts: int = 1  # texts of the pass, each of which gets a token whatever the tree is
-    root_steps: int = 1  # draft steps for the root's children: 0 where they are known
 
     def found(self, tree: TreeConfig, worth: Worth | None = None) -> SearchResult:
         """The tree of these settings at most; see search.Worth for what ends it before."""

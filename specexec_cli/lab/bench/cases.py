@@ -10,7 +10,6 @@ from specexec_cli.config import (
     DSI_REJECTION,
     BenchMethod,
     DraftScoring,
-    Overlap,
     SamplingConfig,
     TreeConfig,
 )
@@ -92,8 +91,6 @@ def variant(settings: Mapping[str, Any]) -> str:
         words.append("uncalibrated")
     if settings.get("past", False):
         words.append("past")
-    if settings.get("overlap", "off") != "off":
-        words.append("overlap")
     return " ".join(words)
 
 
@@ -109,7 +106,6 @@ class Grid:
     policies: Sequence[str] = ("fixed",)  # a method skips policies that cannot size its trees
     calibrated: Sequence[bool] = (True,)
     past: Sequence[bool] = (False,)  # only for specexec
-    overlap: Sequence[Overlap] = ("off",)  # only for specexec
     sampling: Sequence[SamplingConfig]
     max_tokens: int
     baseline_tokens: int
@@ -153,20 +149,12 @@ class Grid:
 
     def _variants(self, method: BenchMethod, tree: TreeConfig) -> list[TreeConfig]:
         return [
-            replace(
-                tree,
-                scoring=scoring,
-                policy=policy,
-                calibrated=calibrated,
-                past=past,
-                overlap=overlap,
-            )
+            replace(tree, scoring=scoring, policy=policy, calibrated=calibrated, past=past)
             for policy in self.policies
             if policy in policies_for(method)
             for scoring in self.scorings
             for calibrated in self.calibrated
             for past in (self.past if method == "specexec" else (False,))
-            for overlap in (self.overlap if method == "specexec" else ("off",))
         ]
 
     def _trees(self, method: BenchMethod, recommended: TreeConfig) -> list[TreeConfig]:

@@ -17,7 +17,6 @@ TIMING: Mapping[str, str] = {
     "ttft_s": "to the end of the first pass: prefill of the prompt and verification of one tree",
     "tpot_s": "wall time after the first pass, over tokens after the first pass",
     "draft_s": "all passes", "verify_s": "all passes; streaming the weights included",
-    "draft_hidden_s": "all passes; drafting while one waited for weights, part of verify_s",
     "generation_rate": "committed tokens per target pass, bonus tokens included; over several runs "
     "micro is all tokens over all passes, macro the mean of the runs' own rates",
     "excluded": "opening the models, warm-up generations, probing the link; caches are emptied "
@@ -30,7 +29,7 @@ TIMING: Mapping[str, str] = {
 # metrics of a run that are averaged over runs; a run may lack some (None)
 AVERAGED = (
     "tokens_per_s", "ttft_s", "tpot_s", "generation_rate", "acceptance_rate",
-    "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "draft_hidden_s", "verify_s",
+    "token_acceptance_rate", "tree_nodes", "tree_depth", "draft_s", "verify_s",
     "bytes_per_pass",
     "stream_bytes_per_s", "link_share", "roofline_share", "peak_ram_bytes", "peak_vram_bytes",
     "bytes_per_token", "experts_per_token", "experts_held_share",
@@ -89,7 +88,6 @@ def run_metrics(
         "tree_nodes": sum(step.tree_nodes for step in steps) / passes,
         "tree_depth": sum(step.tree_depth for step in steps) / passes,
         "draft_s": stats.draft_s,
-        "draft_hidden_s": stats.draft_hidden_s,
         "verify_s": stats.verify_s,
         "bytes_per_pass": bytes_per_pass,
         "stream_bytes_per_s": stats.stream_bytes_per_s if stats.bytes_streamed else None,

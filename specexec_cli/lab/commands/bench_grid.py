@@ -9,7 +9,7 @@ import typer
 
 from specexec_cli.cli import option_groups, options
 from specexec_cli.cli.panels import TREE_LISTS
-from specexec_cli.config import DraftScoring, Overlap, SamplingConfig
+from specexec_cli.config import DraftScoring, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES
 from specexec_cli.drafting.sources import SOURCES, policies_for
 from specexec_cli.errors import ConfigError
@@ -79,13 +79,6 @@ class GridOptions:
             rich_help_panel=TREE_LISTS,
         ),
     ] = "off"
-    overlap: Annotated[
-        str,
-        typer.Option(
-            help="on, off: specexec drafts on while a pass waits for layers, or not.",
-            rich_help_panel=TREE_LISTS,
-        ),
-    ] = "off"
 
     def grid(
         self, sampling: SamplingConfig, *, max_tokens: int, baseline_tokens: int | None
@@ -111,7 +104,6 @@ class GridOptions:
                 word == "on" for word in _chosen(self.calibration, "--calibration", ("on", "off"))
             ],
             past=[word == "on" for word in _chosen(self.past, "--past", ("on", "off"))],
-            overlap=cast(list[Overlap], _chosen(self.overlap, "--overlap", ("on", "off"))),
             sampling=[
                 replace(sampling, temperature=value)
                 for value in numbers(self.temperature, "--temperature", float)
