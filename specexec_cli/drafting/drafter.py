@@ -52,17 +52,11 @@ class ModelDrafter:
         self.configure(sampler, tree)
         self._reset_tree()
 
-    def configure(
-        self,
-        sampler: Sampler,
-        tree: TreeConfig,
-        learned: Learned | None = None,
-        continuation: Sequence[int] = (),
-    ) -> None:
+    def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         """See SessionDrafter."""
         self._tree = tree
         self._learned = learned or self._learned
-        self._policy = self._learned.policy(tree, continuation)
+        self._policy = self._learned.policy(tree)
         self.scores = self._make_scores(self.rows, sampler, tree, self._learned)
 
     @property

@@ -6,7 +6,7 @@ takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from specexec_cli.drafting.classifier import Classifier
 from specexec_cli.drafting.iteration_cost import CostModel, IterationCost
 from specexec_cli.drafting.policies import POLICIES, BudgetPolicy
 from specexec_cli.drafting.scoring import Trust
+from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name, numbers, read_json, write_json
 
 SCHEMA = 3
@@ -58,21 +59,27 @@ class Learned:
         """Remembers `trust`: the next generation of this kind goes on from it."""
         self._trusts[kind] = trust
 
-    def policy(self, tree: TreeConfig, continuation: Sequence[int] = ()) -> BudgetPolicy:
+    def use(self, tree: TreeConfig, policy: BudgetPolicy) -> None:
+        """Gives the trees of these settings a policy that the caller has made."""
+        self._policies[tree] = policy
+
+    def policy(self, tree: TreeConfig) -> BudgetPolicy:
         """The policy that the settings name, as it was left.
 
-        Args:
-            continuation: the text to come, for the oracle.
         Raises:
             CheckpointError: disco, and its classifier cannot be used.
+            ConfigError: the policy must know the text to come, and was not given by `use`.
         """
         entry = POLICIES[tree.policy]
-        if entry.needs == "continuation":  # made for one text
-            return entry.make(tree, continuation)
         if entry.needs == "classifier":  # it counts the tokens of one generation
             assert self._classifier is not None, "a session knows its pair's"
             return entry.make(tree, self._classifier())
         if tree not in self._policies:
+            if entry.needs == "continuation":
+                raise ConfigError(
+                    f"`policy='{tree.policy}'` must know the text to come, as `specexec bench` "
+                    "alone does: use another policy"
+                )
             needed = (self.cost,) if entry.needs == "cost" else ()
             self._policies[tree] = entry.make(tree, *needed)
         return self._policies[tree]

@@ -46,20 +46,13 @@ class SessionDrafter(Drafter, Protocol):
 
     rested: bool  # whether the policy wanted no tree where there was room for one
 
-    def configure(
-        self,
-        sampler: Sampler,
-        tree: TreeConfig,
-        learned: Learned | None = None,
-        continuation: Sequence[int] = (),
-    ) -> None:
+    def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         """Settings of the next generation; caches and what was learned stay.
 
         Args:
             learned: about the pair, by all generations so far; what it had unless told.
-            continuation: the text to come, where a policy must be told.
         Raises:
-            CheckpointError: the policy is disco, and its classifier cannot be used.
+            CheckpointError, ConfigError: the policy cannot be used, see Learned.policy.
         """
 
     def forget(self) -> None:

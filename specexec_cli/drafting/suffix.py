@@ -221,16 +221,10 @@ class SuffixDrafter:
         self.rested = False
         self.configure(sampler, tree)
 
-    def configure(
-        self,
-        sampler: Sampler,
-        tree: TreeConfig,
-        learned: Learned | None = None,
-        continuation: Sequence[int] = (),
-    ) -> None:
+    def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         """See SessionDrafter. The past says nothing of probabilities that noise could change."""
         self._learned = learned or self._learned
-        self._policy = self._learned.policy(tree, continuation)
+        self._policy = self._learned.policy(tree)
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """What `context` went on with before; an empty tree where its end is new."""

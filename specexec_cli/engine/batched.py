@@ -67,7 +67,7 @@ class Batched(QueuedEngine[GenerationRequest]):
         session = self._session
         return session.checked(
             request.prompt, request.generation, sampling=request.sampling, tree=session.pair.tree,
-            method=session.method, continuation=[], constraint=request.constraint,
+            method=session.method, constraint=request.constraint,
             top_logprobs=request.top_logprobs,
         )  # fmt: skip
 

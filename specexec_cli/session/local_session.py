@@ -192,7 +192,7 @@ class LocalSession(TextSession):
             shared = self.target if self.decision.work.shares_cache else None
             self.drafter = self._made_drafter(request.method, sampler, request.tree, shared)
             self._drafter_method = request.method
-        self.drafter.configure(sampler, request.tree, self.learned, request.continuation)
+        self.drafter.configure(sampler, request.tree, self.learned)
         return self.drafter
 
     def _made_drafter(

@@ -60,7 +60,6 @@ class GenerationRequest:
     sampling: SamplingConfig
     tree: TreeConfig
     method: Method | BenchMethod
-    continuation: list[int]  # the tokens that the target will choose, for the policy oracle
     constraint: Constraint | None = None
     top_logprobs: int | None = None
 
@@ -181,7 +180,6 @@ class TextSession(PromptEncoder, ABC):
         tree: TreeConfig | None = None,
         generation: GenerationConfig | None = None,
         method: Method | BenchMethod | None = None,
-        continuation: Sequence[int] = (),
         constraint: Constraint | None = None,
         top_logprobs: int | None = None,
     ) -> Steps:
@@ -195,7 +193,6 @@ class TextSession(PromptEncoder, ABC):
         Args:
             prompt: text, or tokens.
             method: the session's own method if None.
-            continuation: the tokens that the target will choose; only the policy oracle needs them.
             constraint: decides which tokens may follow, such as a grammar's; not used for any other
                 text.
             top_logprobs: steps then tell the log-probabilities of their tokens and of this many
@@ -215,7 +212,6 @@ class TextSession(PromptEncoder, ABC):
                 sampling=sampling or SamplingConfig(),
                 tree=tree or self.pair.tree,
                 method=method or self.method,
-                continuation=list(continuation),
                 constraint=constraint,
                 top_logprobs=top_logprobs,
             )

@@ -261,7 +261,11 @@ def test_disco_goes_on_at_its_threshold() -> None:
 def test_the_oracle_drafts_to_the_first_wrong_token() -> None:
     text = Text([0.9], seed=0)  # drafts token 0 and nothing else
     tree = TreeConfig(budget=8, max_depth=8, policy="oracle")
-    policy = Learned().policy(tree, continuation=[0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0])
+    learned = Learned()
+    with pytest.raises(ConfigError, match="`policy='oracle'` must know the text to come"):
+        learned.policy(tree)
+    learned.use(tree, Oracle(tree, [0, 0, 5, 0, 0, 0, 0, 0, 0, 0, 0, 0]))
+    policy = learned.policy(tree)
     lengths = []
     for accepted in (2, 8):
         grown = policy.grow(tree_of(text.expand, 8, search=grow_chain)).tree

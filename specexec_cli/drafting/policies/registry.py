@@ -86,8 +86,9 @@ def policy(
     """Registers the class below as a policy; see PolicyEntry for the arguments.
 
     The class is a BudgetPolicy that is made of a TreeConfig and of what it needs, if anything. One
-    that needs the continuation or the classifier is made anew for each text; the others go on with
-    what they have learned, one for each TreeConfig.
+    that needs the classifier is made anew for each text, and one that needs the continuation is
+    made by whoever knows it (Learned.use); the others go on with what they have learned, one for
+    each TreeConfig.
 
     Raises:
         ValueError: the name is taken.

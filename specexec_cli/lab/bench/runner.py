@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specexec_cli.config import GenerationConfig
 from specexec_cli.drafting.learned import Learned
+from specexec_cli.drafting.policies import POLICIES
 from specexec_cli.errors import ConfigError
 from specexec_cli.lab.bench.cases import BASELINE, DISTRIBUTED, Case, is_chain
 from specexec_cli.lab.bench.datasets import Dataset
@@ -162,13 +163,15 @@ class Bench:
         return self._distributed
 
     def _generate(self, case: Case, prompt: BenchPrompt, seed: int) -> list[Any]:
-        continuation = self._continuation(case, prompt, seed)
+        text = self._text_to_come(case, prompt, seed)
         session = self._session_of(case)
         session.forget()
         learner = case.method, case.tree, case.sampling
         if learner not in self._learned:
             self._learned[learner] = Learned(session.classifier, session.cost_prior)
         session.learned = self._learned[learner]
+        if case.tree is not None and text is not None:
+            session.learned.use(case.tree, POLICIES[case.tree.policy].make(case.tree, text))
         return list(
             session.generate(
                 prompt.tokens,
@@ -176,14 +179,13 @@ class Bench:
                 tree=case.tree,
                 generation=GenerationConfig(max_tokens=case.max_tokens),
                 method=case.method,
-                continuation=continuation,
             )
         )
 
-    def _continuation(self, case: Case, prompt: BenchPrompt, seed: int) -> list[int]:
-        """The text that the policy oracle must know, written by the baseline."""
-        if case.tree is None or case.tree.policy != "oracle":
-            return []
+    def _text_to_come(self, case: Case, prompt: BenchPrompt, seed: int) -> list[int] | None:
+        """The baseline's text, where the case's policy must know it; otherwise None."""
+        if case.tree is None or POLICIES[case.tree.policy].needs != "continuation":
+            return None
         baseline = replace(case, method=BASELINE, tree=None)
         key = prompt.sha256, baseline, seed
         if key not in self._texts:
