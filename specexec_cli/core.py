@@ -97,7 +97,7 @@ class PassProgress:
     draft_nodes: int  # of the tree in this pass
 
 
-_TELLING_RESTS = 4  # fewest passes without a tree for a comparison with the others
+_TELLING_PAUSES = 4  # fewest passes without a tree for a comparison with the others
 
 
 @dataclass(slots=True)
@@ -117,8 +117,8 @@ class GenerationStats:
     # number and seconds of passes for which the policy wanted no tree.
     tree_tokens: int = 0
     tree_s: float = 0.0
-    rests: int = 0
-    rests_s: float = 0.0
+    paused_passes: int = 0
+    paused_s: float = 0.0
     bytes_streamed: int = 0
     peak_ram_bytes: int = 0
     peak_vram_bytes: int = 0
@@ -141,18 +141,18 @@ class GenerationStats:
             self.tree_tokens += len(step.tokens)
             self.tree_s += step.draft_s + step.verify_s
 
-    def add_rest(self, step: StepResult) -> None:
+    def add_pause(self, step: StepResult) -> None:
         """Account, besides `add`, for an iteration for which the policy wanted no tree."""
         if step.pending_rows == 1:
-            self.rests += 1
-            self.rests_s += step.draft_s + step.verify_s
+            self.paused_passes += 1
+            self.paused_s += step.draft_s + step.verify_s
 
     @property
     def drafting_loss(self) -> tuple[float, float] | None:
         """Seconds per token with trees and without; None unless trees made tokens slower."""
-        if not self.tree_tokens or self.rests < _TELLING_RESTS:
+        if not self.tree_tokens or self.paused_passes < _TELLING_PAUSES:
             return None
-        drafted_s, plain_s = self.tree_s / self.tree_tokens, self.rests_s / self.rests
+        drafted_s, plain_s = self.tree_s / self.tree_tokens, self.paused_s / self.paused_passes
         return (drafted_s, plain_s) if drafted_s > plain_s else None
 
     @property

@@ -597,7 +597,7 @@ def hub_tree(folder: Path) -> Sample:
 
 @kind
 def ollama_manifest(folder: Path) -> Sample:
-    from specexec_cli.catalog.others import found_files
+    from specexec_cli.catalog.found_files import found_files
 
     path = folder / "manifests" / "registry.ollama.ai" / "library" / "m" / "7b"
     path.parent.mkdir(parents=True)

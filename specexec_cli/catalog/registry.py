@@ -14,6 +14,7 @@ from pathlib import Path
 
 from platformdirs import user_config_path
 
+from specexec_cli.catalog.found_files import OLLAMA, ollama_file
 from specexec_cli.catalog.models_file import (
     ModelEntry,
     ModelsFile,
@@ -21,7 +22,6 @@ from specexec_cli.catalog.models_file import (
     is_path,
     read_models_file,
 )
-from specexec_cli.catalog.others import OLLAMA, ollama_file
 from specexec_cli.config import SELF_DRAFTS, SUFFIX
 from specexec_cli.errors import ConfigError, UnknownModelError, nearest
 from specexec_cli.gguf.container import is_gguf

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from specexec_cli.catalog.downloads import free_disk_bytes
+from specexec_cli.catalog.found_files import FoundFile, found_files
 from specexec_cli.catalog.hub import cached_snapshot
 from specexec_cli.catalog.models_file import TASKS, ModelEntry
-from specexec_cli.catalog.others import FoundFile, found_files
 from specexec_cli.catalog.own_copies import OwnCopy, own_copies
 from specexec_cli.catalog.registry import load_registry, user_models_file
 from specexec_cli.cli import options

@@ -58,7 +58,7 @@ def stats_line(stats: GenerationStats, *, brief: bool = False) -> str:
         drafted_s, plain_s = loss
         parts.append(
             f"drafting does not pay here: a token took {drafted_s * 1e3:.0f} ms with trees and "
-            f"{plain_s * 1e3:.0f} ms without, so {stats.rests} passes went without"
+            f"{plain_s * 1e3:.0f} ms without, so {stats.paused_passes} passes went without"
         )
     parts.append(f"peak RAM {stats.peak_ram_bytes / 1e9:.2f} GB")
     if stats.peak_vram_bytes:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from specexec_cli.core import DraftTree, FinishReason, StepResult, common_prefix
 from specexec_cli.drafting.drafter import ModelDrafter
-from specexec_cli.drafting.forest import Forest, ForestDrafter, Sapling
+from specexec_cli.drafting.forest import Forest, ForestDrafter, GrowingText
 from specexec_cli.errors import NonFiniteLogitsError, SpecexecError
 from specexec_cli.planning.memory import PROMPT_ROWS
 from specexec_cli.sampling import Sampler
@@ -193,13 +193,15 @@ class Batch:
         fed = [part for part in parts if not part.whole]
         self._forest.feed([(_drafter(part), part.committed) for part in fed])
         grown = [part for part in parts if part.whole and not part.text.plain]
-        saplings = [
-            Sapling(_drafter(part), part.text.context, part.text.stop - len(part.text.context) - 1)
+        texts = [
+            GrowingText(
+                _drafter(part), part.text.context, part.text.stop - len(part.text.context) - 1
+            )
             for part in grown
         ]
-        trees = self._forest.grow(saplings, sum(len(part.pending) for part in parts))
-        for part, sapling, tree in zip(grown, saplings, trees, strict=True):
-            part.tree, part.error = tree, sapling.error
+        trees = self._forest.grow(texts, sum(len(part.pending) for part in parts))
+        for part, text, tree in zip(grown, texts, trees, strict=True):
+            part.tree, part.error = tree, text.error
 
 
 def _drafter(part: _Part) -> ForestDrafter:

@@ -76,7 +76,7 @@ class ModelDrafter:
             pending: committed rows that the target's pass will carry besides the tree.
         """
         max_depth = self.begin(context, max_depth)
-        found, rested = None, False
+        found, paused = None, False
         if max_depth >= 1:
             found = self._policy.grow(
                 NextTree(
@@ -84,8 +84,8 @@ class ModelDrafter:
                     signals=self.scores.signals, pending=pending,
                 )
             )  # fmt: skip
-            rested = not len(found.tree)
-        return self.take(found, self._tree.budget, rested)
+            paused = not len(found.tree)
+        return self.take(found, self._tree.budget, paused)
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
         """Makes ready for the tree behind `context`; see `grow` for both.
@@ -98,18 +98,18 @@ class ModelDrafter:
         self._seen_before = self._tree.past and self._repetitions.follow(context)
         return min(max_depth, self.rows.begin(context))
 
-    def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
+    def take(self, found: SearchResult | None, budget: int, paused: bool) -> DraftTree:
         """The tree that a search came to, and what the text's past adds to it.
 
         Args:
             found: None where the draft model was not asked.
             budget: most nodes of both together.
-            rested: whether the policy wanted no tree.
+            paused: whether the policy wanted no tree.
         """
-        self.rested = rested
+        self.paused = paused
         if found is not None:
             self._result = found
-        if self._seen_before and self._longest >= 1 and not self.rested and budget >= 1:
+        if self._seen_before and self._longest >= 1 and not self.paused and budget >= 1:
             longest = min(self._longest, self._tree.budget)
             self._result = self._with_repetitions(self._result, longest, budget)
         return self._result.tree
@@ -146,7 +146,7 @@ class ModelDrafter:
         self._policy.observe(step)
 
     def _reset_tree(self) -> None:
-        self.rested = False  # whether the policy wanted no tree where there was room for one
+        self.paused = False  # whether the policy wanted no tree where there was room for one
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:

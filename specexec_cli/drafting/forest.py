@@ -36,7 +36,7 @@ ForestDrafter = ModelDrafter | SuffixDrafter
 
 
 @dataclass(slots=True)
-class Sapling:
+class GrowingText:
     """One text of a pass, as its tree grows."""
 
     drafter: ForestDrafter
@@ -91,34 +91,34 @@ class Forest:
             for drafter in begun:
                 drafter.rows.ran(_root())
 
-    def grow(self, saplings: Sequence[Sapling], pending: int) -> list[DraftTree]:
+    def grow(self, texts: Sequence[GrowingText], pending: int) -> list[DraftTree]:
         """A tree for each text; a text whose drafting fails gets none and keeps the error.
 
         Args:
             pending: committed rows that the pass will carry besides the trees, of all texts.
         """
-        depths = [sapling.drafter.begin(sapling.context, sapling.max_depth) for sapling in saplings]
+        depths = [text.drafter.begin(text.context, text.max_depth) for text in texts]
         able = [index for index, depth in enumerate(depths) if depth >= 1]
-        found: list[SearchResult | None] = [None] * len(saplings)
-        rested = False
+        found: list[SearchResult | None] = [None] * len(texts)
+        paused = False
         if able:
             growth = _Growth(
-                self._model, [saplings[index] for index in able], [depths[index] for index in able]
+                self._model, [texts[index] for index in able], [depths[index] for index in able]
             )
             result = self._policy.grow(
                 NextTree(
                     search=grow_tree, expand=growth.expand, max_depth=max(growth.depths),
-                    pending=pending, texts=len(saplings),
+                    pending=pending, texts=len(texts),
                 )
             )  # fmt: skip
-            rested = not len(result.tree)
+            paused = not len(result.tree)
             for index, part in zip(able, growth.split(result, self._most_nodes), strict=True):
                 found[index] = part
         trees = []
         room = self._tree.budget - sum(len(own.tree) for own in found if own is not None)
-        for sapling, own in zip(saplings, found, strict=True):
+        for text, own in zip(texts, found, strict=True):
             size = len(own.tree) if own is not None else 0
-            trees.append(sapling.drafter.take(own, min(size + room, self._most_nodes), rested))
+            trees.append(text.drafter.take(own, min(size + room, self._most_nodes), paused))
             room -= len(trees[-1]) - size
         return trees
 
@@ -131,17 +131,17 @@ class _Growth:
     """One search over several texts: which node belongs to whom."""
 
     def __init__(
-        self, model: StreamedModel | None, saplings: Sequence[Sapling], depths: Sequence[int]
+        self, model: StreamedModel | None, texts: Sequence[GrowingText], depths: Sequence[int]
     ) -> None:
         self._model = model
-        self._saplings = saplings
+        self._texts = texts
         self.depths = depths
         self._owners: dict[int, int] = {}  # node id -> text
 
     def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """Runs a frontier through the draft model, each text's nodes over its own cache."""
         if frontier.ids[0] == ROOT:
-            everyone = range(len(self._saplings))
+            everyone = range(len(self._texts))
             found = self._run([(text, frontier) for text in everyone], width)
             owners = np.concatenate(
                 [np.full(log_probs.shape[1], text) for text, (log_probs, _) in enumerate(found)]
@@ -171,7 +171,7 @@ class _Growth:
 
     def _run(self, parts: Sequence[tuple[int, Frontier]], width: int) -> list[tuple[Floats, Ints]]:
         """The children of each text's own nodes."""
-        asked = [(self._saplings[text].drafter, part) for text, part in parts]
+        asked = [(self._texts[text].drafter, part) for text, part in parts]
         rows = [each.rows.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
         logits = iter(self._model.forward_together(rows) if self._model is not None else ())
         found = []
@@ -182,7 +182,7 @@ class _Growth:
                 else:
                     found.append(drafter.expand(part, width))
             except SpecexecError as error:  # this text's alone, such as a grammar that ends
-                self._saplings[text].error = error
+                self._texts[text].error = error
                 shape = len(part.ids), 1
                 found.append((np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)))
         return found
@@ -195,7 +195,7 @@ class _Growth:
             [self._owner(*pair) for pair in zip(ids.tolist(), parents, strict=True)], dtype=np.int64
         )
         found = []
-        for text in range(len(self._saplings)):
+        for text in range(len(self._texts)):
             own = np.flatnonzero(owners == text)
             # ties go to the older node, hence a parent is always kept with its child
             own = np.sort(own[np.argsort(-tree.log_probs[own], kind="stable")[:most]])

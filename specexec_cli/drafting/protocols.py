@@ -1,4 +1,4 @@
-"""What others need of a drafter, and a drafter of them."""
+"""The protocols of a drafter: grow a tree, commit its accepted nodes, observe the result."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Committed(Protocol):
 class SessionDrafter(Drafter, Protocol):
     """What a session needs of a drafter, which it keeps from one generation to the next."""
 
-    rested: bool  # whether the policy wanted no tree where there was room for one
+    paused: bool  # whether the policy wanted no tree where there was room for one
 
     def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         """Settings of the next generation; caches and what was learned stay.

@@ -218,7 +218,7 @@ class SuffixDrafter:
     def __init__(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         self._repetitions = Repetitions()
         self._learned = learned or Learned()
-        self.rested = False
+        self.paused = False
         self.configure(sampler, tree)
 
     def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
@@ -228,7 +228,7 @@ class SuffixDrafter:
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """What `context` went on with before; an empty tree where its end is new."""
-        self.rested = False
+        self.paused = False
         if not self._repetitions.follow(context) or max_depth < 1:
             return DraftTree.empty()
         past = self._repetitions
@@ -238,21 +238,21 @@ class SuffixDrafter:
                 pending=pending,
             )
         ).tree  # fmt: skip
-        self.rested = not len(tree)
+        self.paused = not len(tree)
         return tree
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
         """As ModelDrafter.begin; 0 where the context's end is new."""
-        self.rested = False
+        self.paused = False
         return max_depth if self._repetitions.follow(context) else 0
 
     def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """What came next where each node's path stands; see search.Expand."""
         return self._repetitions.expand(frontier, width)
 
-    def take(self, found: SearchResult | None, budget: int, rested: bool) -> DraftTree:
+    def take(self, found: SearchResult | None, budget: int, paused: bool) -> DraftTree:
         """As ModelDrafter.take; there is nothing to add."""
-        self.rested = rested
+        self.paused = paused
         return found.tree if found is not None else DraftTree.empty()
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:

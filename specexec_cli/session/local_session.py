@@ -216,8 +216,8 @@ class LocalSession(TextSession):
 
     def _count(self, step: StepResult, elapsed_s: float) -> None:
         super()._count(step, elapsed_s)
-        if self.drafter is not None and self.drafter.rested and not step.tree_nodes:
-            self.stats.add_rest(step)
+        if self.drafter is not None and self.drafter.paused and not step.tree_nodes:
+            self.stats.add_pause(step)
         asked, held = self.experts_counted()
         self.stats.experts_asked = asked - self._experts_before[0]
         self.stats.experts_held = held - self._experts_before[1]

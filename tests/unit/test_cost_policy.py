@@ -204,7 +204,7 @@ def test_a_tree_is_doubted_that_is_slower_than_none(
 
 def test_a_rest_is_an_empty_tree_without_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, text = policy_of(FREE, budget=8, max_depth=4), Text([0.8], seed=0)
-    monkeypatch.setattr(policy._rests, "rests", lambda plain_s: True)
+    monkeypatch.setattr(policy._pauses, "goes_without", lambda plain_s: True)
     found = policy.grow(tree_of(text.expand, 4))
     assert text.steps == len(found.tree) == 0
     assert (found.ids.dtype, found.ids.shape) == (np.int64, (0,))

@@ -9,7 +9,7 @@ import pytest
 from cli_runner import run_cli
 from computer import Computer
 
-from specexec_cli.catalog import others
+from specexec_cli.catalog.found_files import found_files
 from specexec_cli.catalog.registry import load_registry
 from specexec_cli.errors import NotFetchedError, UnknownModelError
 from specexec_cli.planning.chosen_models import sized
@@ -83,7 +83,7 @@ def test_latest_is_the_tag_that_ollama_means(places: Path) -> None:
 def test_manifests_that_cannot_be_read_are_passed_over(places: Path, content: str) -> None:
     manifests = places / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "llama3.2"
     (manifests / "3b").write_text(content)
-    names = [each.name for each in others.found_files() if each.program == "ollama"]
+    names = [each.name for each in found_files() if each.program == "ollama"]
     assert names == ["ollama:someone/own:latest"]
 
 
@@ -91,7 +91,7 @@ def test_manifests_that_cannot_be_read_are_passed_over(places: Path, content: st
 def test_digests_that_no_file_can_have_are_passed_over(places: Path, digest: str) -> None:
     manifest = write_ollama(places / "ollama", "registry.ollama.ai/library/odd/1", "sha256:ef")
     manifest.write_text(manifest.read_text().replace('"sha256:ef"', json.dumps(digest)))
-    names = [each.name for each in others.found_files() if each.program == "ollama"]
+    names = [each.name for each in found_files() if each.program == "ollama"]
     assert names == ["ollama:llama3.2:3b", "ollama:someone/own:latest"]
 
 
@@ -100,7 +100,7 @@ def test_a_digest_leads_to_no_other_folder(places: Path) -> None:
     write_ollama(places / "ollama", "registry.ollama.ai/library/sly/1", "sha256:ef")
     manifest = places / "ollama" / "manifests" / "registry.ollama.ai" / "library" / "sly" / "1"
     manifest.write_text(manifest.read_text().replace("sha256:ef", "../away"))
-    assert "sly" not in " ".join(each.name for each in others.found_files())
+    assert "sly" not in " ".join(each.name for each in found_files())
 
 
 def test_a_file_of_a_repository_is_taken_from_the_cache(places: Path) -> None:

@@ -28,6 +28,7 @@ from specexec_cli.drafting.policies.fixed import Fixed
 from specexec_cli.drafting.policies.heuristic import Heuristic
 from specexec_cli.drafting.policies.oracle import Oracle
 from specexec_cli.drafting.search import Search, grow_tree
+from specexec_cli.errors import ConfigError
 
 
 def tokens_per_s(

@@ -20,7 +20,7 @@ from specexec_cli.core import GenerationStats, StepResult
 from specexec_cli.drafting.classifier import FEATURES, Classifier
 from specexec_cli.drafting.iteration_cost import CostModel
 from specexec_cli.drafting.learned import Learned
-from specexec_cli.drafting.rests import Rests
+from specexec_cli.drafting.pauses import Pauses
 from specexec_cli.drafting.sources import policies_for
 from specexec_cli.errors import CheckpointError, ConfigError, OutOfMemoryError
 from specexec_cli.planning import placement
@@ -243,17 +243,20 @@ def test_passes_that_the_policy_wants_no_tree_for_are_told_with_what_drafting_co
     tree = replace(TREE, policy="cost")
     passes = iter(range(100))
     session.learned = Learned(session.classifier, session.cost_prior)
-    monkeypatch.setattr(Rests, "rests", lambda rests, expected_plain_s: next(passes) > 1)
+    monkeypatch.setattr(Pauses, "goes_without", lambda pauses, expected_plain_s: next(passes) > 1)
     list(session.generate("abcdef", generation=GenerationConfig(max_tokens=30), tree=tree))
     stats = session.stats
-    assert stats.rests >= 10
+    assert stats.paused_passes >= 10
     stats.tree_s = 100.0  # whatever this machine took: drafting was slower
     line = stats_line(stats)
-    assert f"ms without, so {stats.rests} passes went without" in line
+    assert f"ms without, so {stats.paused_passes} passes went without" in line
     total = GenerationStats()
     for _ in range(2):
         add_stats(total, stats)
-    assert (total.rests, total.prompt_tokens) == (2 * stats.rests, 2 * stats.prompt_tokens)
+    assert (total.paused_passes, total.prompt_tokens) == (
+        2 * stats.paused_passes,
+        2 * stats.prompt_tokens,
+    )
     assert total.peak_ram_bytes == stats.peak_ram_bytes
     assert "passes went without" in stats_line(total)
 

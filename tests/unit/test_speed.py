@@ -195,9 +195,9 @@ def test_the_line_of_statistics_says_where_drafting_does_not_pay() -> None:
         stats.add(one)
     assert "does not pay" not in stats_line(stats), "nobody has left these trees out"
     for _ in range(3):
-        stats.add_rest(step(0, 1, 0.04))
+        stats.add_pause(step(0, 1, 0.04))
     assert "does not pay" not in stats_line(stats), "three passes tell nothing"
-    stats.add_rest(step(0, 1, 0.04))
+    stats.add_pause(step(0, 1, 0.04))
     told = "a token took 100 ms with trees and 40 ms without, so 4 passes went without"
     assert told in stats_line(stats)
     for _ in range(20):

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from specexec_cli.config import TreeConfig
 from specexec_cli.core import DraftTree
+from specexec_cli.drafting.pauses import Pauses
 from specexec_cli.drafting.policies.registry import NextTree, policy
-from specexec_cli.drafting.rests import Rests
 
 if TYPE_CHECKING:
     from specexec_cli.core import StepResult
@@ -64,7 +64,7 @@ class Cost:
         self._known = 0  # nodes before their children
         self._tree_expects = 0.0
         self._doubted = False  # the tree is the best there is, and expected to be slower than none
-        self._rests = Rests()
+        self._pauses = Pauses()
         self._compilations = 0  # of kernels, before this iteration
 
     @property
@@ -83,7 +83,7 @@ class Cost:
         before = np.array([float(self._texts), float(max(self._texts, self._pending))])
         plain_s, pending_s = self._cost.seconds(before, 0).tolist()
         self._prompt_s = pending_s - plain_s
-        if self._rests.rests(plain_s):
+        if self._pauses.goes_without(plain_s):
             return SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
         self._steps, self._drawn = 1, None  # the root's children take a step
         self._iteration += 1
@@ -159,7 +159,7 @@ class Cost:
         if step.pending_rows > self._texts + (_PROMPT_ROWS if self._texts > 1 else 0):
             return
         tokens = 1.0 + self._trust * self._tree_expects / self._texts
-        self._rests.observe(step, tokens, self._doubted)
+        self._pauses.observe(step, tokens, self._doubted)
         if step.tree_nodes == 0:
             return
         self._accepted = self._DECAY * self._accepted + sum(step.drafted)

@@ -2,7 +2,7 @@
 
 Whether trees pay is told by what tokens have cost with them and without. Neither is known before it
 was tried, so passes without a tree are tried where the cost model expects them to be faster, and
-trees are tried again between ever longer rests.
+trees are tried again between ever longer pauses.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 _TRIAL = 8  # iterations with trees before they are judged
 _SHORT_TRIAL = 3  # where they are slower by far, or were before
 _ONE = 1  # where the cost model expects no better of them either
-_SHORTEST, _LONGEST = 8, 128  # passes of a rest
+_SHORTEST, _LONGEST = 8, 128  # passes of a pause
 # Trees are given up where tokens come at less than this share of the plain rate, after a trial and
 # after a short one.
 _MARGIN, _FAR = 0.9, 0.5
-# The first tree after a rest pays for what the draft model missed as well; where the cost model
+# The first tree after a pause pays for what the draft model missed as well; where the cost model
 # expects no better of the next ones, it is enough to tell that they come at less than this share.
-_WOKEN = 0.7
+_RESUMED = 0.7
 _DECAY = 0.7
 
 
-class Rests:
+class Pauses:
     """Counts what tokens cost with trees and without, and says when to go without."""
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0  # with trees, in this trial
         self._trees = 0  # of this trial
         self._plain_s: float | None = None  # of a pass without a tree, as measured lately
-        self._left = 0  # passes of this rest
+        self._left = 0  # passes of this pause
         self._next = _SHORTEST
-        self._woke = False  # the draft model has the tokens of a rest to catch up on
+        self._resumed = False  # the draft model has the tokens of a pause to catch up on
         self._doubted = False  # the cost model expected the last tree to be slower than none
 
-    def rests(self, expected_plain_s: float) -> bool:
+    def goes_without(self, expected_plain_s: float) -> bool:
         """Whether the next pass goes without a tree.
 
         Args:
@@ -54,7 +54,7 @@ class Rests:
         self._left = self._next if slow else 0
         self._next = min(2 * self._next, _LONGEST) if slow else _SHORTEST
         if slow:
-            self._woke = True
+            self._resumed = True
         return slow
 
     def observe(self, step: StepResult, tokens: float, doubted: bool) -> None:
@@ -69,11 +69,11 @@ class Rests:
         if not step.tree_nodes:
             before = seconds if self._plain_s is None else self._plain_s
             self._plain_s = _DECAY * before + (1.0 - _DECAY) * seconds
-        elif self._woke and not (doubted and self._slower(tokens, seconds, _WOKEN)):
-            self._woke, self._trees = False, 0
+        elif self._resumed and not (doubted and self._slower(tokens, seconds, _RESUMED)):
+            self._resumed, self._trees = False, 0
             self._tokens = self._seconds = 0.0
         else:
-            self._woke = False
+            self._resumed = False
             self._trees += 1
             self._tokens = _DECAY * self._tokens + tokens
             self._seconds = _DECAY * self._seconds + seconds
