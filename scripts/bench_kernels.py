@@ -38,6 +38,7 @@ from specexec_kernels.column_quantize import PACKERS
 
 from specexec_cli.lab.bench.environment import environment
 from specexec_cli.lab.bench.metrics import quantile
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -168,8 +169,8 @@ def passes(settings: Settings, folders: list[Path]) -> list[dict[str, Any]]:
     """
     dtype = torch.float32 if settings.device.type == "cpu" else torch.bfloat16
     models = {
-        folder.name: StreamedModel.open(
-            read_checkpoint(folder), device=settings.device, dtype=dtype, tiers="ssd"
+        folder.name: ModelSpec(device=settings.device, dtype=dtype, tiers="ssd").open(
+            read_checkpoint(folder)
         )
         for folder in folders
     }

@@ -44,12 +44,12 @@ def ours(path: Path, tokens: list[int]) -> np.ndarray:
     """specexec's logits (tokens, vocab) in float32."""
     import torch
 
+    from specexec_cli.models.model_spec import ModelSpec
     from specexec_cli.models.pass_rows import PassRows
-    from specexec_cli.models.streamed import StreamedModel
     from specexec_cli.offload.store import read_checkpoint
 
-    model = StreamedModel.open(
-        read_checkpoint(path), device=torch.device("cpu"), dtype=torch.float32, tiers="ram"
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ram").open(
+        read_checkpoint(path)
     )
     rows = PassRows.chain(tokens, 0)
     return model.forward(rows, model.new_state(), range(len(tokens))).numpy()

@@ -18,6 +18,7 @@ from conformance_logits import NotConforming
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -47,8 +48,8 @@ def check_bits(folder: Path, words: range, dtypes: Sequence[torch.dtype] = DTYPE
     nodes = rng.integers(words.start, words.stop, len(_PARENTS))
     tree = DraftTree(nodes, np.array(_PARENTS), np.array(_DEPTHS), np.zeros(len(nodes)))
     for dtype in dtypes:
-        model = StreamedModel.open(
-            read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype, tiers="ram"
+        model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers="ram").open(
+            read_checkpoint(folder)
         )
         try:
             with _threads(1):

@@ -31,6 +31,7 @@ from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.models import pass_context
 from specexec_cli.models.decoder_layer import is_norm
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tensor_finder import OTHER_PART
@@ -225,10 +226,12 @@ def _check_experts(folder: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         logits = []
         for slots in (0, 3, 2 * sizes.count):
-            model = StreamedModel.open(
-                read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype, tiers="ssd",
+            model = ModelSpec(
+                device=torch.device("cpu"),
+                dtype=dtype,
+                tiers="ssd",
                 expert_bytes=slots * (sizes.largest + _SLOT_MORE_BYTES),
-            )  # fmt: skip
+            ).open(read_checkpoint(folder))
             if slots:
                 _check_expert_sizes(model, sizes)
             cache, words = model.new_state(), _words(np.random.default_rng(3), 40)
@@ -255,8 +258,8 @@ def _check_expert_sizes(model: StreamedModel, sizes: ExpertBytes) -> None:
 def _check_two_bytes(own: PreTrainedModel, folder: Path) -> None:
     """In bfloat16 everything fits together. Random experts may change at a rounding, so how near
     the logits come is held to little: they point the same way."""
-    model = StreamedModel.open(
-        read_checkpoint(folder), device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd"
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd").open(
+        read_checkpoint(folder)
     )
     prompt = _words(np.random.default_rng(2), 30)
     with torch.no_grad():
@@ -289,8 +292,8 @@ def _check_texts(folder: Path) -> None:
 
 
 def _open(folder: Path, tier: Tier | None) -> StreamedModel:
-    return StreamedModel.open(
-        read_checkpoint(folder), device=torch.device("cpu"), dtype=torch.float32, tiers=tier
+    return ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tier).open(
+        read_checkpoint(folder)
     )
 
 

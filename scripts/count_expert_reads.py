@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from specexec_cli.device import format_bytes
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
@@ -31,10 +32,12 @@ def opened(folder: Path, share: float) -> StreamedModel:
     checkpoint = read_checkpoint(folder)
     experts = checkpoint_bytes(checkpoint).experts
     assert experts is not None, f"{folder} is no mixture"
-    return StreamedModel.open(
-        checkpoint, device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ram",
+    return ModelSpec(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        tiers="ram",
         expert_bytes=int(share * sum(experts.layers)),
-    )  # fmt: skip
+    ).open(checkpoint)
 
 
 def counted(model: StreamedModel, ids: list[int], rows: int, passes: int) -> dict[str, float]:

@@ -25,8 +25,8 @@ from expert_rules import Ints, Rules, Trace, hit_rate, possible_rules
 from rig_routing import routing_of
 
 from specexec_cli.models.experts import StreamedExperts
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
-from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.sizes import checkpoint_bytes
@@ -45,10 +45,12 @@ def recorded(folder: Path, tokens: int, decode: int) -> Trace:
     checkpoint = read_checkpoint(folder)
     experts = checkpoint_bytes(checkpoint).experts
     assert experts is not None, f"{folder} is no mixture"
-    model = StreamedModel.open(
-        checkpoint, device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd",
+    model = ModelSpec(
+        device=torch.device("cpu"),
+        dtype=torch.bfloat16,
+        tiers="ssd",
         expert_bytes=sum(experts.layers) // 4,
-    )  # fmt: skip
+    ).open(checkpoint)
     seen: list[list[Ints]] = []
     for module in model.skeleton.model.modules():
         if isinstance(module, StreamedExperts):

@@ -29,6 +29,7 @@ from specexec_cli.drafting.learned import Learned
 from specexec_cli.drafting.sources import SOURCES, DraftSetup
 from specexec_cli.lab.bench.metrics import ratio_and_error
 from specexec_cli.lab.bench.tables import aligned
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.store import read_checkpoint
@@ -113,8 +114,8 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=24)
     options = parser.parse_args()
     tokenizer = load_tokenizer(options.draft)
-    model = StreamedModel.open(
-        read_checkpoint(options.draft), device=torch.device("cpu"), dtype=torch.float32, tiers=None
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=None).open(
+        read_checkpoint(options.draft)
     )
     rows: list[list[str]] = []
     told: dict[str, dict[str, float]] = {}

@@ -25,6 +25,7 @@ from specexec_cli.lab.bench.datasets import BUILT_IN, load_dataset
 from specexec_cli.lab.bench.metrics import ratio_and_error
 from specexec_cli.lab.bench.tables import aligned
 from specexec_cli.models.calibration_text import standard_pieces
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.own_copy import own_copy
 from specexec_cli.models.resident_parts import SharedParts
 from specexec_cli.models.skeleton import build_skeleton
@@ -46,10 +47,9 @@ def copy_with(target: Checkpoint, copy: Checkpoint, share: float) -> StreamedMod
     order = spread_order(len(skeleton.layers))
     chosen = order[: round(share * len(order))]
     layers = {i: read_tensors(list(skeleton.layer_tensors[i].values())) for i in chosen}
-    return StreamedModel.open(
-        copy, device=_CPU, dtype=torch.float32, tiers=None,
-        shared=SharedParts(layers=layers, skeleton=skeleton),
-    )  # fmt: skip
+    return ModelSpec(device=_CPU, dtype=torch.float32, tiers=None).open(
+        copy, shared=SharedParts(layers=layers, skeleton=skeleton)
+    )
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     texts = [prompt.text for prompt in found.prompts if not prompt.chat][: options.prompts]
     prompts = [tokenizer.encode(text) for text in texts]
     tree = TreeConfig(budget=options.budget, max_depth=options.depth, batch=8, policy="fixed")
-    model = StreamedModel.open(checkpoint, device=_CPU, dtype=torch.float32, tiers=None)
+    model = ModelSpec(device=_CPU, dtype=torch.float32, tiers=None).open(checkpoint)
     rows, results = [], []
     for temperature in map(float, options.temperatures.split(",")):
         sampler = Sampler(SamplingConfig(temperature=temperature))

@@ -18,8 +18,8 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.loading import pick_device
 from specexec_cli.models.arithmetic_probe import probe_layer
 from specexec_cli.models.checkpoint_info import eos_token_ids
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.skeleton import load_config
-from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.slabs import SLAB_BYTES
 from specexec_cli.offload.store import read_checkpoint
@@ -110,14 +110,16 @@ class Setup:
         prompts = [list(words.encode(text)) for text in _prompts(config.seed)]
         context = most_tokens(config, prompts)
         plan = plan_for(config, sizes, dtype, context)
-        draft = StreamedModel.open(
-            draft_checkpoint, device=device, dtype=dtype, tiers=None, own_rows=False
+        draft = ModelSpec(device=device, dtype=dtype, tiers=None, own_rows=False).open(
+            draft_checkpoint
         )
-        target = StreamedModel.open(
-            checkpoint, device=device, dtype=dtype, tiers=plan.tiers,
-            buffers=max(2, plan.ssd_buffers), device_buffers=max(2, plan.device_buffers),
-            notice=tell,
-        )  # fmt: skip
+        target = ModelSpec(
+            device=device,
+            dtype=dtype,
+            tiers=plan.tiers,
+            buffers=max(2, plan.ssd_buffers),
+            device_buffers=max(2, plan.device_buffers),
+        ).open(checkpoint, notice=tell)
         raw = (
             RawLink(device, max(sizes[0].layers), plan.link_bytes)
             if config.tier == "ram"

@@ -18,6 +18,7 @@ from uncounted import uncounted
 
 from specexec_cli.core import DraftTree
 from specexec_cli.models.kv_cache import SlotCache
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -205,12 +206,8 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 def open_float32(folder: Path, tier: str | None = "ssd", **options: Any) -> StreamedModel:
     """The checkpoint on the CPU in float32, every layer on one tier (None: loaded to stay)."""
-    return StreamedModel.open(
-        read_checkpoint(folder),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        tiers=tier,
-        **options,
+    return ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tier, **options).open(
+        read_checkpoint(folder)
     )
 
 

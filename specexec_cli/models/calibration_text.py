@@ -20,8 +20,8 @@ from specexec_cli.device import free_ram_bytes
 from specexec_cli.errors import ConfigError
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.linear import MixedLinear
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows, embeddable
-from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.models.tokenizer import load_tokenizer
 from specexec_cli.offload.checkpoint import Checkpoint
 
@@ -84,9 +84,7 @@ def run_calibration(checkpoint: Checkpoint, pieces: Sequence[Sequence[int]], don
     Raises:
         StreamError, OutOfMemoryError, CheckpointError: as for any pass.
     """
-    model = StreamedModel.open(
-        checkpoint, device=torch.device("cpu"), dtype=torch.float32, tiers="ssd"
-    )
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ssd").open(checkpoint)
     longest = model.context_length
     widest = (free_ram_bytes() / 2 / (_MATRICES * 4)) ** 0.5  # inputs
     moments: dict[str, Tensor] = {}

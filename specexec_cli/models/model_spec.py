@@ -1,32 +1,52 @@
-"""The settings for opening a model, as plain data that can be sent to processes and machines."""
+"""How a model is opened: its settings, which can be sent to other processes, and the opening."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from specexec_cli.catalog.conforming import EXPERTS, WITH_LAYERS
 from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
-from specexec_cli.models.resident_parts import SharedParts
+from specexec_cli.models.experts import SplitLayer, split_layers, stream_experts
+from specexec_cli.models.layer_sources import open_experts, open_source
+from specexec_cli.models.packing import read_packing
+from specexec_cli.models.resident_parts import SharedParts, load_layers
+from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import Checkpoint
+from specexec_cli.offload.link import prepare_cuda, use_device
+from specexec_cli.planning.built_sizes import chosen_experts
+from specexec_cli.planning.placement import converts_tables
+from specexec_cli.planning.tiers import table_in_ram
+
+Notice = Callable[[str], None]
+Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """The arguments of StreamedModel.open, besides the files; each field is explained there."""
+    """Where a model's weights are to be, and in which dtype it computes."""
 
     device: torch.device
-    dtype: torch.dtype
-    tiers: Sequence[Tier] | None
-    buffers: int = 3
-    device_buffers: int = 3
+    dtype: torch.dtype  # that passes compute in
+    # The offload tier of all layers, or one for each layer. None makes all layers resident,
+    # converted to the compute dtype.
+    tiers: Tier | Sequence[Tier] | None
+    buffers: int = 3  # ring buffers in RAM
+    device_buffers: int = 3  # ring buffers on a GPU
+    # Most bytes of RAM that slots for experts may take. Experts then come one by one, and `tiers`
+    # applies to the rest of each layer. 0 moves experts with their layers.
     expert_bytes: int = 0
-    device_expert_bytes: int = 0
+    device_expert_bytes: int = 0  # most bytes of GPU memory that slots for experts may take
+    # Fewest rows for which a GPU copies an expert instead of leaving it to the CPU; see
+    # DeviceExperts.
     copy_rows: int | None = None
+    # Most rows of a long prompt that go through a layer together; None is CHUNK_ROWS.
     chunk_rows: int | None = None
+    # See StreamedModel. A draft model does not need it: its bits choose no token.
     own_rows: bool = True
 
     def open(
@@ -34,16 +54,86 @@ class ModelSpec:
         checkpoint: Checkpoint,
         *,
         shared: SharedParts | None = None,
-        notice: Callable[[str], None] = lambda text: None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        notice: Notice = lambda text: None,
+        progress: Progress = lambda done, total: None,
     ) -> StreamedModel:
         """Opens a checkpoint whose headers have been read.
 
+        Args:
+            shared: weights of the model that this one is a low-bit copy of; only for a resident
+                copy.
         Raises:
-            CheckpointError, StreamError, OutOfMemoryError: see StreamedModel.open.
+            CheckpointError: the checkpoint does not fit the model, or is not supported.
+            StreamError: weights cannot be read.
+            OutOfMemoryError: memory for weights or buffers is lacking.
         """
-        told = {field.name: getattr(self, field.name) for field in fields(self)}
+        device = self.device
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)
+            prepare_cuda()
+            use_device(device)
         with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
-            return StreamedModel.open(
-                checkpoint, **told, shared=shared, notice=notice, progress=progress
+            skeleton = build_skeleton(checkpoint, read_packing(checkpoint, notice))
+            for text in self._surprises(skeleton):
+                notice(f"{checkpoint.folder.name}: {text}")
+            split = split_layers(skeleton) if self.expert_bytes else []
+            if split:
+                skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
+            model = self._loaded(skeleton, device, shared or SharedParts(), progress)
+            if self.tiers is not None:
+                self._stream(model, split, notice, progress)
+            return model
+
+    def _surprises(self, skeleton: Skeleton) -> Iterator[str]:
+        """What users may not expect of the model, a line each."""
+        if skeleton.model.config is not skeleton.config:
+            yield "the part for text is used, pictures are not read"
+        model_type = skeleton.model.config.model_type
+        if self.tiers is not None and EXPERTS.get(model_type) == WITH_LAYERS:
+            yield (
+                f"experts of {model_type} models move with their layers, so every pass reads all "
+                "of them"
             )
+
+    def _loaded(
+        self, skeleton: Skeleton, device: torch.device, shared: SharedParts, progress: Progress
+    ) -> StreamedModel:
+        """The model with embeddings, norms and head, and with its layers if these are to stay."""
+        stays, on_gpu = self.tiers is None, device.type == "cuda"
+        converts = converts_tables(stays, on_gpu, self.dtype.itemsize)
+        model = StreamedModel(
+            skeleton, device, self.dtype, self.dtype if converts else None,
+            table_in_ram=table_in_ram(stays, on_gpu), own_rows=self.own_rows, shared=shared,
+        )  # fmt: skip
+        if self.chunk_rows is not None:
+            model.context.chunk_rows = self.chunk_rows
+        if stays:
+            load_layers(model.layers, skeleton, device, self.dtype, progress, shared.layers)
+        return model
+
+    def _stream(
+        self,
+        model: StreamedModel,
+        split: list[SplitLayer],
+        notice: Notice,
+        progress: Progress,
+    ) -> None:
+        """Begins to stream layers and, where they come one by one, experts.
+
+        Args:
+            split: each layer's dense part and experts; none where experts move with their layers.
+        """
+        skeleton, tiers = model.skeleton, self.tiers
+        assert tiers is not None
+        each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
+        source = open_source(
+            skeleton, each, model.device, self.buffers, self.device_buffers, notice, progress
+        )
+        model.source = source
+        if split:
+            stream_experts(skeleton, split, model.context)
+            model.source, model.experts = open_experts(
+                source, [parts.experts for parts in split], model.device,
+                chosen_experts(skeleton.config), self.expert_bytes, self.device_expert_bytes,
+                self.copy_rows, notice,
+            )  # fmt: skip

@@ -8,33 +8,26 @@ the same class, with weights that stay in memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from specexec_cli.catalog.conforming import EXPERTS, WITH_LAYERS
-from specexec_cli.config import Tier
 from specexec_cli.errors import clear_shortage
 from specexec_cli.models import attention
 from specexec_cli.models.decoder_layer import DecoderLayer, visible_span
 from specexec_cli.models.expert_mlp import PerExpert
-from specexec_cli.models.experts import split_layers, stream_experts
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
-from specexec_cli.models.layer_sources import open_experts, open_source
 from specexec_cli.models.layer_state import ModelState
 from specexec_cli.models.layer_states import state_kind
 from specexec_cli.models.own_bits import leave_mode
 from specexec_cli.models.own_rows import keep_rows_apart
-from specexec_cli.models.packing import read_packing
 from specexec_cli.models.pass_context import LayerSource, PassContext
 from specexec_cli.models.pass_rows import PassRows, Span
 from specexec_cli.models.resident_parts import (
     SharedParts,
     frozen,
-    load_layers,
     load_resident,
 )
 from specexec_cli.models.side_by_side import KeysTouchedError, SideBySide, joint_state
@@ -42,11 +35,8 @@ from specexec_cli.models.skeleton import Skeleton, build_skeleton
 from specexec_cli.offload.checkpoint import Checkpoint
 from specexec_cli.offload.cuda import DeviceStream
 from specexec_cli.offload.experts import ExpertStore
-from specexec_cli.offload.link import prepare_cuda, use_device
+from specexec_cli.offload.link import use_device
 from specexec_cli.offload.stream import LayerStream
-from specexec_cli.planning.built_sizes import chosen_experts
-from specexec_cli.planning.placement import converts_tables
-from specexec_cli.planning.tiers import table_in_ram
 
 # kinds of rotary positions with frequencies that depend on a pass's highest position
 _FOLLOWS_POSITIONS = frozenset({"dynamic", "longrope"})
@@ -89,7 +79,7 @@ class StreamedModel:
             skeleton.config._attn_implementation = attention.implementation(device)
         # whether rows of several texts take turns in each layer, see side_by_side.py
         self._turns = skeleton.config._attn_implementation not in attention.SIDE_BY_SIDE
-        self._layers = []
+        self.layers = []
         for index in range(len(skeleton.layers)):
             exact = shared.skeleton if index in shared.layers else None
             if exact is not None:
@@ -99,7 +89,7 @@ class StreamedModel:
                 own.layers[index], index, self.context, own, visible_span(own.config, index)
             )
             skeleton.layers[index] = layer
-            self._layers.append(layer)
+            self.layers.append(layer)
         self._head, self._tables = load_resident(
             skeleton, device, dtype, resident_dtype, table_in_ram, shared.tables
         )
@@ -110,91 +100,6 @@ class StreamedModel:
             if isinstance(part, PreTrainedModel):
                 # modelling code reads the model's device and dtype from its first parameter
                 part.register_parameter("here", frozen(torch.empty(0, device=device)))
-
-    @classmethod
-    def open(
-        cls,
-        checkpoint: Checkpoint,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        tiers: Tier | Sequence[Tier] | None,
-        buffers: int = 3,
-        device_buffers: int = 3,
-        expert_bytes: int = 0,
-        device_expert_bytes: int = 0,
-        copy_rows: int | None = None,
-        chunk_rows: int | None = None,
-        own_rows: bool = True,
-        shared: SharedParts | None = None,
-        notice: Callable[[str], None] = lambda text: None,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> StreamedModel:
-        """Opens a checkpoint whose headers have been read.
-
-        Args:
-            tiers: the offload tier of all layers, or one for each layer. None makes all layers
-                resident, converted to the compute dtype.
-            buffers: number of ring buffers in RAM.
-            device_buffers: number of ring buffers on a GPU.
-            expert_bytes: most bytes of RAM that slots for experts may take. Experts then come one
-                by one, and `tiers` applies to the rest of each layer. 0 moves experts with their
-                layers.
-            device_expert_bytes: most bytes of GPU memory that slots for experts may take.
-            copy_rows: fewest rows for which a GPU copies an expert instead of leaving it to the
-                CPU; see DeviceExperts.
-            chunk_rows: most rows of a long prompt that go through a layer together; None is
-                CHUNK_ROWS.
-            own_rows: see the constructor. A draft model does not need it: its bits choose no token.
-            shared: weights of the model that this one is a low-bit copy of; only for a resident
-                copy.
-        Raises:
-            CheckpointError: the checkpoint does not fit the model, or is not supported.
-            StreamError: weights cannot be read.
-            OutOfMemoryError: memory for weights or buffers is lacking.
-        """
-        if device.type == "cuda":
-            device = torch.device("cuda", device.index or 0)
-            prepare_cuda()
-            use_device(device)
-        quantization = read_packing(checkpoint, notice)
-        skeleton = build_skeleton(checkpoint, quantization)
-        if skeleton.model.config is not skeleton.config:
-            notice(f"{checkpoint.folder.name}: the part for text is used, pictures are not read")
-        if tiers is not None and EXPERTS.get(skeleton.model.config.model_type) == WITH_LAYERS:
-            notice(
-                f"{checkpoint.folder.name}: experts of {skeleton.model.config.model_type} models "
-                "move with their layers, so every pass reads all of them"
-            )
-        split = split_layers(skeleton) if expert_bytes else []
-        if split:
-            skeleton = replace(skeleton, layer_tensors=[parts.dense for parts in split])
-        with clear_shortage(f"{checkpoint.folder.name} does not fit into it"):
-            stays, on_gpu = tiers is None, device.type == "cuda"
-            model = cls(
-                skeleton, device, dtype,
-                dtype if converts_tables(stays, on_gpu, dtype.itemsize) else None,
-                table_in_ram=table_in_ram(stays, on_gpu), own_rows=own_rows, shared=shared,
-            )  # fmt: skip
-            if chunk_rows is not None:
-                model.context.chunk_rows = chunk_rows
-            if tiers is None:
-                exact = shared.layers if shared is not None else {}
-                load_layers(model._layers, skeleton, device, dtype, progress, exact)
-        if tiers is None:
-            assert not split, "dense parts are streamed"
-            return model
-        each = [tiers] * len(skeleton.layers) if isinstance(tiers, str) else tiers
-        source = open_source(skeleton, each, device, buffers, device_buffers, notice, progress)
-        model.source = source
-        if split:
-            stream_experts(skeleton, split, model.context)
-            model.source, model.experts = open_experts(
-                source, [parts.experts for parts in split], device,
-                chosen_experts(skeleton.config), expert_bytes, device_expert_bytes, copy_rows,
-                notice,
-            )  # fmt: skip
-        return model
 
     def shared_parts(self, checkpoint: Checkpoint | None) -> SharedParts:
         """The weights of this model that its low-bit copy can use instead of loading its own.
@@ -246,7 +151,7 @@ class StreamedModel:
     @property
     def spans(self) -> set[Span | None]:
         """How far back the layers attend; None is full attention."""
-        return {layer.span for layer in self._layers}
+        return {layer.span for layer in self.layers}
 
     @property
     def capturable(self) -> bool:
@@ -256,7 +161,7 @@ class StreamedModel:
         position (which Python reads from the GPU), or if a layer's state is no KV cache.
         """
         config = self.skeleton.config
-        if any(state_kind(config, layer.index) is not None for layer in self._layers):
+        if any(state_kind(config, layer.index) is not None for layer in self.layers):
             return False
         return not any(
             isinstance(module, PerExpert) or _rope_types(module) & _FOLLOWS_POSITIONS
@@ -266,7 +171,7 @@ class StreamedModel:
     def new_state(self) -> ModelState:
         """An empty state of all layers, for a new text."""
         config = self.skeleton.config
-        kinds = [state_kind(config, layer.index) for layer in self._layers if layer.writes_cache]
+        kinds = [state_kind(config, layer.index) for layer in self.layers if layer.writes_cache]
         if all(kind is None for kind in kinds):
             return SlotCache(len(kinds))
         return ModelState([SlotLayer() if kind is None else kind(config) for kind in kinds])
@@ -395,7 +300,7 @@ class StreamedModel:
     def close(self) -> None:
         """Ends threads, closes files and frees memory; idempotent."""
         if self.source is not None:
-            for layer in self._layers:
+            for layer in self.layers:
                 layer.release()
             self.source.close()
 

@@ -28,6 +28,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from specexec_cli.core import DraftTree
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import attention
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.skeleton import load_config
 from specexec_cli.models.streamed import StreamedModel
@@ -147,8 +148,8 @@ def test_in_two_bytes_what_runs_through_and_the_logits_are_float32(
     name: str, dtype: torch.dtype, tier: str | None, tmp_path: Path
 ) -> None:
     own = save_checkpoint(tmp_path, architecture(name), dtype=dtype)
-    model = StreamedModel.open(
-        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=dtype, tiers=tier
+    model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=tier).open(
+        read_checkpoint(tmp_path)
     )
     between: list[Tensor] = []
     for layer in model.skeleton.layers:

@@ -16,6 +16,7 @@ from test_experts import MIXTURES, logits_of_a_text, slot_bytes
 from torch import Tensor
 
 from specexec_cli.errors import StreamError
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.expert_device import DeviceExperts
@@ -35,11 +36,14 @@ def on_device(
 ) -> StreamedModel:
     """With slots for so many experts in each memory."""
     each = slot_bytes_of(folder)
-    return StreamedModel.open(
-        read_checkpoint(folder), device=CUDA, dtype=dtype, tiers=["resident", "ram", "ssd"],
-        expert_bytes=in_ram * each, device_expert_bytes=in_vram * (each + SLOT_MORE),
+    return ModelSpec(
+        device=CUDA,
+        dtype=dtype,
+        tiers=["resident", "ram", "ssd"],
+        expert_bytes=in_ram * each,
+        device_expert_bytes=in_vram * (each + SLOT_MORE),
         copy_rows=copy_rows,
-    )  # fmt: skip
+    ).open(read_checkpoint(folder))
 
 
 def experts_of(model: StreamedModel) -> DeviceExperts:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.models import expert_mlp, pass_context
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -65,10 +66,9 @@ def experts_in_all(folder: Path) -> int:
 
 def assert_same_under_caps(folder: Path, dtype: torch.dtype, slots: list[int]) -> None:
     def opened(tier: str, cap_bytes: int) -> StreamedModel:
-        return StreamedModel.open(
-            read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype,
-            tiers=tier, expert_bytes=cap_bytes,
-        )  # fmt: skip
+        return ModelSpec(
+            device=torch.device("cpu"), dtype=dtype, tiers=tier, expert_bytes=cap_bytes
+        ).open(read_checkpoint(folder))
 
     whole = opened("ssd", 0)
     expected = logits_of_a_text(whole)

@@ -28,6 +28,7 @@ from specexec_cli.core import DraftTree
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import resident_parts
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.checkpoint import TensorRange
@@ -62,7 +63,7 @@ def passes_on_the_device(
     folder: Path, triton: bool, tiers: list[Tier] | None, dtype: torch.dtype
 ) -> Tensor:
     with fake_cuda(triton=triton):
-        model = StreamedModel.open(read_checkpoint(folder), device=CUDA, dtype=dtype, tiers=tiers)
+        model = ModelSpec(device=CUDA, dtype=dtype, tiers=tiers).open(read_checkpoint(folder))
         found = passes(model)
         model.close()
     return found
@@ -130,8 +131,8 @@ def test_the_table_of_embeddings_is_in_ram_unless_the_head_needs_it(
     """A target that is streamed has better things for VRAM to hold."""
     save_checkpoint(tmp_path, architecture(name))
     with fake_cuda():
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers=tiers
+        model = ModelSpec(device=CUDA, dtype=torch.float32, tiers=tiers).open(
+            read_checkpoint(tmp_path)
         )
         table = model.skeleton.model.get_input_embeddings().weight
         assert table.device.type == where
@@ -157,8 +158,8 @@ def test_embeddings_and_head_reach_the_device_in_pieces(
     monkeypatch.setattr(resident_parts, "COPY_BYTES", 4096)
     monkeypatch.setattr(resident_parts, "read_tensors", noted)
     with fake_cuda():
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram"
+        model = ModelSpec(device=CUDA, dtype=torch.float32, tiers="ram").open(
+            read_checkpoint(tmp_path)
         )
         found = passes(model)
         stays = {} if name == "llama-tied" else {"model.embed_tokens.weight"}
@@ -192,7 +193,7 @@ def test_in_two_bytes_the_head_keeps_its_float32_sums(
     own.model.layers[-1].register_forward_hook(lambda module, args, output: between[-1])
     tokens = random_tokens(dispatch.GPU_FUSED_ROWS + 5)
     with fake_cuda(triton=triton):
-        model = StreamedModel.open(read_checkpoint(packed), device=CUDA, dtype=dtype, tiers=tiers)
+        model = ModelSpec(device=CUDA, dtype=dtype, tiers=tiers).open(read_checkpoint(packed))
         model.skeleton.layers[-1].register_forward_hook(
             lambda module, args, output: between.append(output.cpu())
         )
@@ -213,8 +214,8 @@ def test_a_drafter_uses_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tree = TreeConfig(budget=16, max_depth=4, batch=5)
 
     def two_trees(device: torch.device) -> list[list[int]]:
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=device, dtype=torch.float32, tiers=None
+        model = ModelSpec(device=device, dtype=torch.float32, tiers=None).open(
+            read_checkpoint(tmp_path)
         )
         drafter = ModelDrafter(model, Sampler(SamplingConfig()), tree, model.vocab_size)
         context = random_tokens(9)
@@ -242,10 +243,9 @@ def test_memory_that_cannot_be_pinned_slows_down_and_nothing_else(
     model.close()
     told: list[str] = []
     with fake_cuda(pins_bytes=pins_layers * (largest + 8192)) as runtime:
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32,
-            tiers=["ram", "ram", "ssd"], notice=told.append,
-        )  # fmt: skip
+        model = ModelSpec(device=CUDA, dtype=torch.float32, tiers=["ram", "ram", "ssd"]).open(
+            read_checkpoint(tmp_path), notice=told.append
+        )
         assert runtime.refused
         assert bool(runtime.registered) == (pins_layers > 0)
         found = passes(model)
@@ -262,8 +262,8 @@ def test_a_pass_that_does_not_fit_is_one_line(
 
     save_checkpoint(tmp_path, architecture("llama"))
     with fake_cuda():
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float32, tiers="ram"
+        model = ModelSpec(device=CUDA, dtype=torch.float32, tiers="ram").open(
+            read_checkpoint(tmp_path)
         )
         monkeypatch.setattr(model.skeleton.model, "forward", full)
         with pytest.raises(OutOfMemoryError, match=r"ran out in a pass of 9 rows.*`budget`"):

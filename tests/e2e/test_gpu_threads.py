@@ -34,6 +34,7 @@ from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.dsi.layout import Layout
 from specexec_cli.errors import WorkerError
 from specexec_cli.loading import prepare
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload import link
 from specexec_cli.offload.link_probe import probe_link
@@ -75,10 +76,9 @@ def test_passes_and_copies_on_the_second_device_leave_the_first_alone(
         return torch.cat(logits_of_a_text(model)).cpu()
 
     with fake_cuda(devices=2) as runtime:
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=SECOND, dtype=torch.float32,
-            tiers=["resident", "ram", "ssd"], **experts,
-        )  # fmt: skip
+        model = ModelSpec(
+            device=SECOND, dtype=torch.float32, tiers=["resident", "ram", "ssd"], **experts
+        ).open(read_checkpoint(tmp_path))
         torch.testing.assert_close(in_a_thread(logits), expected, rtol=1e-4, atol=1e-4)
         model.close()
         assert runtime.contexts == {1}
@@ -99,8 +99,8 @@ def test_draft_steps_are_captured_on_the_device_of_the_model(tmp_path: Path) -> 
     drafter = drafter_of(open_float32(tmp_path, None))
     expected = [grown(drafter, tokens) for tokens in (9, 11)]
     with fake_cuda(devices=2, triton=True) as runtime:
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=SECOND, dtype=torch.float32, tiers=None
+        model = ModelSpec(device=SECOND, dtype=torch.float32, tiers=None).open(
+            read_checkpoint(tmp_path)
         )
         drafter = drafter_of(model)
         assert [grown(drafter, 9), in_a_thread(lambda: grown(drafter, 11))] == expected
@@ -184,10 +184,9 @@ def test_sums_are_never_cut_or_rounded_to_two_bytes(
     allowed = Matmul(knows_pieces)
     monkeypatch.setattr(torch.backends.cuda, "matmul", allowed)
     with fake_cuda():
-        StreamedModel.open(
-            read_checkpoint(tmp_path), device=torch.device("cuda", 0), dtype=torch.float32,
-            tiers=None,
-        )  # fmt: skip
+        ModelSpec(device=torch.device("cuda", 0), dtype=torch.float32, tiers=None).open(
+            read_checkpoint(tmp_path)
+        )
     expected = (False, False) if knows_pieces else False
     assert allowed.allow_fp16_reduced_precision_reduction == expected  # type: ignore[attr-defined]
     assert allowed.allow_bf16_reduced_precision_reduction == expected  # type: ignore[attr-defined]

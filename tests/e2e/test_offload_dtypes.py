@@ -17,7 +17,7 @@ from test_experts import slot_bytes
 from torch import Tensor
 
 from specexec_cli.config import Tier
-from specexec_cli.models.streamed import StreamedModel
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.offload.store import read_checkpoint
 
 # dense with biases, with the table of embeddings as head, with learned positions and LayerNorms;
@@ -38,8 +38,8 @@ def logits_of(
     expert_bytes: int = 0,
 ) -> Tensor:
     """Of one row by itself, and of many."""
-    model = StreamedModel.open(
-        read_checkpoint(folder), device=device, dtype=dtype, tiers=tiers, expert_bytes=expert_bytes
+    model = ModelSpec(device=device, dtype=dtype, tiers=tiers, expert_bytes=expert_bytes).open(
+        read_checkpoint(folder)
     )
     try:
         tokens = random_tokens(23)

@@ -29,6 +29,7 @@ from torch import Tensor
 from specexec_cli.config import Tier
 from specexec_cli.models import attention
 from specexec_cli.models.linear import mixed_linear
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.link import prepare_cuda
@@ -43,7 +44,7 @@ aten = torch.ops.aten
 
 
 def opened(folder: Path, dtype: torch.dtype) -> StreamedModel:
-    return StreamedModel.open(read_checkpoint(folder), device=CUDA, dtype=dtype, tiers=TIERS)
+    return ModelSpec(device=CUDA, dtype=dtype, tiers=TIERS).open(read_checkpoint(folder))
 
 
 @contextmanager
@@ -120,8 +121,8 @@ def test_a_draft_model_computes_no_more_rows_than_it_has(tmp_path: Path) -> None
     save_checkpoint(tmp_path, architecture("llama"), dtype=torch.float16)
     found: set[tuple[str, int]] = set()
     with fake_cuda():
-        model = StreamedModel.open(
-            read_checkpoint(tmp_path), device=CUDA, dtype=torch.float16, tiers=None, own_rows=False
+        model = ModelSpec(device=CUDA, dtype=torch.float16, tiers=None, own_rows=False).open(
+            read_checkpoint(tmp_path)
         )
         with rows_asked_for(found):
             model.forward(PassRows.chain(random_tokens(5), 0), model.new_state(), [0, 4])
@@ -227,10 +228,9 @@ def test_a_prompt_converts_each_stored_matrix_once_for_all_rows_that_come_togeth
     prompt, logits, counts = PassRows.chain(random_tokens(700), 0), [], []
     with fake_cuda():
         for chunk_rows in (None, 768):
-            model = StreamedModel.open(
-                read_checkpoint(folder), device=CUDA, dtype=torch.float16, tiers=TIERS,
-                chunk_rows=chunk_rows,
-            )  # fmt: skip
+            model = ModelSpec(
+                device=CUDA, dtype=torch.float16, tiers=TIERS, chunk_rows=chunk_rows
+            ).open(read_checkpoint(folder))
             converted.clear()
             logits.append(model.forward(prompt, model.new_state(), [0, 600, 699]).cpu())
             counts.append(len(converted))

@@ -14,8 +14,8 @@ from test_quantized import TOKENS, put, remove
 
 from specexec_cli.config import GenerationConfig, Method, SamplingConfig
 from specexec_cli.errors import CheckpointError
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.packed_linear import QuantizedLinear
-from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.session import Session
 
@@ -295,7 +295,7 @@ def test_a_rows_bits_are_its_own_wherever_weights_are(
     checkpoint = read_checkpoint(save_row_packed(tmp_path, recipe)[1])
     found = []
     for tier in ("ssd", "ram", None):
-        model = StreamedModel.open(checkpoint, device=torch.device("cpu"), dtype=dtype, tiers=tier)
+        model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers=tier).open(checkpoint)
         found.append(chain_logits(model, TOKENS))
         assert torch.equal(chain_logits(model, TOKENS[:3]), found[0][:3])
         model.close()

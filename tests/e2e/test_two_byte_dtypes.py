@@ -23,6 +23,7 @@ from transformers import DeepseekV3Config, Gemma2Config, GptOssConfig, Pretraine
 
 import specexec_cli
 from specexec_cli.config import DtypeName, SamplingConfig
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -190,8 +191,8 @@ def test_a_row_has_the_same_bits_in_other_attention(
 def assert_rows_bits_are_their_own(folder: Path, dtype: torch.dtype, context: list[int]) -> Tensor:
     """Returns the logits behind the context."""
     tree = random_tree(29, seed=2)
-    model = StreamedModel.open(
-        read_checkpoint(folder), device=torch.device("cpu"), dtype=dtype, tiers="ram"
+    model = ModelSpec(device=torch.device("cpu"), dtype=dtype, tiers="ram").open(
+        read_checkpoint(folder)
     )
     try:
         rows = verification_rows(context, tree, 0)

@@ -12,6 +12,7 @@ from torch import nn
 from specexec_cli.config import Tier
 from specexec_cli.models import expert_mlp
 from specexec_cli.models.binding import Binding
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -20,7 +21,7 @@ from specexec_cli.offload.stream import LayerStream
 
 def in_memory(model: StreamedModel, index: int) -> set[str]:
     """Which parameters of a layer are bound."""
-    named = model._layers[index].layer.named_parameters()
+    named = model.layers[index].layer.named_parameters()
     return {name for name, parameter in named if not parameter.is_meta}
 
 
@@ -47,8 +48,8 @@ def test_what_stays_in_ram_is_bound_once(
 ) -> None:
     save_checkpoint(tmp_path, architecture(name))
     tiers: list[Tier] = ["ram", "ssd", "ram"]
-    model = StreamedModel.open(
-        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers=tiers
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tiers).open(
+        read_checkpoint(tmp_path)
     )
     assert isinstance(model.source, LayerStream)
     first = run(model)
@@ -64,7 +65,7 @@ def test_what_stays_in_ram_is_bound_once(
 
     monkeypatch.setattr(Binding, "bind", noted)
     assert torch.equal(run(model), first)
-    unchanging = [layer._unchanging for layer in model._layers]
+    unchanging = [layer._unchanging for layer in model.layers]
     assert [each in bound for each in unchanging] == [False, True, False]
     model.close()
     assert not any(in_memory(model, index) for index in range(3))
@@ -75,12 +76,12 @@ def test_experts_that_stay_in_ram_are_looked_at_once(
 ) -> None:
     save_checkpoint(tmp_path, architecture("qwen3-moe"))
     tiers: list[Tier] = ["ram", "ssd", "ram"]
-    model = StreamedModel.open(
-        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers=tiers
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers=tiers).open(
+        read_checkpoint(tmp_path)
     )
     first = run(model)
-    streamed = StreamedModel.open(
-        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers="ssd"
+    streamed = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ssd").open(
+        read_checkpoint(tmp_path)
     )
     assert torch.equal(first, run(streamed))
     streamed.close()
@@ -90,21 +91,21 @@ def test_experts_that_stay_in_ram_are_looked_at_once(
     assert torch.equal(run(model), first)
     assert 0 < len(looked) <= 8, "those of the layer that is read again"
     model.close()
-    mixtures = [part for layer in model._layers for part in layer._mixtures]
+    mixtures = [part for layer in model.layers for part in layer._mixtures]
     assert len(mixtures) == 3
     assert not any(part._known for part in mixtures)
 
 
 def test_a_pass_that_ends_in_an_error_leaves_nothing_bound(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, architecture("llama-biases"))
-    model = StreamedModel.open(
-        read_checkpoint(tmp_path), device=torch.device("cpu"), dtype=torch.float32, tiers="ssd"
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.float32, tiers="ssd").open(
+        read_checkpoint(tmp_path)
     )
 
     def fails(*args: object) -> None:
         raise RuntimeError("stopped")
 
-    handle = model._layers[1].layer.register_forward_pre_hook(fails)
+    handle = model.layers[1].layer.register_forward_pre_hook(fails)
     with pytest.raises(RuntimeError, match="stopped"):
         run(model)
     assert not any(in_memory(model, index) for index in range(3))

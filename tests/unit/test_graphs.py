@@ -20,6 +20,7 @@ from specexec_cli.errors import OutOfMemoryError
 from specexec_cli.models import attention, graphs
 from specexec_cli.models.graphs import StepRunner
 from specexec_cli.models.kv_cache import SlotCache, SlotLayer
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.pass_rows import PassRows
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
@@ -31,8 +32,8 @@ GRAPHS = ["llama", "mistral", "gemma2", "gemma3", "gpt-bigcode"]
 
 def opened(folder: Path, device: str = "cpu") -> StreamedModel:
     """A draft model: loaded to stay."""
-    return StreamedModel.open(
-        read_checkpoint(folder), device=torch.device(device), dtype=torch.float32, tiers=None
+    return ModelSpec(device=torch.device(device), dtype=torch.float32, tiers=None).open(
+        read_checkpoint(folder)
     )
 
 

@@ -23,6 +23,7 @@ from specexec_cli.core import DraftTree
 from specexec_cli.decoding.loop import specexec
 from specexec_cli.drafting.drafter import ModelDrafter
 from specexec_cli.models import graphs, kv_cache
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.planning.memory import DoesNotFitError
@@ -65,8 +66,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def opened(folder: str, device: torch.device, tiers: Tier | None) -> StreamedModel:
-    return StreamedModel.open(
-        read_checkpoint(Path(folder)), device=device, dtype=torch.float32, tiers=tiers
+    return ModelSpec(device=device, dtype=torch.float32, tiers=tiers).open(
+        read_checkpoint(Path(folder))
     )
 
 

@@ -18,6 +18,7 @@ from checkpoints import (
 from torch import Tensor
 
 from specexec_cli.core import DraftTree
+from specexec_cli.models.model_spec import ModelSpec
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.offload.store import read_checkpoint
 from specexec_cli.verify.verifier import LocalTarget, verify_together
@@ -81,8 +82,8 @@ def model(folder: Path) -> Iterator[StreamedModel]:
 
 
 def test_bfloat16(folder: Path) -> None:
-    model = StreamedModel.open(
-        read_checkpoint(folder), device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd"
+    model = ModelSpec(device=torch.device("cpu"), dtype=torch.bfloat16, tiers="ssd").open(
+        read_checkpoint(folder)
     )
     try:
         assert_same(model)
