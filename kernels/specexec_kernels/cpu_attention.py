@@ -74,6 +74,20 @@ def attend(
         read = dtype if dtype in _STORED else torch.float32
         keys, values = (_in_whole_vectors(each.to(read)).contiguous() for each in (keys, values))
         queries = _in_whole_vectors(queries)
+    attended = _attended(queries, keys, values, mask, scale, softcap, sinks)
+    return attended[:, :, :dimensions].transpose(0, 1).to(queries.dtype)
+
+
+def _attended(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """As `attend`, for keys and values that are read in place: (heads, rows, value_dim) float32."""
     (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
     size = next((size for size in _TILES if size >= each), _TILES[-1])
@@ -120,8 +134,7 @@ def attend(
     }
     table = array("q", [values_of[arg] for arg in Arg])
     cpu_team.run(_kernel(spec), table.buffer_info()[0], kv_heads * tiles)
-    attended = out[:, :each, :dimensions].reshape(heads, rows, dimensions)
-    return attended.transpose(0, 1).to(queries.dtype)
+    return out[:, :each].reshape(heads, rows, value_dim)
 
 
 def _bits(number: float) -> int:

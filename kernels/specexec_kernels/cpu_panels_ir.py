@@ -33,6 +33,9 @@ _REGISTER_TOTALS = 16  # the most vectors of totals that stay in registers throu
 Fill = Callable[[Any, Any, Any], None]
 # add(number, total, with_offset) gives the total of a vector with a block's sum added.
 Add = Callable[[int, Any, bool], Any]
+# block_sums(pair) sums up the block that begins with `pair`; it gives what adds these sums to
+# totals, and whether all offsets of the block are zero.
+BlockSums = Callable[[Any], tuple[Add, Any]]
 # fetch(strip, pair, turn, turns) prefetches share `turn` of `turns` of the panel of a strip that
 # begins with `pair`.
 Fetch = Callable[[Any, Any, Any, Any], None]
@@ -218,6 +221,16 @@ class Panels:
             self.tiles.multiply(self._x(args, chunk, pair), b.add(self.weights, local))
             return []
 
+        if not shape.has_terms:
+            with b.if_else(is_first) as (begin, go_on):
+                with begin:
+                    self.tiles.no_sums()
+                with go_on:
+                    self.tiles.load_sums(totals)
+            loop(first, last, self.tiles.pairs, [], step)
+            self.tiles.store_sums(totals)
+            return
+
         def block_sums(start: Any) -> tuple[Add, Any]:
             stop = self.e.minimum(b.add(start, I64(shape.block_pairs)), last)
             self.tiles.no_sums()
@@ -225,18 +238,40 @@ class Panels:
             self.tiles.store_sums(self.block_sums)
             return self._adder(args, chunk, start, b.sub(start, first))
 
-        n_vectors = shape.rows * shape.vectors
+        if shape.rows * shape.vectors <= _REGISTER_TOTALS:
+            self._add_in_registers((first, last), block_sums, totals, is_first)
+        else:
+            self._add_in_memory((first, last), block_sums, totals)
+
+    def _add_in_registers(
+        self, panel: tuple[Any, Any], block_sums: BlockSums, totals: Any, is_first: Any
+    ) -> None:
+        """Add the panel's blocks to totals that are in registers from its first block to its last.
+
+        Args:
+            is_first: whether it is the first panel, before which totals are zero.
+        """
         load, store = self._access(totals)
 
         def block(start: Any, found: list[Any]) -> list[Any]:
             add, _ = block_sums(start)
-            return [add(i, total, shape.has_offset) for i, total in enumerate(found)]
+            return [add(i, total, self.shape.has_offset) for i, total in enumerate(found)]
 
-        def block_in_memory(start: Any, _: list[Any]) -> list[Any]:
+        found = [load(i, is_first) for i in range(self.shape.rows * self.shape.vectors)]
+        found = self.e.loop(*panel, self.shape.block_pairs, found, block)
+        for i, total in enumerate(found):
+            store(i, total)
+
+    def _add_in_memory(self, panel: tuple[Any, Any], block_sums: BlockSums, totals: Any) -> None:
+        """Add the panel's blocks to more totals than there are registers for."""
+        b, shape = self.b, self.shape
+        load, store = self._access(totals)
+
+        def block(start: Any, _: list[Any]) -> list[Any]:
             (add, are_zero), is_first = block_sums(start), b.icmp_signed("==", start, I64(0))
 
             def add_all(*, offsets: bool) -> None:
-                for i in range(n_vectors):
+                for i in range(shape.rows * shape.vectors):
                     store(i, add(i, load(i, is_first), offsets))
 
             if not shape.has_offset:
@@ -250,22 +285,7 @@ class Panels:
                     add_all(offsets=True)
             return []
 
-        if shape.has_terms and n_vectors <= _REGISTER_TOTALS:
-            found = [load(i, is_first) for i in range(n_vectors)]
-            found = loop(first, last, shape.block_pairs, found, block)
-            for i, total in enumerate(found):
-                store(i, total)
-            return
-        if shape.has_terms:
-            loop(first, last, shape.block_pairs, [], block_in_memory)
-            return
-        with b.if_else(is_first) as (begin, go_on):
-            with begin:
-                self.tiles.no_sums()
-            with go_on:
-                self.tiles.load_sums(totals)
-        loop(first, last, self.tiles.pairs, [], step)
-        self.tiles.store_sums(totals)
+        self.e.loop(*panel, shape.block_pairs, [], block)
 
     def _x(self, args: PanelArgs, chunk: Any, pair: Any) -> Any:
         """Address of a chunk's rows from pair `pair` on."""

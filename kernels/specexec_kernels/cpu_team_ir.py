@@ -56,7 +56,16 @@ declare i64 @syscall(i64, ...)
 {declared}
 
 define void @{name}(ptr %team) {{
-entry:
+{_wait_for_launch(futex, pause)}
+{_enter_and_work(futex)}done:
+  ret void
+}}
+"""
+
+
+def _wait_for_launch(futex: int, pause: str) -> str:
+    """A helper's blocks up to `join`, for a new launch, or `done`, where the team is stopped."""
+    return f"""entry:
   %state_at = getelementptr i8, ptr %team, i64 {STATE}
   %sleepers_at = getelementptr i8, ptr %team, i64 {SLEEPERS}
   %kernel_at = getelementptr i8, ptr %team, i64 {KERNEL}
@@ -89,8 +98,12 @@ came:
   %stop = load atomic i32, ptr %stop_at acquire, align 4
   %is_stopped = icmp ne i32 %stop, 0
   br i1 %is_stopped, label %done, label %join
+"""
 
-join:
+
+def _enter_and_work(futex: int) -> str:
+    """A helper's blocks from `join` on: it enters an open launch, works, and waits again."""
+    return f"""join:
   %state = load atomic i32, ptr %state_at acquire, align 4
   %open = and i32 %state, {_OPEN}
   %is_open = icmp ne i32 %open, 0
@@ -121,9 +134,6 @@ wake:
   call i64 (i64, ...) @syscall(i64 {futex}, ptr %state_at, i32 {_WAKE}, i32 1)
   br label %wait
 
-done:
-  ret void
-}}
 """
 
 
@@ -139,7 +149,14 @@ declare i64 @syscall(i64, ...)
 {declared}
 
 define void @{name}(ptr %given) {{
-entry:
+{_open_launch(futex)}
+{_work_and_close(futex, pause)}}}
+"""
+
+
+def _open_launch(futex: int) -> str:
+    """The launching thread's blocks up to `work`: it opens the launch and wakes who sleeps."""
+    return f"""entry:
   %team = load ptr, ptr %given, align 8
   %kernel_given = getelementptr i8, ptr %given, i64 8
   %kernel = load ptr, ptr %kernel_given, align 8
@@ -185,8 +202,12 @@ open:
 rouse:
   call i64 (i64, ...) @syscall(i64 {futex}, ptr %team, i32 {_WAKE}, i32 %helpers)
   br label %work
+"""
 
-work:
+
+def _work_and_close(futex: int, pause: str) -> str:
+    """Its blocks from `work` on: it works, closes the launch, and waits for helpers inside."""
+    return f"""work:
   call void %kernel(ptr %arguments)
   atomicrmw and ptr %state_at, i32 {~_OPEN} acq_rel
   br label %wait
@@ -220,5 +241,4 @@ sleep:
 leave:
   store atomic i32 0, ptr %busy_at release, align 4
   ret void
-}}
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -68,23 +68,8 @@ def load_resident(
         for name, table in shared.items()
         if table.device == places[name] and dtype in (None, table.dtype)
     }
-    # Tensors that are read together share one buffer, so a table that stays in RAM is read alone.
-    in_pieces = {
-        name
-        for name in tensors.keys() - known.keys()
-        if places[name].type == "cuda" and tensors[name].n_bytes > COPY_BYTES
-    }
-    alone = in_ram | known.keys() | in_pieces
-    loaded = read_tensors([tensors[name] for name in tensors if name not in alone])
-    loaded |= read_tensors([tensors[name] for name in in_ram - known.keys()])
     tables: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name in known:
-            stored = known[name]
-        elif name in in_pieces:
-            stored = _uploaded(tensor, places[name])
-        else:
-            stored = loaded[tensor.name].to(places[name])
+    for name, stored in _stored(tensors, places, known, in_ram):
         table = _put(skeleton, name, stored, dtype, device)
         if table is not None:
             tables[name] = table
@@ -96,6 +81,37 @@ def load_resident(
     whole = Head(head, compute_dtype)
     _set_module(model, head_path, whole)
     return whole, tables
+
+
+def _stored(
+    tensors: Mapping[str, TensorRange],
+    places: Mapping[str, torch.device],
+    known: Mapping[str, Tensor],
+    in_ram: Set[str],
+) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor in its place, as the file has it, or as another model has loaded it.
+
+    Args:
+        tensors, places: by the tensor's name in the model.
+        known: those that another model has loaded.
+        in_ram: names of tables that stay in RAM beside a GPU.
+    """
+    # Tensors that are read together share one buffer, so a table that stays in RAM is read alone.
+    in_pieces = {
+        name
+        for name in tensors.keys() - known.keys()
+        if places[name].type == "cuda" and tensors[name].n_bytes > COPY_BYTES
+    }
+    alone = in_ram | known.keys() | in_pieces
+    loaded = read_tensors([tensors[name] for name in tensors if name not in alone])
+    loaded |= read_tensors([tensors[name] for name in in_ram - known.keys()])
+    for name, tensor in tensors.items():
+        if name in known:
+            yield name, known[name]
+        elif name in in_pieces:
+            yield name, _uploaded(tensor, places[name])
+        else:
+            yield name, loaded[tensor.name].to(places[name])
 
 
 def _move_buffers(text: nn.Module, device: torch.device) -> None:

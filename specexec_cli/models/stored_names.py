@@ -10,7 +10,7 @@ if there is more than a renaming, the conversion.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -181,11 +181,7 @@ class StoredNames:
             else:
                 unknown.append(name)
         if unknown:
-            raise CheckpointError(
-                f"{checkpoint.folder}: tensor '{unknown[0]}' belongs to nothing in a "
-                f"{model.config.model_type} model ({len(unknown)} such). Is config.json of "
-                "another model, or newer than the installed transformers?"
-            )
+            taken.refuse_unknown(unknown)
         for conversion in converted.values():
             if conversion.first in plain:
                 taken.refuse(plain[conversion.first], conversion.names[0], conversion.first)
@@ -223,6 +219,18 @@ class _Places:
         raise CheckpointError(
             f"{self._folder}: tensors '{first}' and '{second}' are both '{place}' of a "
             f"{self._model_type} model, and only one can be. Are files of two downloads mixed?"
+        )
+
+    def refuse_unknown(self, names: Sequence[str]) -> NoReturn:
+        """Reports tensors that belong to nothing in the model.
+
+        Raises:
+            CheckpointError: always.
+        """
+        raise CheckpointError(
+            f"{self._folder}: tensor '{names[0]}' belongs to nothing in a {self._model_type} model "
+            f"({len(names)} such). Is config.json of another model, or newer than the installed "
+            "transformers?"
         )
 
 

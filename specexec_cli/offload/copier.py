@@ -57,13 +57,7 @@ class Copier:
         self._link = link
         self._shifts = [layout.shift(ALIGNED_BYTES) for layout in layouts]
         self._buffers = list(buffers)
-        # While another thread runs Python, the copying thread waits for the interpreter before
-        # every piece. Beside a loop of Python it sends 125 pieces a second at the usual switch
-        # interval of 5 ms, and 713 at 0.5 ms, where the loop is no slower; at 0.2 ms the loop loses
-        # a tenth. close() does not set the interval back: other sessions may still copy, and a
-        # short interval costs nothing while no thread waits.
-        if sys.getswitchinterval() > SWITCH_S:
-            sys.setswitchinterval(SWITCH_S)
+        _switch_threads_often()
         self._pieces: list[list[tuple[int, Extent]]] = []  # per layer, numbered over all layers
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
@@ -212,3 +206,15 @@ class Copier:
                 target = self._buffers[buffer][start : start + blob.numel()]
                 event = self._uplink.send(target, blob, after, lambda: self.fine)
         return event
+
+
+def _switch_threads_often() -> None:
+    """Shortens the time for which the copying thread waits for the interpreter.
+
+    It waits before every piece while another thread runs Python. Beside a loop of Python it sends
+    125 pieces a second at the usual switch interval of 5 ms, and 713 at 0.5 ms, where the loop is
+    no slower; at 0.2 ms the loop loses a tenth. close() does not set the interval back: other
+    sessions may still copy, and a short interval costs nothing while no thread waits.
+    """
+    if sys.getswitchinterval() > SWITCH_S:
+        sys.setswitchinterval(SWITCH_S)

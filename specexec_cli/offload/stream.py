@@ -106,15 +106,16 @@ class LayerStream:
         self._paused = self._closing = False
         self._error: BaseException | None = None
         try:
-            self._open(
-                [i for i, tier in enumerate(tiers) if tier == "ram"], buffers, notice, progress
-            )
+            self._open(tiers, buffers, notice, progress)
         except BaseException:
             self.close()
             raise
 
-    def _open(self, ram: list[int], buffers: int, notice: Notice, progress: Progress) -> None:
+    def _open(
+        self, tiers: Sequence[Tier], buffers: int, notice: Notice, progress: Progress
+    ) -> None:
         notice = once(notice)
+        ram = [index for index, tier in enumerate(tiers) if tier == "ram"]
         most = max(2, len(self._streamed) + 1) + self._kept
         buffers = min(buffers, most) if self._streamed else 0
         buffer_bytes = max((self.layouts[i].buffer_bytes for i in self._streamed), default=0)
