@@ -17,7 +17,7 @@ FinishReason = Literal["length", "eos", "stop"]
 
 
 def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """How many first tokens two texts share: the rows of a cache that can be kept."""
+    """How many first tokens two texts share, which is how many rows of a cache can be kept."""
     shared = min(len(left), len(right))
     ours, theirs = list(left[:shared]), list(right[:shared])
     if ours == theirs:  # the usual case, in one comparison
@@ -51,7 +51,7 @@ class DraftTree:
 
     @classmethod
     def chain(cls, tokens: Sequence[int]) -> DraftTree:
-        """A tree that is one path of these tokens; their log-probabilities, not known, are 0."""
+        """A tree that is one path of these tokens; log-probabilities are set to 0, as unknown."""
         import numpy as np
 
         ids = np.arange(len(tokens), dtype=np.int64)
@@ -79,7 +79,7 @@ class StepResult:
     verify_s: float
     bytes_streamed: int
     pending_rows: int  # committed rows the pass carried besides the tree
-    read_s: float = 0.0  # in which the SSD was read; 0 where that is not known
+    read_s: float = 0.0  # seconds in which the SSD was read; 0 where that is not known
     text: str = ""  # to be shown now: complete characters, no possible stop string
     pieces: tuple[str, ...] = ()  # `text` by the token that released it, one piece per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if they were asked for
@@ -129,7 +129,7 @@ class GenerationStats:
     experts_held: int = 0
 
     def add(self, step: StepResult) -> None:
-        """Account for one iteration."""
+        """Adds one iteration."""
         self.generated_tokens += len(step.tokens)
         self.target_passes += 1
         self.draft_s += step.draft_s
@@ -142,7 +142,7 @@ class GenerationStats:
             self.tree_s += step.draft_s + step.verify_s
 
     def add_pause(self, step: StepResult) -> None:
-        """Account, besides `add`, for an iteration for which the policy wanted no tree."""
+        """Adds an iteration without a tree by the policy's choice; call it besides `add`."""
         if step.pending_rows == 1:
             self.paused_passes += 1
             self.paused_s += step.draft_s + step.verify_s

@@ -55,17 +55,18 @@ def attend(
 ) -> Tensor:
     """Softmax attention with float32 scores, weights and sums, rounded once.
 
+    A row's bits depend only on the slots that it sees and on their order.
+
     Args:
         queries: (heads, rows, head_dim); consecutive heads share a key/value head.
-        keys: (kv_heads, slots, head_dim), finite; they are copied unless `supports` accepts them.
-        values: (kv_heads, slots, value_dim), likewise.
-        mask: (rows, slots) bool, True = attend; every row sees a slot.
-        scale: of the scores; 1 / sqrt(head_dim) unless told.
+        keys: (kv_heads, slots, head_dim), finite. Copied unless `supports` accepts them.
+        values: (kv_heads, slots, value_dim), finite. Copied unless `supports` accepts them.
+        mask: (rows, slots) bool, True = attend; every row must see a slot.
+        scale: multiplies the scores; 1 / sqrt(head_dim) where not given.
         softcap: the scores become softcap * tanh(score / softcap).
-        sinks: (heads,) logits that take part in the softmax and in nothing else.
+        sinks: (heads,) logits that take part in the softmax alone, without a value.
     Returns:
-        (rows, heads, value_dim) in the dtype of `queries`. A row's bits depend on the slots that it
-        sees, in their order, alone.
+        (rows, heads, value_dim) in the dtype of `queries`.
     """
     scale = 1 / math.sqrt(queries.shape[2]) if scale is None else scale
     dimensions = values.shape[2]
@@ -87,7 +88,11 @@ def _attended(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """As `attend`, for keys and values that are read in place: (heads, rows, value_dim) float32."""
+    """`attend` for keys and values that the kernel reads without a copy.
+
+    Returns:
+        (heads, rows, value_dim) float32.
+    """
     (heads, rows, head_dim), (kv_heads, slots, value_dim) = queries.shape, values.shape
     lanes, each = cpu_jit.lanes(), heads // kv_heads * rows
     size = next((size for size in _TILES if size >= each), _TILES[-1])

@@ -33,8 +33,8 @@ _REGISTER_TOTALS = 16  # the most vectors of totals that stay in registers throu
 Fill = Callable[[Any, Any, Any], None]
 # add(number, total, with_offset) gives the total of a vector with a block's sum added.
 Add = Callable[[int, Any, bool], Any]
-# block_sums(pair) sums up the block that begins with `pair`; it gives what adds these sums to
-# totals, and whether all offsets of the block are zero.
+# block_sums(pair) emits the sums of the block that begins with `pair`. It gives the emitter that
+# adds them to totals, and whether all of the block's offsets are zero.
 BlockSums = Callable[[Any], tuple[Add, Any]]
 # fetch(strip, pair, turn, turns) prefetches share `turn` of `turns` of the panel of a strip that
 # begins with `pair`.
@@ -211,7 +211,15 @@ class Panels:
         self, args: PanelArgs, chunk: Any, first: Any, last: Any, totals: Any,
         fetch: Callable[[Any], None],
     ) -> None:  # fmt: skip
-        """Add a chunk's products with the panel, pairs first..last, to its totals."""
+        """Emits the products of a chunk with the panel, pairs first..last, and adds them to the
+        chunk's totals.
+
+        Args:
+            args: sizes and addresses of the call.
+            chunk: number of the chunk.
+            totals: address of its totals.
+            fetch: given the number of a step, emits a share of the prefetches.
+        """
         b, loop, shape = self.b, self.e.loop, self.shape
         is_first = b.icmp_signed("==", first, I64(0))
 
@@ -246,10 +254,13 @@ class Panels:
     def _add_in_registers(
         self, panel: tuple[Any, Any], block_sums: BlockSums, totals: Any, is_first: Any
     ) -> None:
-        """Add the panel's blocks to totals that are in registers from its first block to its last.
+        """Adds the panel's blocks to the totals, which stay in registers meanwhile.
 
         Args:
-            is_first: whether it is the first panel, before which totals are zero.
+            panel: its first pair and its end.
+            block_sums: emits the sums of a block.
+            totals: address of the totals.
+            is_first: whether this is the first panel, so that the totals begin with zeros.
         """
         load, store = self._access(totals)
 
@@ -263,7 +274,8 @@ class Panels:
             store(i, total)
 
     def _add_in_memory(self, panel: tuple[Any, Any], block_sums: BlockSums, totals: Any) -> None:
-        """Add the panel's blocks to more totals than there are registers for."""
+        """Adds the panel's blocks to the totals in memory, where there are too many for registers;
+        see _add_in_registers for the arguments."""
         b, shape = self.b, self.shape
         load, store = self._access(totals)
 
@@ -277,7 +289,7 @@ class Panels:
             if not shape.has_offset:
                 add_all(offsets=False)
                 return []
-            # as symmetric weights have them, where the additions would take a tenth of the time
+            # symmetric weights have zero offsets; adding those would take a tenth of the time
             with b.if_else(are_zero) as (zero, other):
                 with zero:
                     add_all(offsets=False)

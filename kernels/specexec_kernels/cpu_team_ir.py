@@ -49,7 +49,7 @@ def has_team() -> bool:
 
 
 def build_helper(name: str) -> str:
-    """LLVM IR of `void name(team)`, which a helper calls; it returns when the team is stopped."""
+    """LLVM IR of `void name(team)`, the loop of a helper; it returns when the team is stopped."""
     futex, declared, pause = _MACHINES[platform.machine()]
     return f"""
 declare i64 @syscall(i64, ...)
@@ -64,7 +64,8 @@ define void @{name}(ptr %team) {{
 
 
 def _wait_for_launch(futex: int, pause: str) -> str:
-    """A helper's blocks up to `join`, for a new launch, or `done`, where the team is stopped."""
+    """A helper's blocks that wait: they end in `join` at a new launch, or in `done` when the team
+    is stopped."""
     return f"""entry:
   %state_at = getelementptr i8, ptr %team, i64 {STATE}
   %sleepers_at = getelementptr i8, ptr %team, i64 {SLEEPERS}
@@ -102,7 +103,8 @@ came:
 
 
 def _enter_and_work(futex: int) -> str:
-    """A helper's blocks from `join` on: it enters an open launch, works, and waits again."""
+    """A helper's blocks from `join` on: it enters the launch if that is open, works, and waits
+    again."""
     return f"""join:
   %state = load atomic i32, ptr %state_at acquire, align 4
   %open = and i32 %state, {_OPEN}
@@ -138,10 +140,11 @@ wake:
 
 
 def build_launch(name: str) -> str:
-    """LLVM IR of `void name(int64 [4])`: a team, a kernel, its arguments, and how many helpers.
+    """LLVM IR of `void name(int64 [4])`, which runs a kernel together with a team's helpers.
 
-    Where another thread's launch goes on the kernel runs on the calling thread alone. No kernel:
-    the team is stopped.
+    The four arguments are addresses of the team, of the kernel and of the kernel's arguments, and
+    the most helpers. While another thread launches, the kernel runs on the calling thread alone.
+    With a null kernel, the team is stopped.
     """
     futex, declared, pause = _MACHINES[platform.machine()]
     return f"""
@@ -155,7 +158,7 @@ define void @{name}(ptr %given) {{
 
 
 def _open_launch(futex: int) -> str:
-    """The launching thread's blocks up to `work`: it opens the launch and wakes who sleeps."""
+    """The launching thread's blocks up to `work`: opens the launch and wakes sleeping helpers."""
     return f"""entry:
   %team = load ptr, ptr %given, align 8
   %kernel_given = getelementptr i8, ptr %given, i64 8
@@ -206,7 +209,8 @@ rouse:
 
 
 def _work_and_close(futex: int, pause: str) -> str:
-    """Its blocks from `work` on: it works, closes the launch, and waits for helpers inside."""
+    """The launching thread's blocks from `work` on: it works, closes the launch, and waits for the
+    helpers inside."""
     return f"""work:
   call void %kernel(ptr %arguments)
   atomicrmw and ptr %state_at, i32 {~_OPEN} acq_rel

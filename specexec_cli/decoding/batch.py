@@ -1,8 +1,8 @@
-"""Several texts through one streaming pass after another; texts come and go between passes.
+"""SpecExec decoding of several texts at once; texts come and go between passes.
 
-A pass carries for each text what the loop of one text carries (loop.py): its pending tokens, and a
-draft tree behind them. Each text has caches, sampler and context of its own, and is token for token
-what it would be alone. Only the trees are grown together, and share the budget of a pass.
+A pass carries for each text what loop.py's pass carries for one: its pending tokens, and a draft
+tree after them. Each text has its own caches, sampler and context, and is token for token what it
+would be alone. Only the trees are grown together, and share the budget of a pass.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from specexec_cli.sampling import Sampler
 from specexec_cli.verify.accept import Accepted, accept
 from specexec_cli.verify.verifier import LocalTarget, verify_together
 
-# Rows of prompts that a pass carries beside texts that are under way: so many as make it twice as
-# long, within these bounds, or the last where no cost model knows. Without such texts one prompt is
-# carried whole, and of others as many rows as memory is planned for.
+# Rows of prompts that a pass carries while other texts are being decoded: as many as make the pass
+# about twice as long, but at least _LEAST_ROWS and at most _MOST_ROWS; _ROWS if there is no cost
+# model. If no text is being decoded, the first prompt is carried whole, and of the others as many
+# rows as memory is planned for.
 _LEAST_ROWS, _MOST_ROWS, _ROWS = 64, 512, 256
-# A newcomer waits for the next pass if so many of the tokens it begins with are among the rows that
-# another text has in this one: they are then copied instead of computed twice.
+# A new text waits one pass if another text's rows in this pass have at least this many of its first
+# tokens: they can be copied then, and need not be computed twice.
 _WORTH_WAITING = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Seat:
-    """Memory for one text: its KV caches, whose rows stay for the next text that begins alike."""
+    """Memory for one text: its caches. Rows are kept for the next text, which may begin alike."""
 
     target: LocalTarget
     drafter: ForestDrafter | None
@@ -43,8 +44,18 @@ class BatchText:
     """A text that is under way.
 
     Args:
-        seat: nobody else's until the text has ended.
-        max_tokens: to generate, at least 1.
+        seat: for this text alone until it has ended.
+        sampler: draws its tokens.
+        prompt: at least one token.
+        max_tokens: most tokens to generate, at least 1.
+        eos_ids: tokens that end it.
+    Attributes:
+        context: prompt and committed tokens.
+        stop: the context's greatest length.
+        begun: whether any pass has carried rows of it.
+        carried: whether the last pass did.
+        plain: whether its next pass goes without a tree.
+        fed_rows, fed_bytes: rows and streamed bytes of passes since its last token.
     """
 
     def __init__(
@@ -60,15 +71,14 @@ class BatchText:
         self.context = list(prompt)
         self.stop = len(prompt) + max_tokens
         self.eos_ids = eos_ids
-        self.begun = False  # rows of it have been in a pass
-        self.carried = False  # they were in the last one
-        self.plain = False  # its next pass goes without a tree
-        # Rows and streamed bytes of passes that have brought it no token yet.
+        self.begun = False
+        self.carried = False
+        self.plain = False
         self.fed_rows = self.fed_bytes = 0
 
     @property
     def missing(self) -> int:
-        """Committed tokens whose rows are not in the target's cache: 1 but for prompts."""
+        """How many committed tokens the target's cache lacks; 1 except for a prompt."""
         return len(self.context) - len(self.seat.target.tokens)
 
     def next_tokens(self, count: int) -> list[int]:
@@ -77,7 +87,7 @@ class BatchText:
         return self.context[first : first + count]
 
 
-# What a pass brought for a text: a step, nothing yet (its prompt is under way), or why it ends.
+# What a pass brought for a text: a step, the error that ends it, or None for a part of its prompt.
 Outcome = StepResult | SpecexecError | None
 
 
@@ -86,24 +96,24 @@ class _Part:
     """One text's part of a pass."""
 
     text: BatchText
-    pending: list[int]  # committed tokens whose rows the pass carries
-    whole: bool  # they are all that were missing: the pass brings the text a token
+    pending: list[int]  # committed tokens that the pass runs
+    whole: bool  # whether the cache lacks no others, so that the pass brings the text a token
     tree: DraftTree
     accepted: Accepted | None = None
-    error: SpecexecError | None = None  # why the text ends; before the pass where drafting failed
+    error: SpecexecError | None = None  # why the text ends; set before the pass if drafting failed
 
     @property
     def committed(self) -> list[int]:
-        """The tokens that are in the target's cache once the pass is over."""
+        """The committed tokens that the target's cache has after the pass."""
         return [*self.text.seat.target.tokens, *self.pending]
 
 
 class Batch:
-    """Runs passes over texts that sit on the same target and draft model.
+    """Runs passes over texts with the same target and draft model.
 
     Args:
-        forest: grows their trees; None decodes one token per pass and text.
-        seats: of all texts that there may be at once.
+        forest: grows the trees; None for plain decoding.
+        seats: one for each text that there may be at once.
     """
 
     def __init__(self, forest: Forest | None, seats: Sequence[Seat]) -> None:
@@ -111,17 +121,17 @@ class Batch:
         self._seats = seats
 
     def seat_for(self, prompt: Sequence[int], taken: Collection[Seat]) -> Seat:
-        """The free seat whose cache already holds the most of a prompt; there must be one."""
+        """The free seat with the longest part of a prompt in its cache; one must be free."""
         free = [seat for seat in self._seats if seat not in taken]
         return max(free, key=lambda seat: common_prefix(seat.target.tokens, prompt[:-1]))
 
     def step(self, texts: Sequence[BatchText]) -> list[Outcome]:
-        """One pass.
+        """Runs one pass.
 
         Args:
-            texts: those under way, the oldest first; at least one.
+            texts: the texts under way, the oldest first; at least one.
         Returns:
-            an outcome for each of them.
+            an outcome for each text.
         Raises:
             StreamError, OutOfMemoryError: the pass failed; every text is as it was before.
         """
@@ -150,7 +160,7 @@ class Batch:
         return [outcomes.get(text) for text in texts]
 
     def _parts(self, texts: Sequence[BatchText]) -> list[_Part]:
-        """Which committed rows of each text the pass carries; texts without any are left out."""
+        """Decides which committed rows of each text the pass carries; leaves out texts without."""
         prompts = [text for text in texts if text.missing > 1]
         going = len(prompts) < len(texts)
         most = self._forest.most_pending if self._forest is not None else None
@@ -163,7 +173,7 @@ class Batch:
             if rows > 1:
                 if any(_brings(part, text) >= _WORTH_WAITING for part in parts):
                     continue
-                whole = not going and text is prompts[0]  # nobody waits for the end of this pass
+                whole = not going and text is prompts[0]  # no other text waits for this pass
                 rows = rows if whole else min(rows, room)
                 room = max(room - rows, 0)
             if rows:
@@ -172,7 +182,7 @@ class Batch:
         return parts
 
     def _share(self, text: BatchText) -> None:
-        """Takes what the caches already hold of a new text's beginning, wherever that is."""
+        """Copies the rows of a new text's first tokens from the seat that has the most of them."""
         prompt, seat = text.context[:-1], text.seat
         seat.target.crop(common_prefix(seat.target.tokens, prompt))
         for other in self._seats:
@@ -187,7 +197,8 @@ class Batch:
                 seat.drafter.copy_rows(other.drafter, common)
 
     def _draft(self, parts: Sequence[_Part]) -> None:
-        """Grows trees for the texts that get a token, and feeds the draft model the prompts."""
+        """Grows trees for the texts that get a token, and runs the draft model on the others'
+        prompts."""
         if self._forest is None:
             return
         fed = [part for part in parts if not part.whole]
@@ -205,27 +216,27 @@ class Batch:
 
 
 def _drafter(part: _Part) -> ForestDrafter:
-    """The text's own, where there are drafts."""
+    """The text's drafter, which it has if there is a forest."""
     assert part.text.seat.drafter is not None
     return part.text.seat.drafter
 
 
 def _brings(part: _Part, text: BatchText) -> int:
-    """How many rows that a text still lacks a pass computes for another one."""
+    """How many rows that a new text lacks a pass computes already, as part of another text."""
     if text.begun:
         return 0
     return common_prefix(part.committed, text.context[:-1]) - len(text.seat.target.tokens)
 
 
 def _verified(parts: Sequence[_Part]) -> list[Tensor]:
-    """Each part's logits, see LocalTarget.verify."""
+    """The logits of each part; see LocalTarget.verify."""
     if not parts:
         return []
     return verify_together([(part.text.seat.target, part.pending, part.tree) for part in parts])
 
 
 def _settle(part: _Part, logits: Tensor) -> None:
-    """Commits what the pass brought a text, or keeps why it cannot go on."""
+    """Commits what the pass brought a text, or notes why the text cannot go on."""
     text, target = part.text, part.text.seat.target
     text.begun = True
     if not part.whole:
@@ -238,11 +249,11 @@ def _settle(part: _Part, logits: Tensor) -> None:
             text.eos_ids,
         )  # fmt: skip
     except NonFiniteLogitsError as error:
-        # Perhaps a wrong draft is to blame, see loop.py: once more without it, in the next pass.
+        # A wrong draft may be the cause, see loop.py: the next pass tries again without a tree.
         text.plain = bool(len(part.tree))
         part.error = None if text.plain else error
         return
-    except SpecexecError as error:  # a grammar that cannot be followed
+    except SpecexecError as error:  # a grammar that cannot be followed any further
         part.error = error
         return
     text.plain = False
@@ -254,7 +265,7 @@ def _settle(part: _Part, logits: Tensor) -> None:
 
 
 def _step(part: _Part, plain: StepResult) -> StepResult | None:
-    """What a text got of a pass; None where that is no token."""
+    """The step that a pass brought a text; None if it got no token."""
     if part.accepted is None:
         return None
     tokens = part.accepted.tokens
@@ -278,7 +289,7 @@ def _step(part: _Part, plain: StepResult) -> StepResult | None:
 
 
 def _as_one(parts: Sequence[_Part], plain: StepResult) -> StepResult:
-    """The pass as a policy sees it: that of one text with all trees in one."""
+    """The pass as one step, as if all trees were one text's, for the policy."""
     settled = [part.accepted for part in parts if part.accepted is not None]
     return replace(
         plain,

@@ -1,9 +1,11 @@
-"""SpecExec decoding, the whole of it.
+"""SpecExec decoding of one text, the whole of it.
 
-Each iteration grows a draft tree, verifies it in one streaming pass, follows the target's own
-draws through it, and commits what they settle (SpecExec, arXiv:2406.02532, algorithm 1). The
-prompt needs no pass of its own: tokens missing from the target's cache, be it a whole prompt or
-the last bonus token, ride in front of the tree.
+Each iteration grows a draft tree, verifies it in one streaming pass, follows the target's own draws
+through it, and commits the tokens that they settle. The prompt needs no pass of its own: tokens
+that the target's cache lacks, be it a whole prompt or the last bonus token, are put in front of the
+tree in the same pass.
+
+Source: SpecExec, arXiv:2406.02532, algorithm 1.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def specexec(
         except NonFiniteLogitsError:
             if not len(tree):
                 raise
-            # Perhaps a wrong draft is to blame, which plain decoding never meets: what a row does
-            # not attend to counts nothing, but nothing times NaN is NaN. So once more without it.
+            # A wrong draft may be the cause, which plain decoding would never run: rows that do not
+            # attend to it give it the weight 0, but 0 times NaN is NaN. So try again without it.
             tree = DraftTree.empty()
             accepted = walk(tree, target.verify(pending, tree), *ends)
         target.commit(accepted.nodes)

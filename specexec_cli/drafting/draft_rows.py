@@ -1,4 +1,4 @@
-"""The rows of one text in the draft model's cache: committed tokens, and nodes of the present tree.
+"""The draft model's cache of one text: the rows of committed tokens and of the present tree.
 
 Where the draft model shares layers with the target, the rows of committed tokens are the target's.
 """
@@ -26,23 +26,28 @@ from specexec_cli.planning.memory import OWN_PROMPT_ROWS
 class DraftRows:
     """Runs nodes through the draft model and keeps their rows.
 
-    Between trees the cache holds the committed tokens `tokens`. While a tree grows, the row of each
-    expanded node joins them, in order of expansion.
+    Between trees the cache holds the rows of committed tokens. While a tree grows, the row of each
+    expanded node is appended, in the order of expansion.
 
     Args:
-        shared: the target that the draft model is a copy of, whose cache rows it is to read; its
-            `commit` is called before this one's.
-        slots: cache rows that memory is planned for; unless told, the cache grows as it likes.
+        model: the draft model.
+        shared: the target, if the draft model is a copy that reads the target's cache rows. The
+            target's `commit` must be called before this one's.
+        slots: cache rows that memory is planned for; 0 lets the cache grow freely.
+    Attributes:
+        tokens: the committed tokens with rows in the cache.
+        context: every committed token; the last is the tree's root.
+        tree: the rows of expanded nodes, after those of `tokens`.
     """
 
-    tree: TreeRows  # of expanded nodes, behind the committed ones
+    tree: TreeRows
 
     def __init__(
         self, model: StreamedModel, shared: Committed | None = None, slots: int = 0
     ) -> None:
         self.model = model
         self.tokens: list[int] = []
-        self.context: Sequence[int] = ()  # every committed token, the last being the tree's root
+        self.context: Sequence[int] = ()
         self._shared = shared
         self.state: ModelState = model.new_state() if shared is None else _sharing(shared)
         self.steps: StepRunner | None = None
@@ -50,39 +55,40 @@ class DraftRows:
         if captured and shared is not None:
             assert isinstance(shared.state, SlotCache), "a model that can be captured attends"
             shared.state.let_steps_read()
-        self.state.planned_slots = slots + 1  # captured steps have one for padding
+        self.state.planned_slots = slots + 1  # captured steps need one slot for padding
         if captured:
             assert isinstance(self.state, SlotCache), "a model that can be captured attends"
             self.steps = StepRunner(model, self.state, capture=True)
         self.drop_tree()
 
     def drop_tree(self) -> None:
-        """Forgets the present tree; its rows go with the next tree."""
+        """Forgets the present tree; the next tree's rows overwrite its rows."""
         self.tree = TreeRows()
-        self._slots = {ROOT: ROOT}  # node id of the search -> slot in the tree
+        self._slots = {ROOT: ROOT}  # by node id of the search, the node's slot in `tree`
 
     def begin(self, context: Sequence[int]) -> int:
-        """Makes ready for the tree behind `context`.
+        """Prepares the tree after `context`.
 
         Returns:
-            the longest path that the draft model may find; none where it is below 1.
+            the longest path that the draft model can find; below 1 it cannot draft.
         """
         self.drop_tree()
         self.context = context
         self._crop_to_common_prefix()
         if self._shared is not None and len(context) - len(self.tokens) > OWN_PROMPT_ROWS:
-            return 0  # a prompt would take rows that the target is about to have
-        return self.model.context_length - len(context)  # negative beyond its window's end
+            return 0  # the rows of a long prompt are left to the target's next pass, to share
+        return self.model.context_length - len(context)  # negative beyond the context window
 
     def run(self, frontier: Frontier) -> Tensor:
-        """The logits behind the nodes of a frontier, (nodes, vocab), whose rows join the others."""
+        """Runs a frontier and appends its rows; the logits after each node, (nodes, vocab)."""
         rows, state, logit_rows = self.rows_of(frontier)
         if self.steps is not None:
             return self.steps.forward(rows, logit_rows)
         return self.model.forward(rows, state, logit_rows)
 
     def rows_of(self, frontier: Frontier) -> tuple[PassRows, ModelState, Sequence[int]]:
-        """What the draft model is to be given: rows, their cache, and the rows of the frontier."""
+        """The arguments of the draft model for a frontier: rows, cache, and the rows to predict
+        from. The root's rows are all committed tokens that the cache lacks."""
         if frontier.ids[0] != ROOT:
             rows = self._tree_rows(frontier)
             return rows, self.state, range(len(rows.tokens))
@@ -91,7 +97,7 @@ class DraftRows:
         return rows, self.state, range(len(pending) - 1, len(pending))
 
     def _tree_rows(self, frontier: Frontier) -> PassRows:
-        """The frontier as rows behind those already expanded; they join the slots."""
+        """The frontier as rows after those already expanded; gives each node its slot."""
         old = len(self.tree)
         positions = len(self.context) - 1 + frontier.depths
         parents = self.slots_of(frontier.parents)
@@ -104,26 +110,27 @@ class DraftRows:
             pending=0,
             tree_mask=mask,
             tree_positions=self.tree.positions,
-            parents=len(self.tokens) + np.array(parents),  # ROOT is -1: the last committed row
+            parents=len(self.tokens) + np.array(parents),  # ROOT, -1, gives the last committed row
         )
 
     def ran(self, frontier: Frontier) -> None:
-        """Notes that the frontier's rows have been through the draft model."""
+        """Notes that a frontier's rows have been run; after the root's, all of `context` is
+        cached."""
         if frontier.ids[0] == ROOT:
             self.tokens = list(self.context)
 
     def slots_of(self, ids: Ints) -> list[int]:
-        """The slots of nodes that have been through the draft model, the root's being ROOT."""
+        """The slots of expanded nodes; the root's is ROOT."""
         return [self._slots[node] for node in ids.tolist()]
 
     def commit(self, path: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keeps the rows of a path from the root.
+        """Keeps the rows of a path from the root, and drops the other rows of the tree.
 
         Args:
-            path: slots, of the first of the committed tokens.
+            path: slots of the path; its tokens are the first of `tokens`.
             tokens: every token committed.
         """
-        self.tree = TreeRows()  # until all is done: whatever comes in between, nothing is kept
+        self.tree = TreeRows()  # first, so that no tree is kept if what follows is interrupted
         if self._shared is not None:
             self._share(self._shared.tokens)
             return
@@ -132,10 +139,11 @@ class DraftRows:
         self.tokens += tokens[: len(path)]
 
     def copy(self, other: DraftRows, length: int) -> None:
-        """Takes the rows of the first `length` committed tokens of another text.
+        """Replaces the cache by a copy of another text's first rows.
 
         Args:
-            length: at most what the other has in its cache; this one is emptied first.
+            other: the rows of another text.
+            length: committed tokens to copy, at most those in the other's cache.
         """
         self.forget()
         self.tokens = other.tokens[: self.state.copy(other.state, length)]
@@ -147,16 +155,17 @@ class DraftRows:
         self.state.crop(0)
 
     def _crop_to_common_prefix(self) -> None:
-        """Forgets what the context does not begin with; its last token must be run again."""
+        """Drops the rows that do not belong to `context`, and the row of its last token, which must
+        be run again to predict from it."""
         if self._shared is not None:
             self._share(self._shared.tokens)
             return
-        del self.tokens[self.state.length :]  # growth that ran out of memory has emptied it
+        del self.tokens[self.state.length :]  # the cache is empty if its growth ran out of memory
         common = common_prefix(self.tokens, self.context[:-1])
         del self.tokens[self.state.crop(common) :]
 
     def _share(self, tokens: Sequence[int]) -> None:
-        """Reads the rows of these committed tokens from the target's cache; drops all its own."""
+        """Drops all own rows, and reads those of committed tokens from the target's cache."""
         assert isinstance(self.state, SharedCache)
         self.tokens = list(tokens)
         self.state.share(len(tokens))

@@ -22,11 +22,19 @@ from specexec_cli.sampling import Sampler
 
 
 class ModelDrafter:
-    """Grows trees with a draft model.
+    """Grows trees with a draft model; a SessionDrafter.
 
     Args:
-        scores: what scores the children of nodes, and learns.
+        model: the draft model.
+        sampler: the target's sampler, for the first generation.
+        tree: the tree's settings, for the first generation.
+        target_vocab_size: token ids from there on are never drafted.
+        search: finds the tree.
+        learned: what earlier generations taught about the pair.
         shared, slots: see DraftRows.
+        scores: makes the object that scores the children of nodes, and learns.
+    Attributes:
+        paused: whether the policy wanted no tree where there was room for one.
     """
 
     def __init__(
@@ -43,9 +51,9 @@ class ModelDrafter:
     ) -> None:
         self.rows = DraftRows(model, shared, slots)
         self._search = search
-        # ids beyond the target's could never be accepted
         self._vocab_size = min(target_vocab_size, model.vocab_size)
-        self._longest, self._seen_before = 0, False  # of the present tree
+        # of the present tree: its longest path, and whether the context's end occurred before
+        self._longest, self._seen_before = 0, False
         self._learned = learned or Learned()
         self._repetitions = Repetitions()
         self._make_scores = scores
@@ -61,18 +69,19 @@ class ModelDrafter:
 
     @property
     def calibration(self) -> Calibration:
-        """What corrects the scores that this generation's trees are searched by."""
+        """The calibration that corrects the scores of this generation's trees."""
         return self.scores.calibration
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
         """The most probable continuations of `context` under the draft model.
 
-        With `past` in the tree's settings, what the text went on with before joins them.
+        With `past` in the tree's settings, repetitions of the text's own past are added. The tree
+        may be empty, for example if the context fills the draft model's window, which may be
+        smaller than the target's.
 
         Args:
             context: every committed token, at least one; the last is the root.
-            max_depth: longest path; 0 gives an empty tree. So does a context that has outgrown
-                the draft model's window, while the target's may be longer.
+            max_depth: longest path, tokens; 0 gives an empty tree.
             pending: committed rows that the target's pass will carry besides the tree.
         """
         max_depth = self.begin(context, max_depth)
@@ -88,10 +97,10 @@ class ModelDrafter:
         return self.take(found, self._tree.budget, paused)
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
-        """Makes ready for the tree behind `context`; see `grow` for both.
+        """Prepares the tree after `context`; see `grow` for the arguments.
 
         Returns:
-            the longest path that the draft model may find; none where it is below 1.
+            the longest path that the draft model can find; below 1 it cannot draft.
         """
         self._reset_tree()
         self._longest = max_depth
@@ -99,10 +108,10 @@ class ModelDrafter:
         return min(max_depth, self.rows.begin(context))
 
     def take(self, found: SearchResult | None, budget: int, paused: bool) -> DraftTree:
-        """The tree that a search came to, and what the text's past adds to it.
+        """The tree that a search found, with repetitions of the text's past added.
 
         Args:
-            found: None where the draft model was not asked.
+            found: the search's result; None if the draft model was not asked.
             budget: most nodes of both together.
             paused: whether the policy wanted no tree.
         """
@@ -115,28 +124,31 @@ class ModelDrafter:
         return self._result.tree
 
     def _with_repetitions(self, found: SearchResult, max_depth: int, budget: int) -> SearchResult:
-        """The tree with such repetitions as are no less probable than its own nodes.
+        """Adds repetitions that are at least as probable as the tree's least probable node.
 
-        They cost no draft step, and may be longer than the paths that a draft model finds.
+        They cost no draft step, and their paths may be longer than those of the draft model.
         """
         least = float(found.tree.log_probs.min(initial=0.0)) if len(found.tree) else -np.inf
         other = grow_tree(self._repetitions.expand, self._tree, max_depth).tree
         return merged(found, other, least, budget)
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """Keeps the rows of accepted nodes; the last of them may never have been expanded."""
+        """Keeps the rows of accepted nodes, and learns from the committed tokens.
+
+        The last accepted node may have no row, if it was never expanded.
+        """
         self._repetitions.learn(tokens)
         path = self.rows.tree.walk(tokens)
         self.scores.learn(path, tokens)
         self.rows.commit(path[: len(nodes)], tokens)
 
     def copy_rows(self, other: ModelDrafter, length: int) -> None:
-        """Takes the rows of the first `length` committed tokens of another text, see DraftRows."""
+        """Replaces the cache by a copy of another text's first rows; see DraftRows.copy."""
         self._reset_tree()
         self.rows.copy(other.rows, length)
 
     def forget(self) -> None:
-        """Empties its cache; what was learned stays, and so do captured steps."""
+        """Empties the caches; what was learned stays, and so do captured steps."""
         self._reset_tree()
         self.rows.forget()
         self._repetitions.forget()
@@ -146,18 +158,20 @@ class ModelDrafter:
         self._policy.observe(step)
 
     def _reset_tree(self) -> None:
-        self.paused = False  # whether the policy wanted no tree where there was room for one
+        self.paused = False
         self._result = SearchResult(DraftTree.empty(), np.zeros(0, dtype=np.int64))
 
     def _expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """Runs a frontier through the draft model; see search.Expand."""
+        """Runs a frontier through the draft model; its children, as search.Expand says."""
         return self.children(frontier, self.rows.run(frontier), width)
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """The children of nodes whose rows have been through the draft model; see search.Expand.
+        """The children of nodes that have been run, as search.Expand says.
 
         Args:
-            logits: (nodes, vocab) the draft model's.
+            frontier: the nodes.
+            logits: (nodes, vocab) the draft model's, after each node.
+            width: most children of a node.
         """
         self.rows.ran(frontier)
         return self.scores.children(frontier, logits[:, : self._vocab_size], width)

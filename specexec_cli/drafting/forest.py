@@ -1,9 +1,9 @@
 """The draft trees of several texts, found by one best-first search over all of them.
 
-Seen from the search they are one tree whose root has the children of every text's root. A node's
-score is its probability given its own text, so the nodes of a pass go where they are most likely to
-be accepted: a text that is easy to guess gets more of them than one that is not. The policy sizes
-this one tree as it sizes that of a single text, and so keeps the rows of all texts to the knee.
+To the search they are one tree: its root has the children of every text's root. A node's score is
+its probability given its own text, so the nodes of a pass go where they are most likely to be
+accepted, and a text that is easy to guess gets more of them. The policy sizes the one tree as it
+sizes that of a single text, so the rows of all texts together stay within the knee.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from specexec_cli.errors import ConfigError, SpecexecError
 from specexec_cli.models.streamed import StreamedModel
 from specexec_cli.planning.memory import nodes_of_a_text
 
-# that can find one text's part of a search over several
+# The drafters that can take part in a search over several texts
 ForestDrafter = ModelDrafter | SuffixDrafter
 
 
 @dataclass(slots=True)
 class GrowingText:
-    """One text of a pass, as its tree grows."""
+    """One text of a pass while its tree grows."""
 
     drafter: ForestDrafter
     context: Sequence[int]  # every committed token, the root last
-    max_depth: int  # longest path that could still be committed
+    max_depth: int  # longest path that could still be committed, tokens
     error: SpecexecError | None = None  # why this text cannot go on
 
 
@@ -49,10 +49,10 @@ class Forest:
     """Grows the trees of all texts of a pass together.
 
     Args:
-        model: the draft model of every text's drafter; None where their pasts are all they know.
-        tree: its budget is for the nodes of all texts together, as are the nodes of a draft step.
-        texts: at once, at most.
-        learned: about the pair; its policy is the one that single texts use.
+        model: the draft model of all texts' drafters; None if they draft from their past.
+        tree: budget and batch are those of all texts together.
+        texts: most texts at once.
+        learned: what was learned about the pair; its policy sizes the trees.
     Raises:
         ConfigError: the policy looks at one text's draft, or one text's continuation.
     """
@@ -75,12 +75,17 @@ class Forest:
 
     @property
     def most_pending(self) -> int | None:
-        """Rows with which a pass takes about twice as long as without; None where nobody knows."""
+        """The pending rows with which a pass takes about twice as long as without; None if that is
+        not known."""
         model = self._cost.model if self._cost is not None else None
         return int(model.knee_rows + model.base_s / model.row_s) if model and model.row_s else None
 
     def feed(self, texts: Sequence[tuple[ForestDrafter, Sequence[int]]]) -> None:
-        """Runs committed tokens through the draft model, for texts whose prompts are under way."""
+        """Runs committed tokens through the draft model, for texts with a prompt under way.
+
+        Args:
+            texts: each text's drafter, and its tokens so far.
+        """
         begun = [
             drafter
             for drafter, context in texts
@@ -92,10 +97,11 @@ class Forest:
                 drafter.rows.ran(_root())
 
     def grow(self, texts: Sequence[GrowingText], pending: int) -> list[DraftTree]:
-        """A tree for each text; a text whose drafting fails gets none and keeps the error.
+        """Grows a tree for each text. A text with a drafting error gets none, and has the error.
 
         Args:
-            pending: committed rows that the pass will carry besides the trees, of all texts.
+            texts: the texts that get a token from the pass.
+            pending: committed rows of all texts that the pass will carry besides the trees.
         """
         depths = [text.drafter.begin(text.context, text.max_depth) for text in texts]
         able = [index for index, depth in enumerate(depths) if depth >= 1]
@@ -123,12 +129,12 @@ class Forest:
         return trees
 
     def observe(self, step: StepResult) -> None:
-        """Lets the policy learn from a pass, that of all texts taken as one."""
+        """Lets the policy learn from a pass, given as one step of all texts together."""
         self._policy.observe(step)
 
 
 class _Growth:
-    """One search over several texts: which node belongs to whom."""
+    """One search over several texts; keeps which node belongs to which text."""
 
     def __init__(
         self, model: StreamedModel | None, texts: Sequence[GrowingText], depths: Sequence[int]
@@ -136,10 +142,11 @@ class _Growth:
         self._model = model
         self._texts = texts
         self.depths = depths
-        self._owners: dict[int, int] = {}  # node id -> text
+        self._owners: dict[int, int] = {}  # index of the text by node id
 
     def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
-        """Runs a frontier through the draft model, each text's nodes over its own cache."""
+        """Runs a frontier through the draft model, each text's nodes with its own cache; see
+        search.Expand."""
         if frontier.ids[0] == ROOT:
             everyone = range(len(self._texts))
             found = self._run([(text, frontier) for text in everyone], width)
@@ -147,7 +154,7 @@ class _Growth:
                 [np.full(log_probs.shape[1], text) for text, (log_probs, _) in enumerate(found)]
             )
             log_probs, tokens = (np.concatenate(each, axis=1) for each in zip(*found, strict=True))
-            kept = np.isfinite(log_probs[0])  # the search numbers them in this order
+            kept = np.isfinite(log_probs[0])  # the search numbers these from 0, in this order
             self._owners = dict(enumerate(owners[kept].tolist()))
             return log_probs, tokens
         owners = np.array([self._owner(*pair) for pair in _pairs(frontier)])
@@ -164,13 +171,18 @@ class _Growth:
         return all_log_probs, all_tokens
 
     def _owner(self, node: int, parent: int) -> int:
-        """Whose a node is; a deeper one is its parent's, which was expanded before."""
+        """The text that a node belongs to: its parent's, which is known, since it was expanded
+        earlier."""
         if node not in self._owners:
             self._owners[node] = self._owners[parent]
         return self._owners[node]
 
     def _run(self, parts: Sequence[tuple[int, Frontier]], width: int) -> list[tuple[Floats, Ints]]:
-        """The children of each text's own nodes."""
+        """The children of each text's nodes.
+
+        Args:
+            parts: index of a text, and its nodes of the frontier.
+        """
         asked = [(self._texts[text].drafter, part) for text, part in parts]
         rows = [each.rows.rows_of(part) for each, part in asked if isinstance(each, ModelDrafter)]
         logits = iter(self._model.forward_together(rows) if self._model is not None else ())
@@ -181,14 +193,14 @@ class _Growth:
                     found.append(drafter.children(part, next(logits), width))
                 else:
                     found.append(drafter.expand(part, width))
-            except SpecexecError as error:  # this text's alone, such as a grammar that ends
+            except SpecexecError as error:  # it concerns this text alone, such as a grammar's end
                 self._texts[text].error = error
                 shape = len(part.ids), 1
                 found.append((np.full(shape, -np.inf), np.zeros(shape, dtype=np.int64)))
         return found
 
     def split(self, result: SearchResult, most: int) -> list[SearchResult]:
-        """Each text's own tree, of which the `most` most probable nodes are kept."""
+        """Splits the search's tree into each text's own, with its `most` most probable nodes."""
         tree, ids = result.tree, result.ids
         parents = [int(ids[parent]) if parent >= 0 else ROOT for parent in tree.parents.tolist()]
         owners = np.array(
@@ -197,9 +209,9 @@ class _Growth:
         found = []
         for text in range(len(self._texts)):
             own = np.flatnonzero(owners == text)
-            # ties go to the older node, hence a parent is always kept with its child
+            # of equally probable nodes the older is kept, so a node's parent is kept with it
             own = np.sort(own[np.argsort(-tree.log_probs[own], kind="stable")[:most]])
-            renumbered = np.full(len(owners) + 1, ROOT, dtype=np.int64)  # the last: the root's own
+            renumbered = np.full(len(owners) + 1, ROOT, dtype=np.int64)  # the last is the root's
             renumbered[own] = np.arange(len(own))
             found.append(
                 SearchResult(
@@ -222,7 +234,7 @@ def _root() -> Frontier:
 
 
 def _pairs(frontier: Frontier) -> list[tuple[int, int]]:
-    """(node, parent)"""
+    """The (node, parent) ids of a frontier."""
     return list(zip(frontier.ids.tolist(), frontier.parents.tolist(), strict=True))
 
 

@@ -1,7 +1,6 @@
 """What decoding teaches about a pair on this machine, kept from one generation to the next.
 
-Nothing of it changes a token: it decides which trees are grown, and so how many passes a text
-takes.
+It changes no token: it decides which trees are grown, and so how many passes a text takes.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.kept import file_name, numbers, read_json, write_json
 
 SCHEMA = 3
-_KEPT_ITERATIONS = 32  # few enough that a machine that has changed is soon known anew
-# What a file may say; beyond, it is damaged.
-_LEAST_S, _MOST = 1e-9, 1e6  # seconds, and rows
+_KEPT_ITERATIONS = 32  # few, so that new ones soon outweigh them on a machine that has changed
+# Bounds of the numbers in a file (least seconds; most seconds or rows); others mean damage.
+_LEAST_S, _MOST = 1e-9, 1e6
 
 
 def pair_folder(target: str, draft: str) -> Path:
-    """Where a pair's calibration and classifier are kept."""
+    """The folder of a pair's files: what was learned, and the classifier."""
     return user_cache_path("specexec", appauthor=False) / "pairs" / file_name(target, draft)
 
 
 class Learned:
-    """Trust in the draft model by kind of scoring, cost of iterations, and the policies using them.
+    """Trust in the draft model by kind of scoring, cost of iterations, and the policies.
 
     Args:
-        classifier: gives the one of the policy disco.
-        cost_prior: gives what the policy cost begins with; asked once, where nothing was kept.
+        classifier: loads the classifier of the policy disco.
+        cost_prior: gives the cost model that the policy cost begins with; called once at most, if
+            no iterations were kept.
     """
 
     def __init__(
@@ -52,26 +52,26 @@ class Learned:
         self._cost: IterationCost | None = None
 
     def trust(self, kind: str) -> Trust | None:
-        """What is known of this kind (DraftScorer.kind); None at first."""
+        """The trust in scores of a kind (DraftScorer.kind); None if nothing is known yet."""
         return self._trusts.get(kind)
 
     def keep(self, kind: str, trust: Trust) -> None:
-        """Remembers `trust`: the next generation of this kind goes on from it."""
+        """Keeps the trust of a kind, with which the next generation of that kind begins."""
         self._trusts[kind] = trust
 
     def use(self, tree: TreeConfig, policy: BudgetPolicy) -> None:
-        """Gives the trees of these settings a policy that the caller has made."""
+        """Sets the policy of trees with these settings to one that the caller has made."""
         self._policies[tree] = policy
 
     def policy(self, tree: TreeConfig) -> BudgetPolicy:
-        """The policy that the settings name, as it was left.
+        """The policy that the settings name, with all that it has learned so far.
 
         Raises:
-            CheckpointError: disco, and its classifier cannot be used.
+            CheckpointError: the policy is disco, and its classifier cannot be used.
             ConfigError: the policy must know the text to come, and was not given by `use`.
         """
         entry = POLICIES[tree.policy]
-        if entry.needs == "classifier":  # it counts the tokens of one generation
+        if entry.needs == "classifier":  # made anew, since it counts the tokens of one generation
             assert self._classifier is not None, "a session knows its pair's"
             return entry.make(tree, self._classifier())
         if tree not in self._policies:
@@ -86,7 +86,7 @@ class Learned:
 
     @property
     def cost(self) -> IterationCost:
-        """What iterations cost on this machine."""
+        """The cost of iterations on this machine."""
         if self._cost is None:
             self._cost = IterationCost(self._cost_prior())
         return self._cost
@@ -95,14 +95,15 @@ class Learned:
         """Writes what was learned to a file, for later sessions.
 
         Args:
-            machine: how this session runs; costs of others stay as they are.
-            costs_too: otherwise those of this machine stay as well.
+            path: of the file. Costs in it of other machines are kept.
+            machine: names how this session runs.
+            costs_too: whether this machine's costs are replaced too.
         Raises:
             OSError: the folder cannot be written.
         """
         try:
             _, costs = _read(path)
-        except ValueError:  # it is replaced
+        except ValueError:  # there is no valid file, so it is replaced
             costs = {}
         if self._cost is not None and costs_too:
             costs[machine] = self._cost
@@ -114,10 +115,15 @@ class Learned:
         write_json(path, value)
 
     def load(self, path: Path, machine: str) -> None:
-        """Takes over what an earlier session saved, where there is a file that can be used."""
+        """Takes over what an earlier session saved, if the file is valid.
+
+        Args:
+            path: of the file.
+            machine: as for `save`.
+        """
         try:
             self._trusts, costs = _read(path)
-        except ValueError:  # a cache: it is learned again
+        except ValueError:  # it will be learned again
             return
         self._cost = costs.get(machine)
 
@@ -131,7 +137,7 @@ def _read(path: Path) -> tuple[dict[str, Trust], dict[str, IterationCost]]:
     """The trusts by kind and the costs by machine of a file.
 
     Raises:
-        ValueError: there is none, or something in it is not as it is written.
+        ValueError: there is no such file, or it is damaged.
     """
     kept = read_json(path)
     try:
@@ -147,7 +153,7 @@ def _cost(state: Mapping[str, Any]) -> IterationCost:
     """The costs that _cost_state described.
 
     Raises:
-        ValueError, KeyError, TypeError: it is not one.
+        ValueError, KeyError, TypeError: this is no valid state.
     """
     prior = None
     if state["prior"] is not None:

@@ -1,8 +1,8 @@
-"""When not to draft at all: where plain decoding has turned out to write faster.
+"""Decides when not to draft: while plain decoding is measured to be faster.
 
-Whether trees pay is told by what tokens have cost with them and without. Neither is known before it
-was tried, so passes without a tree are tried where the cost model expects them to be faster, and
-trees are tried again between ever longer pauses.
+Trees are judged by the seconds per token with them and without. Neither is known before it is
+tried. So trees are judged after a trial, against the cost model's estimate of a plain pass; during
+a pause plain passes are measured; and after each pause, which grow longer, trees are tried again.
 """
 
 from __future__ import annotations
@@ -13,35 +13,35 @@ if TYPE_CHECKING:
     from specexec_cli.core import StepResult
 
 _TRIAL = 8  # iterations with trees before they are judged
-_SHORT_TRIAL = 3  # where they are slower by far, or were before
-_ONE = 1  # where the cost model expects no better of them either
-_SHORTEST, _LONGEST = 8, 128  # passes of a pause
-# Trees are given up where tokens come at less than this share of the plain rate, after a trial and
-# after a short one.
+_SHORT_TRIAL = 3  # the same if trees are far slower, or were slow in the last trial
+_ONE = 1  # the same if the cost model expects the trees to be slower too
+_SHORTEST, _LONGEST = 8, 128  # passes of a pause; each pause is twice as long as the last
+# A pause begins if the rate of tokens with trees is below this share of the plain rate: after a
+# trial, and after a short one.
 _MARGIN, _FAR = 0.9, 0.5
-# The first tree after a pause pays for what the draft model missed as well; where the cost model
-# expects no better of the next ones, it is enough to tell that they come at less than this share.
+# The first tree after a pause is not counted, since the draft model has to catch up then. It does
+# count if the cost model expects trees to be slower, and its rate is below this share of the plain.
 _RESUMED = 0.7
-_DECAY = 0.7
+_DECAY = 0.7  # of the sums over a trial, and of a plain pass's seconds, per iteration
 
 
 class Pauses:
-    """Counts what tokens cost with trees and without, and says when to go without."""
+    """Measures the seconds of tokens with trees and without, and says when to go without."""
 
     def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0  # with trees, in this trial
-        self._trees = 0  # of this trial
-        self._plain_s: float | None = None  # of a pass without a tree, as measured lately
-        self._left = 0  # passes of this pause
-        self._next = _SHORTEST
-        self._resumed = False  # the draft model has the tokens of a pause to catch up on
-        self._doubted = False  # the cost model expected the last tree to be slower than none
+        self._tokens = self._seconds = 0.0  # tokens and seconds with trees, in this trial
+        self._trees = 0  # trees of this trial
+        self._plain_s: float | None = None  # recent seconds of a pass without a tree
+        self._left = 0  # passes left of this pause
+        self._next = _SHORTEST  # passes of the next pause
+        self._resumed = False  # whether the next tree is the first one after a pause
+        self._doubted = False  # whether the cost model expected no gain of the last tree
 
     def goes_without(self, expected_plain_s: float) -> bool:
         """Whether the next pass goes without a tree.
 
         Args:
-            expected_plain_s: seconds of such a pass by the cost model; used until one was seen.
+            expected_plain_s: seconds of such a pass by the cost model; used until one was measured.
         """
         if self._left:
             self._left = self._left - 1 if self._slow(expected_plain_s) else 0
@@ -58,11 +58,13 @@ class Pauses:
         return slow
 
     def observe(self, step: StepResult, tokens: float, doubted: bool) -> None:
-        """One iteration; not one that carried a prompt.
+        """Learns from one iteration, which must not have carried a prompt.
 
         Args:
-            tokens: expected of its tree and the bonus token: those that came are a matter of luck.
-            doubted: the cost model expected the tree to be slower than none.
+            step: the iteration.
+            tokens: expected tokens of its tree and the bonus token. Those that really came vary too
+                much by chance.
+            doubted: whether the cost model expected the tree to be slower than none.
         """
         self._doubted = doubted
         seconds = step.draft_s + step.verify_s
@@ -79,12 +81,12 @@ class Pauses:
             self._seconds = _DECAY * self._seconds + seconds
 
     def _slow(self, expected_plain_s: float, margin: float = _MARGIN) -> bool:
-        """Whether tokens come at less than this share of the plain rate with trees."""
+        """Whether this trial's rate of tokens is below this share of the plain rate."""
         return self._slower(self._tokens, self._seconds, margin, expected_plain_s)
 
     def _slower(
         self, tokens: float, seconds: float, share: float, expected_plain_s: float = 0.0
     ) -> bool:
-        """Whether so many tokens took longer than this share of the plain rate allows."""
+        """Whether the rate of `tokens` in `seconds` is below this share of the plain rate."""
         plain_s = expected_plain_s if self._plain_s is None else self._plain_s
         return tokens * plain_s < share * seconds

@@ -15,26 +15,33 @@ if TYPE_CHECKING:
 
 
 class Drafter(Protocol):
-    """What decoding needs of a drafter."""
+    """A drafter as the decoding loops need it."""
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
-        """A tree of likely continuations of `context`, paths of at most `max_depth` tokens.
+        """Grows a tree of likely continuations.
 
         Args:
+            context: every committed token, at least one; the last is the root.
+            max_depth: longest path, tokens.
             pending: committed rows that the target's pass will carry besides the tree.
         """
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """Tells which nodes of the last tree were accepted, and every token committed."""
+        """Takes over what the target's pass settled.
+
+        Args:
+            nodes: accepted nodes of the last tree, from the root down.
+            tokens: every token committed, the bonus token last.
+        """
 
     def observe(self, step: StepResult) -> None:
-        """Tells what the iteration brought and cost."""
+        """Learns from what the iteration brought and cost."""
 
 
 class Committed(Protocol):
-    """The target, as the owner of rows that a draft model of its own layers may read."""
+    """The target, for a draft model that is a copy of it and reads the target's cache rows."""
 
-    tokens: list[int]  # whose rows are in the cache
+    tokens: list[int]  # the tokens with rows in the cache
 
     @property
     def state(self) -> ModelState:
@@ -42,18 +49,20 @@ class Committed(Protocol):
 
 
 class SessionDrafter(Drafter, Protocol):
-    """What a session needs of a drafter, which it keeps from one generation to the next."""
+    """A drafter as a session needs it, which keeps it from one generation to the next."""
 
     paused: bool  # whether the policy wanted no tree where there was room for one
 
     def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
-        """Settings of the next generation; caches and what was learned stay.
+        """Sets up the next generation; caches and what was learned stay.
 
         Args:
-            learned: about the pair, by all generations so far; what it had unless told.
+            sampler: the target's sampler.
+            tree: the tree's settings.
+            learned: what was learned about the pair; the present one is kept if not given.
         Raises:
             CheckpointError, ConfigError: the policy cannot be used, see Learned.policy.
         """
 
     def forget(self) -> None:
-        """Empties its caches; what was learned stays."""
+        """Empties the caches; what was learned stays."""

@@ -1,22 +1,23 @@
-"""From draft logits to the scores by which the tree is searched.
+"""Turns draft logits into the scores by which the tree is searched.
 
-The target's token at position i is argmax(target_logits / T + noise(seed, i)): a deterministic
-function once the seed is known, and the drafter knows the seed. So a node's children are ranked not
-by how probable the draft finds them but by how likely each is to win under the very noise that the
-target will use:
+The target's token at position i is argmax(target_logits / T + noise(seed, i)), a deterministic
+function of the seed, which the drafter knows. So a node's children are ranked not by their draft
+probability, but by how likely each is to win under the noise that the target will use:
 
     scores = log_softmax((log_softmax(draft_logits / T) + noise(seed, i)) / c)
 
-With a perfect draft and c -> 0 this is the target's own choice; c absorbs the disagreement between
-the two models. It is calibrated online: every position that the target settles shows which child
-was the right one, and c is the value under which those children were most probable. With greedy
-decoding there is no noise and c is a temperature of the draft's own distribution. What c leaves
-wrong, calibration.py corrects.
+With a perfect draft model and c -> 0 this is the target's own choice; c accounts for the
+disagreement between the two models. It is fitted while decoding: every position that the target
+settles shows which child was right, and c is the value under which those children were most
+probable. With greedy decoding there is no noise, and c is a temperature of the draft's
+distribution. calibration.py corrects what c leaves wrong.
 
-What is committed is drawn by the target alone (verify/accept.py), and the noise is independent of
-the target's logits. The tree, however it was ranked, only decides how many draws one pass settles;
-so the output distribution is untouched. Coupling draft and target by shared Gumbel noise is
-drafter-invariant speculative decoding: Daliri, Musco, Suresh, arXiv:2408.07978, section 3.
+The target alone draws what is committed (verify/accept.py), and the noise is independent of its
+logits. The ranking only decides how many draws one pass settles, so it does not change the
+distribution of the text.
+
+Source: coupling draft and target by shared Gumbel noise is drafter-invariant speculative decoding:
+Daliri, Musco, Suresh, arXiv:2408.07978, section 3.
 """
 
 from __future__ import annotations
@@ -35,46 +36,51 @@ from specexec_cli.drafting.search import Floats, Ints
 from specexec_cli.kept import numbers
 from specexec_cli.sampling import Sampler, noise_on
 
-# Candidates for c, a factor of about 1.25 apart.
+# The candidates for c, each about 1.25 times the one before.
 _SHARPNESS = torch.tensor([0.26, 0.33, 0.41, 0.51, 0.64, 0.8, 1.0, 1.25, 1.56, 1.95, 2.44, 3.05])
-_DECAY = 0.99  # the last hundred positions decide
-_PRIOR_POSITIONS = 10.0  # how many positions the starting value is worth
-_HIGHEST_LOSS = 1e6  # in nats, of a hundred positions; a file that says more is damaged
+_DECAY = 0.99  # decay of the losses per position: about the last hundred count
+_PRIOR_POSITIONS = 10.0  # the starting value counts as this many positions
+_HIGHEST_LOSS = 1e6  # bound of the losses, nats; a file with larger numbers is damaged
 
 
-TOP = 10  # probabilities among the signals
+TOP = 10  # number of probabilities among the signals
 
 
 def signals(utilities: Tensor) -> Floats:
-    """What tells how sure the draft model is: its highest probabilities, and its entropy.
+    """Signals of how sure the draft model is: its highest probabilities, and its entropy.
 
     Args:
-        utilities: (rows, vocab) of DraftScorer.utilities.
+        utilities: (rows, vocab) from DraftScorer.utilities.
     Returns:
-        (rows, 11): ten probabilities, falling, 0 where the vocabulary is smaller; nats.
+        (rows, 11): the ten highest probabilities, falling, 0 where the vocabulary is smaller; then
+        the entropy in nats.
     """
     log_probs = utilities.log_softmax(-1)
     chances = log_probs.exp()
     found = np.zeros((len(utilities), TOP + 1))
     best = chances.topk(min(TOP, utilities.shape[-1]), dim=-1).values
     found[:, : best.shape[1]] = best.double().cpu().numpy()
-    # a filtered token has probability 0 and adds nothing
+    # a token that was filtered out has probability 0 and must add 0, not NaN
     entropy = -(chances * log_probs.clamp(min=-1e4)).sum(-1)
     found[:, TOP] = entropy.double().cpu().numpy()
     return found
 
 
 class Trust:
-    """How far the draft model's scores can be trusted: c, and the calibration behind it."""
+    """How far the draft model's scores can be trusted: c, and the calibration after it.
+
+    Args:
+        start: the value of c to begin with.
+    """
 
     def __init__(self, start: float) -> None:
-        # Losses of the candidates in nats; the prior is a parabola around the starting value.
+        # Losses of the candidates, nats. At first they are a parabola around the starting value.
         self.losses = _PRIOR_POSITIONS * 0.5 * (_SHARPNESS / start).log().square()
         self.calibration = Calibration()
 
     @property
     def sharpness(self) -> float:
-        """The c that would have ranked the target's tokens best lately."""
+        """The c that would have ranked the target's recent tokens best."""
         return float(_SHARPNESS[self.losses.argmin()])
 
     def state(self) -> dict[str, Any]:
@@ -83,10 +89,10 @@ class Trust:
 
     @classmethod
     def restored(cls, state: Mapping[str, Any]) -> Trust:
-        """The object whose `state` this was.
+        """The trust that `state` described.
 
         Raises:
-            ValueError, KeyError, TypeError: it is not one.
+            ValueError, KeyError, TypeError: this is no valid state.
         """
         found = cls(1.0)
         losses = numbers(state["losses"], (len(_SHARPNESS),), 0.0, _HIGHEST_LOSS)
@@ -99,8 +105,10 @@ class DraftScorer:
     """Scores draft logits for one set of sampling settings.
 
     Args:
+        sampler: the target's sampler.
+        scoring: whether the target's noise is used.
         calibrated: whether the calibration corrects the scores; it learns in any case.
-        trust: what earlier generations taught, of the same kind; it goes on learning.
+        trust: learned from earlier generations of the same kind; it goes on learning.
     """
 
     def __init__(
@@ -117,17 +125,18 @@ class DraftScorer:
 
     @staticmethod
     def kind(sampler: Sampler, scoring: DraftScoring) -> str:
-        """Scores of one kind are wrong in the same way: 'greedy', 'noise' or 'probs'."""
+        """The kind of scores, 'greedy', 'noise' or 'probs'. Each kind is wrong in its own way, and
+        has a trust of its own."""
         return "greedy" if sampler.config.temperature == 0.0 else scoring
 
     @property
     def sharpness(self) -> float:
-        """The c that scores are made with."""
+        """The c that scores are computed with."""
         return self.trust.sharpness
 
     @property
     def constrained(self) -> bool:
-        """Whether `utilities` needs to know each row's path."""
+        """Whether `utilities` needs each row's path, for a grammar."""
         return self._sampler.constraint is not None
 
     def utilities(
@@ -140,10 +149,10 @@ class DraftScorer:
         """What the target is expected to maximise: filtered log-probabilities plus its noise.
 
         Args:
-            logits: (rows, vocab) the draft's.
+            logits: (rows, vocab) the draft model's.
             positions: (rows,) absolute position of the token that each row predicts.
             context: committed tokens, for the repetition penalty.
-            paths: (rows,) each row's tokens from the root to it, where `constrained`.
+            paths: (rows,) the tokens from the root to each row's node; needed if `constrained`.
         Returns:
             (rows, vocab) float32.
         """
@@ -160,10 +169,11 @@ class DraftScorer:
 
         Args:
             utilities: (rows, vocab).
-            depths: (rows,) of the tokens in the tree, from 1.
+            width: most tokens per row.
+            depths: (rows,) depth in the tree of the tokens, from 1.
         Returns:
-            Log-probabilities that they are (rows, width), falling, and the tokens (rows, width);
-            fewer columns where the vocabulary is smaller.
+            (rows, width) log-probabilities that a token is the target's, falling, and the tokens
+            (rows, width); fewer columns where the vocabulary is smaller.
         """
         log_probs, tokens = self._top(utilities, max(width, CHILDREN))
         if self._calibrated:
@@ -178,11 +188,12 @@ class DraftScorer:
         return known.cpu().numpy(), tokens.cpu().numpy()
 
     def observe(self, utilities: Tensor, depth: int, token: int) -> None:
-        """Learns from a settled position: `token` was the target's.
+        """Learns from a position that the target settled.
 
         Args:
-            utilities: (vocab,) what `utilities` gave for this position.
-            depth: of the position in the tree, from 1.
+            utilities: (vocab,) the result of `utilities` for this position.
+            depth: depth of the position in the tree, from 1.
+            token: the target's token.
         """
         log_probs, tokens = self._top(utilities[None], CHILDREN)
         accepted = np.flatnonzero(tokens[0] == token)
@@ -190,7 +201,7 @@ class DraftScorer:
             log_probs[0], depth, int(accepted[0]) if len(accepted) else None, self._calibrated
         )
         if not torch.isfinite(utilities[token]):
-            return  # the draft's filter excluded it: no c could have found it
+            return  # the filters excluded the token, so no c could have ranked it
         candidates = _SHARPNESS.to(utilities.device)
         losses = (utilities / candidates[:, None]).logsumexp(-1) - utilities[token] / candidates
         self.trust.losses = _DECAY * self.trust.losses + losses.cpu()

@@ -1,8 +1,10 @@
-"""Batched best-first search for the most probable continuations; arithmetic on arrays, torch-free.
+"""Batched best-first search for the most probable continuations. Imports no torch.
 
-Growing the tree is a single-source shortest-path problem: an edge costs -log p, so the K most
-probable prefixes are the K nearest nodes, and Dijkstra's order finds them without expanding the
-rest (SpecExec, arXiv:2406.02532, section 4 and algorithm 2).
+Growing the tree is a single-source shortest-path problem: an edge costs -log(draft probability), so
+the K most probable prefixes are the K nearest nodes, and Dijkstra's order finds them without
+expanding the rest.
+
+Source: SpecExec, arXiv:2406.02532, section 4.2, appendix A and algorithm 2.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Bools = NDArray[np.bool_]
 class Frontier:
     """Nodes to run through the draft model in one batch. All arrays are (n,).
 
-    The first frontier of a search holds the root alone: id -1, token -1, parent -1, depth 0.
+    The first frontier of a search has only the root: id -1, token -1, parent -1, depth 0.
     """
 
     ids: Ints
@@ -37,14 +39,14 @@ class Frontier:
     depths: Ints
 
 
-# (frontier, width) -> log-probabilities (n, width) and tokens (n, width) of each node's best
-# children, best first. Fewer columns are fine where the vocabulary is smaller.
+# expand(frontier, width) gives log-probabilities (n, width) and tokens (n, width) of each node's
+# best children, the best first. There may be fewer columns, as for a small vocabulary.
 Expand = Callable[[Frontier, int], tuple[Floats, Ints]]
 
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The tree, and for each of its nodes the id by which `Expand` knew it."""
+    """The tree, and for each of its nodes the id that it had in the search's frontiers."""
 
     tree: DraftTree
     ids: Ints
@@ -57,14 +59,16 @@ class Worth(Protocol):
         """Whether to run the frontier through the draft model too.
 
         Args:
-            log_probs: cumulative ones of all nodes found so far, by their ids.
+            log_probs: cumulative log-probabilities of all nodes found so far, by their ids.
+            frontier: the nodes that would be run next.
         """
 
     def size(self, log_probs: Floats) -> int:
-        """How many of all nodes found to keep, at least 1; the best-first search alone asks."""
+        """How many of all nodes found to keep, at least 1. Only the best-first search asks."""
 
 
-# (expand, config, max_depth, worth) -> a tree of at most `config.budget` nodes and the given depth
+# search(expand, config, max_depth, worth) finds a tree of at most `config.budget` nodes and
+# `max_depth` levels.
 Search = Callable[[Expand, TreeConfig, int, Worth | None], SearchResult]
 
 
@@ -76,16 +80,16 @@ def grow_tree(
 ) -> SearchResult:
     """Finds the `config.budget` most probable continuations of at most `max_depth` tokens.
 
-    Per step the best `config.batch` unexpanded nodes go through `expand` together. A node can only
-    lead to less probable ones, so the search ends when no unexpanded node beats the budget-th
-    best node found: the result equals the top of the exhaustive tree. Ties go to the older node,
-    hence a parent is always kept with its child.
+    In each step the best `config.batch` unexpanded nodes go through `expand` together. Children are
+    never more probable than their parent, so the search ends when no unexpanded node beats the
+    budget-th best node found: the result is that of an exhaustive search. Of equally probable nodes
+    the older is kept, so a node's parent is always kept with it.
 
     Args:
         expand: the draft model.
         config: budget K and batch B.
-        max_depth: longest path in tokens, D; at least 1.
-        worth: ends the search and trims the tree before the budget does.
+        max_depth: longest path D, tokens; at least 1.
+        worth: may end the search and trim the tree earlier than the budget does.
     """
     tokens, parents, depths, scores = _root_children(expand, config.budget)
     expanded = np.zeros(len(tokens), dtype=bool)
@@ -117,24 +121,24 @@ def grow_tree(
 def grow_in_rounds(
     expand: Expand, config: TreeConfig, max_depth: int, worth: Worth | None = None
 ) -> SearchResult:
-    """Algorithm 2 of SpecExec as it is printed: at most D rounds of B nodes each.
+    """Algorithm 2 of SpecExec (arXiv:2406.02532) as printed: at most D rounds of B nodes each.
 
     A round takes the best B nodes from the queue into the tree and runs them through the draft
-    model; the first takes the root. So D bounds the rounds and with them the draft steps, paths
-    have at most D - 1 tokens, the tree has at most (D - 1) B nodes however large K is, and what was
-    found but never taken from the queue is no part of it. `grow_tree` differs in all four.
+    model; the first round takes the root. Four things follow that `grow_tree` does otherwise: D
+    bounds the draft steps; paths have at most D - 1 tokens; the tree has at most (D - 1) B nodes
+    however large K is; and nodes that were found but never taken from the queue are not in it.
 
     Args:
-        expand: the draft model. The D-th round's pass, of which nothing is read, is left out.
-        config: K, D and B: budget, max_depth and batch.
-        max_depth: longest path that could still be committed, where the text ends before D does.
-        worth: none; no policy that has one suits this search.
+        expand: the draft model. It is not run in round D, since that result would not be used.
+        config: budget K, max_depth D and batch B.
+        max_depth: longest path that could still be committed, tokens.
+        worth: must be None; no policy that uses one suits this search.
     """
     assert worth is None
     tokens, parents, depths, scores = _root_children(expand, config.budget)
     queued = np.ones(len(tokens), dtype=bool)
-    taken: list[int] = []  # nodes in the tree, in the order in which they joined
-    for last in range(2, config.max_depth + 1):  # the root was round 1
+    taken: list[int] = []  # nodes in the tree, in the order in which they joined it
+    for last in range(2, config.max_depth + 1):  # round 1 was the root's
         threshold = _kth_best(scores[taken], config.budget)
         queue = np.flatnonzero(queued & (scores > threshold))
         chosen = queue[np.argsort(-scores[queue], kind="stable")[: config.batch]]
@@ -150,7 +154,7 @@ def grow_in_rounds(
         child_scores = scores[chosen][:, None] + child_log_probs
         queue = np.flatnonzero(queued)
         best = _best(np.concatenate([scores[queue], child_scores.ravel()]), config.budget)
-        queued[queue[~best[: len(queue)]]] = False  # trim(H, K)
+        queued[queue[~best[: len(queue)]]] = False  # the algorithm's trim(H, K)
         rows, columns = np.nonzero(best[len(queue) :].reshape(child_scores.shape))
         tokens = np.concatenate([tokens, child_tokens[rows, columns]])
         parents = np.concatenate([parents, chosen[rows]])
@@ -162,12 +166,12 @@ def grow_in_rounds(
     return _trim(tokens, parents, depths, joined, min(config.budget, len(taken)))
 
 
-# No node of a useful tree has more children than this; it bounds the arrays for huge budgets.
+# The most children of a node. No useful tree needs more; it bounds the arrays for large budgets.
 _MAX_WIDTH = 1024
 
 
 def _root_children(expand: Expand, budget: int) -> tuple[Ints, Ints, Ints, Floats]:
-    """The first expansion, that of the root."""
+    """Expands the root: tokens, parents, depths and scores of its children."""
     root = np.array([ROOT], dtype=np.int64)
     frontier = Frontier(root, root, root, np.zeros(1, dtype=np.int64))
     log_probs, tokens = expand(frontier, min(budget, _MAX_WIDTH))
@@ -182,7 +186,7 @@ def _root_children(expand: Expand, budget: int) -> tuple[Ints, Ints, Ints, Float
 
 
 def _kth_best(scores: Floats, budget: int) -> float:
-    """The budget-th highest score, -inf while there are fewer nodes."""
+    """The budget-th highest score; -inf if there are fewer."""
     if len(scores) < budget:
         return -np.inf
     return float(np.partition(scores, len(scores) - budget)[len(scores) - budget])
@@ -198,9 +202,9 @@ def _best(scores: Floats, count: int) -> Bools:
 
 
 def _trim(tokens: Ints, parents: Ints, depths: Ints, scores: Floats, budget: int) -> SearchResult:
-    """Keeps the `budget` best nodes in insertion order and renumbers their parents."""
+    """Keeps the `budget` best nodes, in insertion order, and renumbers their parents."""
     ids = np.sort(np.argsort(-scores, kind="stable")[:budget]).astype(np.int64)
-    renumbered = np.full(len(tokens) + 1, ROOT, dtype=np.int64)  # last entry: the root's own
+    renumbered = np.full(len(tokens) + 1, ROOT, dtype=np.int64)  # the last entry is the root's
     renumbered[ids] = np.arange(len(ids))
     return SearchResult(
         DraftTree(tokens[ids], renumbered[parents[ids]], depths[ids], scores[ids]), ids

@@ -1,11 +1,12 @@
-"""Drafts from the text's own past: what followed the last tokens where they stood before.
+"""Drafts from the text's own past: what followed the last tokens where they occurred before.
 
-On edits, retrieval and tool calls text repeats itself, and a repetition costs no model to find: the
-places where the last tokens occur are looked up, and what follows there is the draft. Several
-places make a tree, which the best-first search grows like any other. How likely a continuation is
-follows from how many tokens in front of it match, and is learned as the target settles tokens.
-Source: SuffixDecoding, arXiv:2411.04975, which keeps a suffix tree; here every pair of neighbouring
-tokens is indexed, and longer matches are found by comparing from there.
+Text repeats itself in edits, retrieval and tool calls, and finding a repetition takes no model. The
+earlier places of the last tokens are looked up, and what follows there is the draft. Several places
+make a tree, which the best-first search grows like any other. How likely a continuation is depends
+on how many tokens before it match, and is learned as the target settles tokens.
+
+Source: SuffixDecoding, arXiv:2411.04975. It keeps a suffix tree; here every pair of neighbouring
+tokens is indexed, and longer matches are found by comparing backwards from there.
 """
 
 from __future__ import annotations
@@ -22,43 +23,44 @@ from specexec_cli.drafting.policies import NextTree
 from specexec_cli.drafting.search import ROOT, Floats, Frontier, Ints, SearchResult, grow_tree
 from specexec_cli.sampling import Sampler
 
-_LONGEST = 32  # tokens that are compared in front of a place
-_PLACES = 64  # that are looked at, the latest first
-# That are remembered, about 33 MB of them; with more, those of earlier texts are forgotten.
+_LONGEST = 32  # the longest match that is counted, tokens
+_PLACES = 64  # the most places that are considered, the latest ones
+# Tokens that are remembered, which take about 33 MB; beyond, earlier texts are forgotten.
 _MOST_TOKENS = 1 << 17
-_BREAK = -1  # between texts; no token
-# Matches of about equal worth share what is learned: of 2 tokens, 3, 4, 5 to 6, and so on.
+_BREAK = -1  # stands between texts; not a token
+# Lengths of matches are put into classes, which learn together: 2 tokens, 3, 4, 5 to 6, and so on.
 _LENGTHS = np.array([2, 3, 4, 6, 8, 12, 16, 24, 32])
+# The starting probabilities of the classes, and how many trials they count as.
 _PRIOR_TRIALS = 4.0
 _PRIOR_CHANCES = np.array([0.25, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85])
-_MEMORY = 0.98  # the last fifty continuations of a length decide
-_TOP = 10  # probabilities that policies read, see policies.Signals
-_NOWHERE = -2  # the id of no node
+_MEMORY = 0.98  # decay per trial: about the last fifty of a class count
+_TOP = 10  # number of probabilities among the signals, see policies.Signals
+_NOWHERE = -2  # an id that no node of a search has
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of the past that match the end of a path."""
+    """Places in the past that match the end of a path."""
 
-    at: tuple[int, ...]  # positions in the remembered tokens of what comes next
-    lengths: tuple[int, ...]  # tokens in front of each that are the path's
+    at: tuple[int, ...]  # positions in the remembered tokens, of the token after each match
+    lengths: tuple[int, ...]  # length of each match, tokens
 
 
 class Past:
-    """The tokens of this text and of earlier ones, and where each pair of them stands."""
+    """The tokens of this text and of earlier ones, with an index of all pairs of neighbours."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._after: dict[tuple[int, int], list[int]] = {}  # pair -> positions behind it, rising
+        self._after: dict[tuple[int, int], list[int]] = {}  # by pair, positions after it, rising
         self._context: list[int] = []
 
     def follow(self, context: Sequence[int]) -> None:
-        """Remembers `context`; what an earlier text went on with elsewhere stays remembered."""
+        """Adds `context`, which may continue the last one or differ from it; earlier texts stay."""
         shared = common_prefix(self._context, context)
         if len(self._tokens) + len(context) - shared > max(_MOST_TOKENS, 2 * len(context)):
             self.forget()
             shared = 0
-        if shared < len(self._context):  # another text: so much of it that places can be compared
+        if shared < len(self._context):  # another text; its shared part is repeated for matches
             self._append([_BREAK, *context[max(0, shared - _LONGEST) : shared]])
         self._append(context[shared:])
         self._context = list(context)
@@ -77,14 +79,14 @@ class Past:
                 self._after.setdefault(pair, []).append(len(self._tokens))
 
     def matches(self) -> Places:
-        """Where the context's end stood before, the latest places first."""
+        """The earlier places of the context's last tokens, the latest first."""
         tokens, end = self._tokens, len(self._tokens)
         found = self._after.get((tokens[-2], tokens[-1]), ()) if len(self._context) > 1 else ()
         at = [place for place in reversed(found[-_PLACES - 1 :]) if place < end][:_PLACES]
         return Places(tuple(at), tuple(self._length(place) for place in at))
 
     def _length(self, place: int) -> int:
-        """How many tokens in front of `place` are the context's last ones."""
+        """How many tokens before `place` equal the context's last ones."""
         most = min(_LONGEST, place, len(self._context))
         length = 2
         while length < most and self._tokens[place - length - 1] == self._context[-length - 1]:
@@ -92,7 +94,7 @@ class Past:
         return length
 
     def continuations(self, places: Places) -> dict[int, Places]:
-        """What comes next at these places, by token; nothing behind the end of a text."""
+        """The places after each next token, by token; the end of a text has no next token."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for place, length in zip(places.at, places.lengths, strict=True):
             if place < len(self._tokens) and self._tokens[place] != _BREAK:
@@ -103,16 +105,21 @@ class Past:
 
 
 class MatchTrust:
-    """How often the target went on as the past did, by the length of the match."""
+    """Learns how often the target continues as the past did, by the length of the match."""
 
     def __init__(self) -> None:
         self._trials = np.full(len(_LENGTHS), _PRIOR_TRIALS)
         self._hits = _PRIOR_TRIALS * _PRIOR_CHANCES
 
     def chances(self, places: Places, children: dict[int, Places]) -> Floats:
-        """Of each child, (children,): the match's own, shared out by the lengths of their matches.
+        """The probability of each child, (children,).
 
-        Each token more that matches doubles what a place counts, so the longest ones decide.
+        They sum to the learned probability of the longest match. Each child gets a share by its
+        places, each of which counts twice as much with every further token that matches.
+
+        Args:
+            places: of the parent.
+            children: places of each child, by token.
         """
         longest = max(places.lengths)
         weights = np.array(
@@ -126,7 +133,7 @@ class MatchTrust:
         return chances
 
     def learn(self, places: Places, hit: bool) -> None:
-        """Whether the target's token was among those that the past went on with."""
+        """Learns whether the target's token was among the continuations (`hit`)."""
         bucket = self._bucket(max(places.lengths))
         self._trials[bucket] = _MEMORY * self._trials[bucket] + 1.0
         self._hits[bucket] = _MEMORY * self._hits[bucket] + hit
@@ -137,7 +144,7 @@ class MatchTrust:
 
 
 class Repetitions:
-    """What the past went on with behind the context: a node's children, for a search."""
+    """Finds the children of nodes in the past, for a search."""
 
     def __init__(self) -> None:
         self._past = Past()
@@ -145,13 +152,13 @@ class Repetitions:
         self._begin(Places((), ()))
 
     def follow(self, context: Sequence[int]) -> bool:
-        """Looks the end of the context up; returns whether it stood anywhere before."""
+        """Begins a tree after `context`; returns whether its last tokens occurred before."""
         self._past.follow(context)
         self._begin(self._past.matches())
         return bool(self._places[ROOT].at)
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """What the target went on with behind the context, of which some nodes spoke."""
+        """Learns from the tokens that the target settled after the context."""
         node = ROOT
         for token in tokens:
             children = self._children.get(node)
@@ -165,10 +172,11 @@ class Repetitions:
         self._begin(Places((), ()))
 
     def _begin(self, places: Places) -> None:
-        self._places = {ROOT: places}  # node id -> where its path stands in the past
-        self._ids: dict[tuple[int, int], int] = {}  # (parent's id, token) -> id, where expanded
-        self._children: dict[int, dict[int, Places]] = {}  # expanded node id -> token -> places
-        self._chances: dict[int, Floats] = {}  # likewise, of its children, falling
+        self._places = {ROOT: places}  # by id, the places of a node's path
+        self._ids: dict[tuple[int, int], int] = {}  # by parent's id and token, an expanded node
+        # by id of an expanded node: its children's places by token, and their falling probabilities
+        self._children: dict[int, dict[int, Places]] = {}
+        self._chances: dict[int, Floats] = {}
 
     def expand(self, frontier: Frontier, width: int) -> tuple[Floats, Ints]:
         """What came next where each node's path stands; see search.Expand."""
@@ -203,7 +211,7 @@ class Repetitions:
         return chances[order], np.fromiter(children, dtype=np.int64)[order]
 
     def signals(self, ids: Ints) -> Floats:
-        """What policies read of expanded nodes; see policies.Signals."""
+        """The signals of expanded nodes; see policies.Signals."""
         found = np.zeros((len(ids), _TOP + 1))
         for row, node in enumerate(ids.tolist()):
             chances = self._chances[node]
@@ -213,7 +221,7 @@ class Repetitions:
 
 
 class SuffixDrafter:
-    """Grows trees of what the past went on with; see SessionDrafter."""
+    """Grows trees of continuations from the text's past; a SessionDrafter."""
 
     def __init__(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
         self._repetitions = Repetitions()
@@ -222,12 +230,12 @@ class SuffixDrafter:
         self.configure(sampler, tree)
 
     def configure(self, sampler: Sampler, tree: TreeConfig, learned: Learned | None = None) -> None:
-        """See SessionDrafter. The past says nothing of probabilities that noise could change."""
+        """See SessionDrafter. The sampler is not used: the past gives no logits to add noise to."""
         self._learned = learned or self._learned
         self._policy = self._learned.policy(tree)
 
     def grow(self, context: Sequence[int], max_depth: int, pending: int = 1) -> DraftTree:
-        """What `context` went on with before; an empty tree where its end is new."""
+        """See Drafter. The tree is empty if the end of `context` did not occur before."""
         self.paused = False
         if not self._repetitions.follow(context) or max_depth < 1:
             return DraftTree.empty()
@@ -242,7 +250,7 @@ class SuffixDrafter:
         return tree
 
     def begin(self, context: Sequence[int], max_depth: int) -> int:
-        """As ModelDrafter.begin; 0 where the context's end is new."""
+        """See ModelDrafter.begin; 0 if the end of `context` did not occur before."""
         self.paused = False
         return max_depth if self._repetitions.follow(context) else 0
 
@@ -251,12 +259,12 @@ class SuffixDrafter:
         return self._repetitions.expand(frontier, width)
 
     def take(self, found: SearchResult | None, budget: int, paused: bool) -> DraftTree:
-        """As ModelDrafter.take; there is nothing to add."""
+        """See ModelDrafter.take; nothing is added to the search's tree."""
         self.paused = paused
         return found.tree if found is not None else DraftTree.empty()
 
     def commit(self, nodes: Sequence[int], tokens: Sequence[int]) -> None:
-        """Learns from what the target settled."""
+        """Learns from the tokens that the target settled."""
         self._repetitions.learn(tokens)
 
     def observe(self, step: StepResult) -> None:
@@ -269,20 +277,23 @@ class SuffixDrafter:
 
 
 def merged(found: SearchResult, other: DraftTree, least: float, budget: int) -> SearchResult:
-    """Both trees in one: the `budget` most probable nodes of either.
+    """Merges two trees, and keeps the `budget` most probable nodes.
 
-    A node of both is as probable as the more confident one says. Nodes of `other` alone get ids
-    below -1, by which no search knows them.
+    A node that is in both gets the higher of its two log-probabilities. Nodes of `other` alone get
+    ids below -1, which no search uses.
 
     Args:
-        least: log-probability below which a node of `other` does not count.
+        found: a search's result.
+        other: a tree to merge into it.
+        least: nodes of `other` with a lower log-probability are left out.
+        budget: most nodes of the result.
     """
     tree = found.tree
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     depths, log_probs = tree.depths.tolist(), tree.log_probs.tolist()
     ids = found.ids.tolist()
     known = {key: at for at, key in enumerate(zip(parents, tokens, strict=True))}
-    places = {ROOT: ROOT}  # node of other -> node of both
+    places = {ROOT: ROOT}  # by node of `other`, its node in the merged tree
     for node in np.flatnonzero(other.log_probs >= least).tolist():  # parents before children
         key = places[int(other.parents[node])], int(other.tokens[node])
         if key not in known:
@@ -296,7 +307,7 @@ def merged(found: SearchResult, other: DraftTree, least: float, budget: int) -> 
         log_probs[places[node]] = max(log_probs[places[node]], float(other.log_probs[node]))
     scores = np.array(log_probs, dtype=np.float64)
     kept = np.sort(np.argsort(-scores, kind="stable")[:budget])
-    renumbered = np.full(len(tokens) + 1, ROOT, dtype=np.int64)  # last entry: the root's own
+    renumbered = np.full(len(tokens) + 1, ROOT, dtype=np.int64)  # the last entry is the root's
     renumbered[kept] = np.arange(len(kept))
     both = DraftTree(
         np.array(tokens, dtype=np.int64)[kept],

@@ -1,7 +1,7 @@
-"""The rows of a tree's expanded nodes in the draft model's cache, and what the model said of them.
+"""The rows of a tree's expanded nodes in the draft model's cache, and the model's results for them.
 
-They lie behind the rows of the committed tokens, in the order of their expansion: row `slot` here
-is the cache's prefix + slot. ROOT is the last committed token, whose row is the prefix's last.
+They are after the rows of the committed tokens, in the order of expansion: slot s here is the
+cache's slot prefix + s. ROOT stands for the last committed token, in the prefix's last slot.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class TreeRows:
     """Expanded nodes, each with its parent's slot, its token and its rotary position."""
 
     def __init__(self) -> None:
-        self.utilities: dict[int, Tensor] = {}  # slot, or ROOT -> (vocab,), see DraftScorer
+        self.utilities: dict[int, Tensor] = {}  # by slot or ROOT: (vocab,), see DraftScorer
         self.positions: Ints = np.zeros(0, dtype=np.int64)
         self._ancestors: NDArray[np.bool_] = np.zeros((0, 0), dtype=bool)  # self included
         self._nodes: list[tuple[int, int]] = []  # by slot: the parent's slot, and the token
-        self._slots: dict[tuple[int, int], int] = {}  # the other way round
+        self._slots: dict[tuple[int, int], int] = {}  # the slot by the parent's slot and the token
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -34,13 +34,14 @@ class TreeRows:
     def add(
         self, parents: Sequence[int], tokens: Sequence[int], positions: Ints
     ) -> NDArray[np.bool_]:
-        """Takes nodes in behind those that are there.
+        """Appends nodes.
 
         Args:
-            parents: (n,) their slots, or ROOT.
-            positions: (n,) rotary.
+            parents: (n,) slots of the parents, or ROOT.
+            tokens: (n,) the nodes' tokens.
+            positions: (n,) the nodes' rotary positions.
         Returns:
-            (n, slots) which slots each of them attends to.
+            (n, slots) bool, True = attend.
         """
         old, new = len(self), len(parents)
         ancestors = np.zeros((old + new, old + new), dtype=bool)
@@ -56,7 +57,7 @@ class TreeRows:
         return ancestors[old:]
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The slots of a path from the root, as far as its nodes were expanded."""
+        """The slots of the path with these tokens from the root, as far as it was expanded."""
         path: list[int] = []
         for token in tokens:
             slot = self._slots.get((path[-1] if path else ROOT, token))
@@ -66,7 +67,7 @@ class TreeRows:
         return path
 
     def path(self, slot: int) -> tuple[int, ...]:
-        """The tokens from the root to a slot, its own last; none to ROOT."""
+        """The tokens of the path from the root to a slot, its own token last; empty for ROOT."""
         tokens: list[int] = []
         while slot != ROOT:
             slot, token = self._nodes[slot]

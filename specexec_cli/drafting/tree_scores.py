@@ -1,4 +1,4 @@
-"""How the children of a tree's nodes are scored, and what is learned from the target's tokens."""
+"""Scores the children of a tree's nodes, and learns from the target's tokens."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class TreeScores:
     """Scores for one generation: how likely each child is to be the target's own token.
 
     Args:
-        rows: whose utilities are noted behind each node, and kept with its row.
-        learned: about the pair, by all generations so far; it goes on learning.
+        rows: the tree's rows, where each node's utilities are stored.
+        sampler: the target's sampler.
+        tree: the tree's settings.
+        learned: what all generations so far taught about the pair; it goes on learning.
     """
 
     def __init__(
@@ -35,14 +37,16 @@ class TreeScores:
 
     @property
     def calibration(self) -> Calibration:
-        """What corrects the scores that this generation's trees are searched by."""
+        """The calibration that corrects the scores of this generation's trees."""
         return self.scorer.trust.calibration
 
     def children(self, frontier: Frontier, logits: Tensor, width: int) -> tuple[Floats, Ints]:
-        """Each node's children, best first; see search.Expand.
+        """The children of nodes, the best first, as search.Expand says.
 
         Args:
-            logits: (nodes, vocab) the draft model's, of tokens that the target knows.
+            frontier: the nodes.
+            logits: (nodes, vocab) the draft model's, cut to the target's vocabulary.
+            width: most children of a node.
         """
         rows = self._rows
         positions = (len(rows.context) + frontier.depths).tolist()
@@ -53,7 +57,7 @@ class TreeScores:
         return self.scorer.best(utilities, width, frontier.depths + 1)
 
     def signals(self, ids: Ints) -> Floats:
-        """What policies read of expanded nodes; see policies.Signals."""
+        """The signals of expanded nodes; see policies.Signals."""
         slots = self._rows.slots_of(ids)
         return signals(torch.stack([self._rows.tree.utilities[slot] for slot in slots]))
 
@@ -61,7 +65,8 @@ class TreeScores:
         """Learns from the tokens that the target settled.
 
         Args:
-            path: slots of the first of them.
+            path: slots of the first of them, as far as they were expanded.
+            tokens: the tokens.
         """
         utilities = self._rows.tree.utilities
         for depth, (slot, token) in enumerate(zip([ROOT, *path], tokens, strict=False), 1):

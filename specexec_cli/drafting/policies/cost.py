@@ -1,10 +1,11 @@
-"""The policy cost: as large as pays, and no tree at all where plain decoding is faster.
+"""The policy cost: trees as large as pays, and none where plain decoding is faster.
 
-With E the number of drafted tokens that a tree is expected to commit and T the seconds of its
-iteration, it maximises (1 + E) / T. E is the sum of the nodes' probabilities, T a function fitted
-to the last iterations, see drafting/iteration_cost.py.
-Source: growing a tree while it pays, SpecDec++ (arXiv:2405.19715) for chains; sizes by the
-hardware's cost, Sequoia (arXiv:2402.12374).
+It maximises (1 + E) / T. E is the expected number of drafted tokens that a tree commits, the sum of
+its nodes' probabilities; T is the seconds of the iteration, fitted to recent iterations
+(drafting/iteration_cost.py).
+
+Source: growing a draft while it pays: SpecDec++, arXiv:2405.19715, for chains; sizes by the
+hardware's cost: Sequoia, arXiv:2402.12374.
 """
 
 from __future__ import annotations
@@ -22,57 +23,57 @@ if TYPE_CHECKING:
     from specexec_cli.drafting.iteration_cost import IterationCost
     from specexec_cli.drafting.search import Floats, Frontier, SearchResult
 
-# The budget over the sizes of the first trees that are grown where nothing is known of what rows
-# cost, so that there is a comparison.
+# The first trees have the budget divided by these numbers of nodes, if nothing is known of what
+# rows cost: two sizes to compare.
 _FIRST = (2, 8)
 
 
-_PROMPT_ROWS = 64  # of prompts, in a pass of several texts that is learned from
+_PROMPT_ROWS = 64  # the most prompt rows of a pass of several texts that is still learned from
 
 
 @policy(
     "cost",
     help="as much as pays in tokens/s; the budget is then twice the pair's unless given",
-    methods=("specexec", "suffix"),  # those that search by falling probability
+    methods=("specexec", "suffix"),  # the methods that expand nodes by falling probability
     needs="cost",
 )
 class Cost:
-    """The tree with the most tokens per second, expected.
+    """Grows the tree with the most expected tokens per second.
 
-    The probabilities of a tree's nodes are scaled so that their sum has been right lately. Rows
-    beyond the largest pass so far are tried by halves more at a time: what they cost is not known.
-    The first tree is as large as a measured prior says.
+    The probabilities of a tree's nodes are scaled so that their recent sums are right on average. A
+    tree has at most _STRETCH times the rows of the largest pass so far, since the cost of more rows
+    is unknown. The first tree is as large as a measured prior says.
     """
 
-    _DECAY = 0.97  # the last thirty trees decide
-    _PRIOR = 10.0  # tokens that are taken to have come as expected
+    _DECAY = 0.97  # decay of the sums per tree: about the last thirty count
+    _PRIOR = 10.0  # tokens that are taken to have come as expected, at the start
     _STRETCH = 1.5
-    _PROBE = 16  # every so many trees one asks what the others cannot tell
-    _PROBED = (1.5, 0.5, 1.2)  # by being so many times as large as seems right
+    _PROBE = 16  # every so many trees, one of another size is tried, for the fit
+    _PROBED = (1.5, 0.5, 1.2)  # how many times as large as the best size those are, in turn
 
     def __init__(self, tree: TreeConfig, cost: IterationCost) -> None:
         self._tree = tree
         self._cost = cost
-        self._accepted = self._expected = self._PRIOR  # running sums
+        self._accepted = self._expected = self._PRIOR  # running sums of tokens
         self._caught = 0.7  # share of an expanded node's probability that its best child has
         self._iteration = self._steps = 0
         self._texts = self._pending = 1  # of the pass, see NextTree
-        self._prompt_s = 0.0  # what rows of prompts take in this pass, whatever the tree
-        self._probing = False  # this tree tries a step and nodes more than seem to pay
-        self._probed = False  # and has tried the step
-        self._drawn: Floats | None = None  # probabilities of the nodes under way
-        self._known = 0  # nodes before their children
-        self._tree_expects = 0.0
-        self._doubted = False  # the tree is the best there is, and expected to be slower than none
+        self._prompt_s = 0.0  # seconds that the rows of prompts take in this pass
+        self._probing = False  # whether this tree tries one more step and another size
+        self._probed = False  # whether it has taken that step
+        self._drawn: Floats | None = None  # probabilities of the nodes that were expanded last
+        self._known = 0  # number of nodes found before their children
+        self._tree_expects = 0.0  # sum of the last tree's probabilities
+        self._doubted = False  # whether even the best size is expected to be slower than no tree
         self._pauses = Pauses()
-        self._compilations = 0  # of kernels, before this iteration
+        self._compilations = 0  # kernels compiled before this iteration
 
     @property
     def _trust(self) -> float:
         return self._accepted / self._expected
 
     def grow(self, next_tree: NextTree) -> SearchResult:
-        """See BudgetPolicy; the search is the best-first one."""
+        """See BudgetPolicy; the method's search must be the best-first one."""
         import numpy as np
         from specexec_kernels import cpu_jit
 
@@ -106,7 +107,7 @@ class Cost:
             share = float(best.sum() / self._drawn.sum())
             self._caught += 0.2 * (min(max(share, 0.05), 1.0) - self._caught)
         self._drawn, self._known = np.exp(log_probs[chosen]), len(log_probs)
-        # as if each node had its best child alone
+        # as if each node had only its best child
         children = log_probs[chosen] + np.log(self._caught)
         _, then = self._best(np.concatenate([log_probs, children]), self._steps + 1)
         if then <= now:
@@ -117,7 +118,7 @@ class Cost:
         return True
 
     def size(self, log_probs: Floats) -> int:
-        """How many of these nodes, the most probable ones, to verify."""
+        """How many of these nodes to verify, the most probable ones."""
         size, _ = self._best(log_probs, self._steps)
         if self._probing:
             by = self._PROBED[self._iteration // self._PROBE % len(self._PROBED)]
@@ -125,7 +126,7 @@ class Cost:
         return size
 
     def _room(self) -> int:
-        """Nodes that a tree may have by now."""
+        """The most nodes that a tree may have now."""
         tried = self._cost.iterations
         if self._cost.prior is None and tried < len(_FIRST):
             return max(1, self._tree.budget // _FIRST[tried])
@@ -141,16 +142,16 @@ class Cost:
         falling = -np.sort(-log_probs)[:most]
         expected = self._trust * np.cumsum(np.exp(falling))
         rows = self._pending + np.arange(1.0, most + 1.0)
-        # a tree that rides with a prompt has to be worth its own time, not the prompt's as well
+        # beside a prompt, a tree must be worth its own time, but not the prompt's
         rates = (self._texts + expected) / (self._cost.seconds(rows, steps) - self._prompt_s)
         best = int(np.argmax(rates))
         return best + 1, float(rates[best])
 
     def observe(self, step: StepResult) -> None:
-        """See BudgetPolicy. A pass that carried a prompt says nothing about later ones.
+        """See BudgetPolicy. Passes with a prompt are not learned from, since later ones have none.
 
-        Among several texts a short one does: where texts come and go, few passes carry none. Nor
-        does an iteration in which kernels were compiled, which happens once on a machine.
+        In a pass of several texts a short prompt is allowed, since few such passes have none. An
+        iteration in which kernels were compiled is not learned from either.
         """
         from specexec_kernels import cpu_jit
 

@@ -1,12 +1,12 @@
 """The registry of policies: what a policy does, and how one is added.
 
-A policy decides how large the next draft tree should be. It changes how many tokens a pass settles
-and what that costs, never which tokens: those are the target's own draws.
+A policy decides how large the next draft tree should be. That changes how many tokens a pass
+settles and what the pass costs, never which tokens: those are the target's own draws.
 
 Each policy is one file of this package with a class below the decorator `policy`. Help texts, the
-words that the option takes, and the checks of which method it suits follow from it. The command
-line reads them before anything else is loaded, so the files import numpy, and rooms that do, inside
-functions or for type checking alone.
+values that the option takes, and the check of which methods it suits follow from that. The command
+line reads these files before anything else is loaded. So they import numpy, and modules that import
+it, inside functions or for type checking only.
 """
 
 from __future__ import annotations
@@ -21,59 +21,66 @@ if TYPE_CHECKING:
     from specexec_cli.core import StepResult
     from specexec_cli.drafting.search import Expand, Floats, Ints, Search, SearchResult, Worth
 
-    # ids of expanded nodes (n,) -> their children's 10 highest probabilities, falling, and the
-    # entropy of all in nats (n, 11)
+    # Given the ids (n,) of expanded nodes, (n, 11): the ten highest probabilities of each node's
+    # children, falling, and the entropy of all its children in nats.
     Signals = Callable[[Ints], Floats]
 
-# What a policy is made with besides the TreeConfig: the pair's trained classifier, the
-# IterationCost of this machine, or the tokens that the target's text goes on with.
+# What a policy is made with besides the TreeConfig: the pair's trained classifier, this machine's
+# IterationCost, or the tokens of the target's text to come.
 Need = Literal["classifier", "cost", "continuation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextTree:
-    """What a policy grows the next tree with, and the pass that is to verify it."""
+    """What a policy grows the next tree with, and facts about the pass that will verify it."""
 
-    search: Search  # the method's own
+    search: Search  # the method's search
     expand: Expand  # the draft model
-    max_depth: int  # longest path that could still be committed, in tokens
-    # What the draft model said of expanded nodes; None where several texts share the pass.
-    signals: Signals | None = None
+    max_depth: int  # longest path that could still be committed, tokens
+    signals: Signals | None = None  # of expanded nodes; None if several texts share the pass
     pending: int = 1  # committed rows that the pass carries besides the tree
-    texts: int = 1  # texts of the pass, each of which gets a token whatever the tree is
+    texts: int = 1  # texts of the pass; each of them gets a token even without a tree
 
     def found(self, tree: TreeConfig, worth: Worth | None = None) -> SearchResult:
-        """The tree of these settings at most; see search.Worth for what ends it before."""
+        """Runs the search with these settings; `worth` may end it earlier."""
         return self.search(self.expand, tree, min(self.max_depth, tree.max_depth), worth)
 
 
 class BudgetPolicy(Protocol):
-    """Grows each tree to the size it finds right, and learns from what became of it."""
+    """Decides the size of each tree, and learns from the result."""
 
     def grow(self, next_tree: NextTree) -> SearchResult:
-        """The next tree, of at most the budget and depth that the policy was made with."""
+        """Grows the next tree, of at most the budget and depth that the policy was made with."""
 
     def observe(self, step: StepResult) -> None:
-        """What the last tree brought and cost."""
+        """Learns from what the last tree brought and cost."""
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyEntry:
-    """A policy as the command line and the checks know it."""
+    """A policy as the command line and the checks know it.
 
-    name: str  # as a tree's settings name it
-    help: str  # how much of the budget a tree uses, in words that fit into brackets
-    methods: tuple[str, ...] | None  # whose trees it can size; None: of all that draft
+    Attributes:
+        name: as the setting `policy` has it.
+        help: how much of the budget its trees use, in words that fit into brackets.
+        methods: the methods it can size the trees of; None for all methods that draft.
+        needs: what it is made with besides a TreeConfig.
+        make: makes the policy from a TreeConfig and what it needs, if anything.
+    """
+
+    name: str
+    help: str
+    methods: tuple[str, ...] | None
     needs: Need | None
-    make: Callable[..., BudgetPolicy]  # (TreeConfig, and what it needs, if anything) -> a policy
+    make: Callable[..., BudgetPolicy]
 
 
 _table: dict[str, PolicyEntry] = {}
-POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(_table)  # in the order of help texts
+POLICIES: Mapping[str, PolicyEntry] = MappingProxyType(_table)  # in the order of the help texts
 
 
 def _place(entry: PolicyEntry) -> tuple[int, str]:
-    """Policies that need nothing come first; among those of one need, the name decides."""
+    """The key that sorts the table: by need, nothing first, then by name."""
     return (None, *get_args(Need)).index(entry.needs), entry.name
 
 
