@@ -9,12 +9,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
+from transformers.integrations.gguf.gguf_tokenizer_mapping import get_merges
 
 from specexec_cli.errors import CheckpointError
 from specexec_cli.gguf.pre_tokenizers import PATTERNS, WHOLE_PIECES
-from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer
+from specexec_cli.models.gguf_tokenizer import build_gguf_tokenizer, implied_merges
 
 GOLDENS = json.loads(
     (Path(__file__).parent.parent / "goldens" / "pre_tokenizers.json").read_text("utf-8")
@@ -82,3 +84,24 @@ def test_the_first_token_follows_the_name_unless_the_file_says_it(name: str, beg
 def test_an_unknown_name_is_refused_in_one_line() -> None:
     with pytest.raises(CheckpointError, match=r"model\.gguf: how its tokenizer 'nobody' splits"):
         tokenizer("nobody")
+
+
+@pytest.mark.parametrize("by_place", [False, True])
+def test_merges_are_those_that_transformers_finds(by_place: bool) -> None:
+    """In its order, where scores tie too; by place, runs of spaces are spelled as Gemma does."""
+    rng = np.random.default_rng(0)
+    words = {"".join(rng.choice(list("abc▁"), rng.integers(1, 6))) for _ in range(400)}
+    tokens = [*sorted(words), "  ", "    "]
+    scores = rng.integers(-40, 0, len(tokens)).astype(float).tolist()
+    described = {"tokens": tokens, "scores": scores}
+    if by_place:
+        spelled = [*sorted(words), "▁▁", "▁▁▁▁"]
+        places = {token: -place for place, token in enumerate(spelled)}
+        expected = get_merges({**described, "tokens": spelled}, places)
+    else:
+        tokens, described["tokens"] = tokens[:-2], tokens[:-2]
+        expected = get_merges(described)
+    found = implied_merges(tokens, scores, by_place)
+    assert found == [" ".join(pair) for pair in expected]
+    assert len(found) > 100
+    assert implied_merges(["a", " ", "a "], [0.0, 0.0, 0.0], False) is None
