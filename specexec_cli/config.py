@@ -38,15 +38,23 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What users are told of a field, beside its type and default."""
+    """What a user is told of a field of a config, besides its type and default.
+
+    Attributes:
+        name: of the option, if it differs from the field's name.
+        auto: whether the user writes None as the word auto.
+        listed: for a tuple that the user writes as one text with commas: an example of that text.
+        must: what a value must be, for errors.
+        allows: whether a value is what it must be.
+    """
 
     topic: str
     help: str
-    name: str = ""  # the option's name; empty: the field's own
-    auto: bool = False  # None is written as the word auto
-    listed: str = ""  # values are written in one text with commas; an example of it
-    must: str = ""  # what a value must be
-    allows: Callable[[Any], bool] = lambda value: True  # whether a value is that
+    name: str = ""
+    auto: bool = False
+    listed: str = ""
+    must: str = ""
+    allows: Callable[[Any], bool] = lambda value: True
 
 
 def setting(default: _T, topic: str, help: str, **more: Any) -> _T:
@@ -59,12 +67,12 @@ def setting(default: _T, topic: str, help: str, **more: Any) -> _T:
 
 
 def setting_of(field: Field[Any]) -> Setting | None:
-    """What users are told of a field; None if it is not one of theirs."""
+    """What a user is told of a field; None for a field that users do not set."""
     return field.metadata.get("")
 
 
 def check(settings: Any) -> None:
-    """Holds the fields of a dataclass against what their settings allow.
+    """Checks each value of a config by its setting's rule.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -1,8 +1,8 @@
-"""Makes the options of a command from the settings of the configs that it takes.
+"""Makes a command's options from the settings of the configs that it takes.
 
-A command names configs as parameters, such as a Request or a SamplingConfig, and is decorated with
-`grouped`: each of their settings (see config.py) is an option, and the command is given the
-configs with what the user chose.
+A command decorated with `grouped` may take configs as parameters, such as a Request or a
+SamplingConfig. Each setting of a config (see config.py) becomes an option, and the command gets the
+configs filled in with the user's choices.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from specexec_cli.errors import ConfigError
 from specexec_cli.planning.request import Request, TreeRequest
 
 _POLICIES = policies_for("specexec")
-# What the command line adds to settings: what TAB offers, and words that are registered above them.
+# What the command line adds to a setting: completions for TAB, and the names of policies, which
+# rooms above the setting's register.
 _MORE: dict[str, dict[str, Any]] = {
     "pair": {"autocompletion": pair_names},
     "target": {"autocompletion": model_names},
@@ -44,12 +45,13 @@ _HELP = {"policies": ", ".join(f"{name} ({POLICIES[name].help})" for name in _PO
 
 
 class Shown:
-    """Which settings of a config a command has as options, beside the config in Annotated.
+    """Says which settings of a config are options of a command: `Annotated[Config, Shown(...)]`.
 
     Args:
-        names: of the options, in the order of the help, between spaces; empty: all.
-        without: an option that is left out.
-        defaults: by name, where they are not the config's own.
+        names: names of the options in the order of the help, with spaces between them; without
+            names, every setting is an option.
+        without: the name of a setting that is no option.
+        defaults: defaults that differ from the config's, by name.
     """
 
     def __init__(self, names: str = "", *, without: str = "", **defaults: Any) -> None:
@@ -67,7 +69,7 @@ Measured = Annotated[
 
 
 def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets typer see the settings of a command's configs as parameters of the command."""
+    """Shows typer a command's configs as one parameter for each setting."""
     configs: dict[str, tuple[Any, list[str]]] = {}
     parameters: dict[str, inspect.Parameter] = {}
     hints = get_type_hints(command, include_extras=True)
@@ -98,7 +100,7 @@ def grouped(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options(kind: Any, shown: Shown) -> dict[str, inspect.Parameter]:
-    """A config's options by name, those of configs within it included."""
+    """The options of a config, and of the configs in its fields, by name."""
     found: dict[str, inspect.Parameter] = {}
     hints = get_type_hints(kind, include_extras=True)
     for field in fields(kind):
@@ -115,13 +117,13 @@ def _options(kind: Any, shown: Shown) -> dict[str, inspect.Parameter]:
 
 
 def option_name(field: Field[Any]) -> str:
-    """The name of a field's option, as of a parameter: `max_tokens`."""
+    """The name of a field's option, as typer's parameters have it: `max_tokens`."""
     told = setting_of(field)
     return (told and told.name) or field.name
 
 
 def _made(field: Field[Any], told: Setting, kind: Any) -> tuple[Any, Any]:
-    """The annotation of a setting's option, and its default as it is written."""
+    """The annotation of a setting's option, and the default that the help shows."""
     default, more = field.default, {}
     if get_origin(kind) is Literal:
         kind, more["words"] = str, get_args(kind)
@@ -140,7 +142,7 @@ def _option(field: Field[Any], told: Setting, **more: Any) -> Any:
 
 
 def option_of(config: Any, name: str) -> Any:
-    """The option of one setting of a config, for commands that take no more of it."""
+    """The option of one setting, for commands that do not take the whole config."""
     (field,) = (each for each in fields(config) if each.name == name)
     told = setting_of(field)
     assert told is not None, f"{name} is a setting"
@@ -155,7 +157,10 @@ Batch = Annotated[int | None, option_of(TreeRequest, "batch")]
 
 
 def _config(kind: Any, values: Mapping[str, Any]) -> Any:
-    """A config with the values of its options, which are given by name.
+    """Makes a config from the values of its options.
+
+    Args:
+        values: by the option's name.
 
     Raises:
         ConfigError: a value is not what its setting takes.
@@ -172,7 +177,7 @@ def _config(kind: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _read(value: Any, told: Setting | None, flag: str, kind: Any) -> Any:
-    """An option's value as its config has it."""
+    """Turns an option's value into the value of the config's field."""
     if told is not None and told.auto:
         return None if value == "auto" else _number(value, flag) if int in get_args(kind) else value
     if told is not None and told.listed:
@@ -195,12 +200,12 @@ def _listed(text: str | None, flag: str, example: str) -> tuple[str, ...]:
 
 
 def with_drafts(asked: Request, several: bool | None = None) -> Request:
-    """The request with the models that --draft names, as in A,B: the first, and further ones.
+    """Splits a --draft such as A,B into the draft model A and further ones of the method dsi.
 
-    A file or folder whose name has a comma is one model.
+    The name of an existing file or folder is never split.
 
     Args:
-        several: whether further ones can be used; by default, whether the method is dsi.
+        several: whether several may be named; by default they may if the method is dsi.
     Raises:
         ConfigError: --draft names several, and only one can be used; or a name is empty.
     """
@@ -214,7 +219,7 @@ def with_drafts(asked: Request, several: bool | None = None) -> Request:
 
 
 def without_effect(asked: Request, sampling: SamplingConfig) -> list[str]:
-    """What was asked for and changes nothing here, one sentence each."""
+    """One sentence for each option that was given and changes nothing."""
     told = []
     if sampling.temperature == 0.0:
         greedy = "has no effect at --temperature 0, which is greedy"
@@ -231,7 +236,7 @@ def without_effect(asked: Request, sampling: SamplingConfig) -> list[str]:
 
 
 def _changed(config: SamplingConfig | DsiOptions | TreeRequest) -> list[str]:
-    """The options of settings that are not at their default."""
+    """The flags of settings that differ from their defaults."""
     return [
         f"--{'no-' * (field.default is True)}{option_name(field).replace('_', '-')}"
         for field in fields(config)

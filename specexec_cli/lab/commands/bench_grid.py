@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from specexec_cli.cli import option_groups, options
+from specexec_cli.cli.options import option
 from specexec_cli.cli.panels import TREE_LISTS
 from specexec_cli.config import DraftScoring, SamplingConfig
 from specexec_cli.drafting.policies import POLICIES
@@ -33,43 +34,27 @@ _POLICY_HELP = "; ".join(
 class GridOptions:
     """Options that say which combinations of method, tree and temperature to measure."""
 
-    method: Annotated[
-        str,
-        typer.Option(
-            help=_METHOD_HELP,
-            rich_help_panel=_GRID,
-        ),
-    ] = "specexec"
-    budget: Annotated[
-        str, typer.Option(help="Tree nodes. Default: the pair's.", rich_help_panel=_GRID)
-    ] = ""
-    depth: Annotated[
-        str, typer.Option(help="Longest path. Default: the pair's.", rich_help_panel=_GRID)
-    ] = ""
-    speculation_length: Annotated[
-        str, typer.Option(help="Draft tokens per iteration of chains.", rich_help_panel=_GRID)
-    ] = "4,8"
-    temperature: Annotated[str, typer.Option(help="0 is greedy.", rich_help_panel=_GRID)] = "0"
+    method: Annotated[str, option(_GRID, _METHOD_HELP)] = "specexec"
+    budget: Annotated[str, option(_GRID, "Tree nodes. Default: the pair's.")] = ""
+    depth: Annotated[str, option(_GRID, "Longest path. Default: the pair's.")] = ""
+    speculation_length: Annotated[str, option(_GRID, "Draft tokens per iteration of chains.")] = (
+        "4,8"
+    )
+    temperature: Annotated[str, option(_GRID, "0 is greedy.")] = "0"
     batch: option_groups.Batch = None
     draft_scoring: Annotated[
         str,
-        typer.Option(
-            help="noise, probs: rank draft tokens by the target's own sampling noise, or not.",
-            rich_help_panel=TREE_LISTS,
+        option(
+            TREE_LISTS,
+            "noise, probs: rank draft tokens by the target's own sampling noise, or not.",
         ),
     ] = "noise"
-    policy: Annotated[
-        str,
-        typer.Option(
-            help=_POLICY_HELP + ".",
-            rich_help_panel=TREE_LISTS,
-        ),
-    ] = "fixed"
+    policy: Annotated[str, option(TREE_LISTS, _POLICY_HELP + ".")] = "fixed"
     calibration: Annotated[
         str,
-        typer.Option(
-            help="on, off: draft probabilities corrected by how often tokens were accepted.",
-            rich_help_panel=TREE_LISTS,
+        option(
+            TREE_LISTS,
+            "on, off: draft probabilities corrected by how often tokens were accepted.",
         ),
     ] = "on"
     past: Annotated[
